@@ -1,0 +1,1 @@
+"""Exact attention over a sequence that several ranks hold: ulysses(ring(block))."""

@@ -1,0 +1,1 @@
+"""From documents to the batch of one rank: tokens, windows, shards."""

@@ -1,0 +1,1 @@
+"""FSDP2, activation checkpointing and compilation, applied from outside."""

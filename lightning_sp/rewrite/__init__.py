@@ -1,0 +1,1 @@
+"""How attention and positions get into a model from outside."""

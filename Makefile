@@ -1,0 +1,61 @@
+# One line each; every target makes its own virtual environment first, or refreshes it when pyproject.toml or
+# constraints.txt changed. `make PYTHON=/path/to/python3.12 test` chooses the interpreter, `VENV=` the folder.
+
+VENV ?= .venv
+PYTHON ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+# The ranks of a test share the machine's few cores, so that threads within a rank only get in each other's way.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.PHONY: help train test test-all lint format matrix wheel clean FORCE
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+train: $(STAMP)  ## train on this machine; ARGS="..." are Hydra overrides
+	$(BIN)/lightning-sp-train $(ARGS)
+
+test: lint  ## lint, then every test but the slow ones; ARGS="..." go to pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: lint  ## lint, then every test
+	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff, mypy --strict, import layers, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(STAMP)  ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+matrix: $(STAMP)  ## the suite under the oldest and the newest versions; ARGS="oldest" chooses
+	$(BIN)/python -m tools.matrix $(ARGS)
+
+wheel: $(STAMP)  ## build the wheel, install it outside this folder, try it there
+	$(BIN)/python -m tools.wheel_elsewhere $(ARGS)
+
+clean:  ## remove the environments and what tools left
+	rm -rf $(VENV) .venv-matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# The first interpreter that runs, is new enough, and can make environments: a shim of a version manager may not run,
+# a distribution's python3 may come without ensurepip.
+CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.13 python3.12 python3.11 python3.10 python3)
+PROBE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
+
+$(STAMP): pyproject.toml constraints.txt tools/bootstrap.py $(if $(PYTHON),FORCE)
+	@for python in $(CANDIDATES); do \
+	  if "$$python" -c '$(PROBE)' >/dev/null 2>&1; then \
+	    exec "$$python" -m tools.bootstrap --venv "$(VENV)" $(if $(PYTHON),--same-python); \
+	  fi; \
+	done; \
+	echo "lightning_sp needs Python 3.10 or newer with the modules venv and ensurepip; tried: $(CANDIDATES)." >&2; \
+	echo "Install one (Debian and Ubuntu: apt install python3-venv), or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
+	exit 1
+
+FORCE:

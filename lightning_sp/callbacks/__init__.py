@@ -1,1 +1,8 @@
-"""What is measured while training: throughput, memory."""
+"""What is measured and reported while training: throughput, memory, the run's report."""
+
+from lightning_sp.callbacks.flops import AttentionShape
+from lightning_sp.callbacks.memory import MemoryMonitor
+from lightning_sp.callbacks.run_report import RunReport
+from lightning_sp.callbacks.throughput import ThroughputMonitor
+
+__all__ = ["AttentionShape", "MemoryMonitor", "RunReport", "ThroughputMonitor"]

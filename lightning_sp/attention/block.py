@@ -1,0 +1,170 @@
+"""A ring step on one rank: the blocks of a plan through the local kernel, merged into the running partials.
+
+Everything a device computes is here, everything that travels in ring.py: a test can emulate all ranks in one process through the same
+functions. B batch, H query heads, K key-value heads, S local tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sp.attention.kernel import Kernel
+from lightning_sp.attention.merge import accumulator_dtype, merge_into
+from lightning_sp.attention.plan import Block, Range
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Local query heads that share local key-value heads evenly, so that one GQA call serves them."""
+
+    queries: Range
+    keys: Range
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """The local kernel with what is the same for all its calls."""
+
+    kernel: Kernel
+    scale: float
+    head_groups: tuple[HeadGroup, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one block. Shapes: (B, H, Sq, D), (B, K, Sk, D) twice -> (B, H, Sq, D), (B, H, Sq)."""
+        parts = [
+            self.kernel.forward(
+                q[:, slice(*g.queries)], k[:, slice(*g.keys)], v[:, slice(*g.keys)], causal=causal, scale=self.scale
+            )
+            for g in self.head_groups
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of one block from the global out and lse."""
+        parts = []
+        for g in self.head_groups:
+            heads, kv = slice(*g.queries), slice(*g.keys)
+            parts.append(
+                self.kernel.backward(
+                    grad[:, heads],
+                    q[:, heads],
+                    k[:, kv],
+                    v[:, kv],
+                    out[:, heads],
+                    lse[:, heads],
+                    causal=causal,
+                    scale=self.scale,
+                )
+            )
+        if len(parts) == 1:
+            return parts[0]
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for g, (_, dk_part, dv_part) in zip(self.head_groups, parts, strict=True):
+            # Neighbouring groups may share a key-value head: their gradients add.
+            dk[:, slice(*g.keys)] += dk_part
+            dv[:, slice(*g.keys)] += dv_part
+        return torch.cat([dq for dq, _, _ in parts], 1), dk, dv
+
+
+def forward_step(
+    kernel: BlockKernel,
+    blocks: Sequence[Block],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_offset: int,
+    running: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Add one source rank's keys to the running partials, in place, and return them.
+
+    Args:
+        kernel: the local kernel.
+        blocks: plan of this step; with `running` None it must cover every row (the rank's own keys do).
+        q: local queries, (B, H, S, D).
+        k: keys that travelled, (B, K, n, D): local range [key_offset, key_offset + n) of the source rank.
+        v: values likewise.
+        key_offset: see k.
+        running: (out, lse) in the accumulator's dtype, None in the first step.
+    """
+    if running is None:
+        if len(blocks) == 1 and blocks[0].row is None:
+            out, lse = kernel.forward(q, k, v, blocks[0].causal)
+            return out.to(accumulator_dtype(out.dtype)), lse
+        dtype = accumulator_dtype(q.dtype)
+        running = (empty_token_major(q, dtype), q.new_empty(q.shape[:3], dtype=dtype))
+        first = True
+    else:
+        first = False
+    for block in blocks:
+        queries, keys, row = _slices(block, key_offset)
+        out, lse = kernel.forward(q[row, :, queries], k[row, :, keys], v[row, :, keys], block.causal)
+        if first:
+            running[0][row, :, queries] = out
+            running[1][row, :, queries] = lse
+        else:
+            merge_into(running[0][row, :, queries], running[1][row, :, queries], out, lse)
+    return running
+
+
+def backward_step(
+    kernel: BlockKernel,
+    blocks: Sequence[Block],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    kv: tuple[Tensor, Tensor],
+    key_offset: int,
+    dq: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq with this step's part added in place, dk, dv of the keys given).
+
+    Args:
+        kernel: the local kernel.
+        blocks: plan of this step.
+        saved: (gradient of out, q, out, lse) of the local queries, out and lse global.
+        kv: keys and values that travelled, (B, K, n, D).
+        key_offset: first local position of those keys on their rank.
+        dq: running gradient of q in the accumulator's dtype, None in the first step.
+    """
+    grad, q, out, lse = saved
+    k, v = kv
+    if dq is None and len(blocks) == 1 and blocks[0].row is None:
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, blocks[0].causal)
+        return dq.to(accumulator_dtype(dq.dtype)), dk, dv
+    if dq is None:
+        dq = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
+    if len(blocks) == 1 and blocks[0].row is None:
+        queries = slice(*blocks[0].queries)  # one block holds all the keys that travelled
+        part, dk, dv = kernel.backward(
+            grad[:, :, queries], q[:, :, queries], k, v, out[:, :, queries], lse[:, :, queries], blocks[0].causal
+        )
+        dq[:, :, queries] += part
+        return dq, dk, dv
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for block in blocks:
+        queries, keys, row = _slices(block, key_offset)
+        part, dk_part, dv_part = kernel.backward(
+            grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
+            out[row, :, queries], lse[row, :, queries], block.causal,
+        )  # fmt: skip
+        dq[row, :, queries] += part
+        # Blocks of one step are different documents: their keys are disjoint, so this is an assignment.
+        dk[row, :, keys], dv[row, :, keys] = dk_part, dv_part
+    return dq, dk, dv
+
+
+def empty_token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor of the same shape (B, H, S, D), laid out as kernels return theirs: (B, S, H, D)."""
+    batch, heads, tokens, dim = like.shape
+    return like.new_empty((batch, tokens, heads, dim), dtype=dtype).transpose(1, 2)
+
+
+def _slices(block: Block, key_offset: int) -> tuple[slice, slice, slice]:
+    row = slice(None) if block.row is None else slice(block.row, block.row + 1)
+    return slice(*block.queries), slice(block.keys[0] - key_offset, block.keys[1] - key_offset), row

@@ -1,0 +1,198 @@
+"""One local kernel call -> (out, lse), and its backward from a GLOBAL (out, lse). The only file that knows a kernel's private name.
+
+Layout here is (B, H, S, D) with any strides, D contiguous; lse is (B, H, S), natural logarithm, float32 (float64 for float64). Keys and
+values may have fewer heads (GQA). `causal` blocks are always square, so top-left (CPU) and bottom-right (CUDA) alignment agree.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_sp.errors import SequenceParallelError
+
+_aten = torch.ops.aten
+
+
+class Kernel(Protocol):
+    """What every local kernel offers."""
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one block; shapes (B, H, S, D), (B, H, S)."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of one block from the global out and lse."""
+        ...
+
+
+class TorchCpuKernel:
+    """PyTorch's own flash operator for the CPU: float32, float64, bfloat16, float16; GQA without a copy."""
+
+    name = "torch flash (cpu)"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one block."""
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of one block from the global out and lse."""
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+        return dq, dk, dv
+
+
+class TorchCudaKernel:
+    """PyTorch's own flash operator for CUDA: bfloat16 and float16; GQA and head dims as its FlashAttention takes them.
+
+    `torch.nn.attention.activate_flash_attention_impl("FA3" | "FA4")` swaps the code behind the same operator.
+    """
+
+    name = "torch flash (cuda)"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one block."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of one block from the global out and lse."""
+        grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
+        # Dropout is 0, so the kernel reads no random state.
+        rng = torch.empty(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = _aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None,
+            q.shape[1], k.shape[1], 0.0, causal, rng, torch.empty((), dtype=torch.uint64, device=q.device), scale=scale,
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class TorchMathCudaKernel:
+    """Plain matrix products in float32 or float64 on CUDA, whose flash operators take neither: O(S^2) a tile, in tiles of queries.
+
+    For exactness checks on a GPU; training there uses bfloat16 and the flash operator.
+    """
+
+    name = "torch tiled matmul (cuda)"
+    tile = 1024
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one block."""
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+        for start in range(0, q.shape[2], self.tile):
+            tile = slice(start, start + self.tile)
+            scores = self._scores(q, k, start, causal, scale)
+            lse[:, :, tile] = torch.logsumexp(scores, -1)
+            out[:, :, tile] = torch.exp(scores - lse[:, :, tile, None]) @ v
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of one block from the global out and lse."""
+        heads, kv_heads = q.shape[1], k.shape[1]
+        k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for start in range(0, q.shape[2], self.tile):
+            tile = slice(start, start + self.tile)
+            p = torch.exp(self._scores(q, k, start, causal, scale) - lse[:, :, tile, None])
+            g = grad[:, :, tile]
+            delta = (g * out[:, :, tile]).sum(-1, keepdim=True)
+            ds = p * (g @ v.transpose(-1, -2) - delta) * scale
+            dq[:, :, tile] = ds @ k
+            dk += ds.transpose(-1, -2) @ q[:, :, tile]
+            dv += p.transpose(-1, -2) @ g
+        shape = (q.shape[0], kv_heads, heads // kv_heads, *k.shape[2:])
+        return dq, dk.view(shape).sum(2), dv.view(shape).sum(2)
+
+    def _scores(self, q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> Tensor:
+        scores = (q[:, :, start : start + self.tile] @ k.transpose(-1, -2)) * scale
+        if causal:
+            rows = torch.arange(start, start + scores.shape[2], device=q.device)
+            scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > rows[:, None], -math.inf)
+        return scores
+
+
+class FlashAttnKernel:
+    """The flash-attn package (2.x), for CUDA; asked for by ``kernel="flash_attn"``."""
+
+    name = "flash-attn"
+
+    def __init__(self) -> None:
+        self._interface = _flash_attn_interface()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one block."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, _, _ = self._interface._flash_attn_forward(
+            q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of one block from the global out and lse."""
+        grad, q, k, v, out = (t.transpose(1, 2).contiguous() for t in (grad, q, k, v, out))
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self._interface._flash_attn_backward(
+            grad, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, None
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return the local kernel for an option, a device and a dtype.
+
+    Raises:
+        SequenceParallelError: flash_attn was asked for and cannot serve here.
+    """
+    if name == "flash_attn":
+        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+            raise SequenceParallelError(
+                f"kernel='flash_attn' with {dtype} on {device.type}: flash-attn takes bfloat16 and float16 on CUDA; "
+                "use kernel='torch' or precision='bf16-true'/'bf16-mixed'"
+            )
+        return FlashAttnKernel()
+    if device.type == "cpu":
+        return TorchCpuKernel()
+    return TorchCudaKernel() if dtype in (torch.bfloat16, torch.float16) else TorchMathCudaKernel()
+
+
+def _flash_attn_interface() -> Any:
+    try:
+        version = importlib.metadata.version("flash-attn")
+    except importlib.metadata.PackageNotFoundError as error:
+        # flash-attn-4 shares the import name, so the distribution decides.
+        raise SequenceParallelError(
+            "kernel='flash_attn' was asked for, but the distribution flash-attn is not installed; "
+            "pip install 'lightning-sp[flash-attn]' on a machine with CUDA, or use kernel='torch'"
+        ) from error
+    if int(version.split(".")[0]) != 2:
+        raise SequenceParallelError(
+            f"flash-attn {version} is installed; kernel='flash_attn' needs 2.x, or use kernel='torch'"
+        )
+    return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)

@@ -1,0 +1,155 @@
+"""Ring attention: keys and values come to the queries, hop by hop, while the previous block is computed.
+
+In hop i every rank receives straight from the rank i before it only the keys that its mask needs, and sends likewise; nothing is passed
+through, so nothing stale can be used and zigzag's unneeded halves never travel. The backward repeats the hops and sends each partial
+(dk, dv) straight home.
+
+    rank r:   own block | block of r-1 | block of r-2 | ...
+                hop 1 ->|   hop 2   -> |                      hop i+1 is in flight while block i is computed
+
+Communicates, per rank with R ring ranks, in units of its local K (or V), causal zigzag: forward 2 x sum over hops of {1 towards
+later consumers' late chunk | 1/2} = 0.75 x 2(R-1) on average over ranks, backward that again for K, V and again for dK, dV.
+Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-attention; direct hops are this project's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp.attention.block import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.merge import accumulator_dtype
+from lightning_sp.attention.plan import Block, key_range, plan_step
+from lightning_sp.comm import Transfer
+from lightning_sp.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's view of the ring for one sequence: who holds what, and what travels."""
+
+    layout: SequenceLayout
+    length: int
+    documents: Sequence[Sequence[int]] | None
+    causal: bool
+    rank: int
+    group: ProcessGroup | None
+
+    def blocks(self, query_rank: int, key_rank: int) -> list[Block]:
+        """Return the blocks of one rank's queries against another's keys."""
+        return plan_step(self.layout, self.length, self.documents, self.causal, query_rank, key_rank)
+
+    def source(self, hop: int) -> int:
+        """Return the rank whose keys arrive in a hop."""
+        return (self.rank - hop) % self.layout.ring_size
+
+    def target(self, hop: int) -> int:
+        """Return the rank to which this rank's keys go in a hop."""
+        return (self.rank + hop) % self.layout.ring_size
+
+    def start_keys(self, kv: Tensor, hop: int) -> Transfer:
+        """Start the hop that brings `source(hop)`'s needed keys. Shapes: kv (S, 2, B, K, D), contiguous, token-major."""
+        assert self.group is not None
+        sent_from, sent_to = key_range(self.blocks(self.target(hop), self.rank))
+        low, high = key_range(self.blocks(self.rank, self.source(hop)))
+        received = kv.new_empty(high - low, *kv.shape[1:])
+        return Transfer(kv[sent_from:sent_to], self.target(hop), received, self.source(hop), self.group)
+
+
+def ring_forward(ring: Ring, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of the local queries against the keys of all ring ranks.
+
+    Shapes: q (B, H, S, D), k and v (B, K, S, D) -> (B, H, S, D), (B, H, S); S = this ring rank's tokens.
+    """
+    size = ring.layout.ring_size
+    hop_kv = _pack(k, v) if size > 1 else None
+    running = None
+    transfer: Transfer | None = None
+    for hop in range(size):
+        following = ring.start_keys(hop_kv, hop + 1) if hop_kv is not None and hop + 1 < size else None
+        blocks = ring.blocks(ring.rank, ring.source(hop))
+        if hop == 0:
+            running = forward_step(kernel, blocks, q, k, v, 0, None)
+        elif transfer is not None:
+            received = transfer.wait()
+            if blocks:
+                keys, values = _unpack(received)
+                running = forward_step(kernel, blocks, q, keys, values, key_range(blocks)[0], running)
+        transfer = following
+    assert running is not None
+    out, lse = running
+    return out.to(q.dtype), lse
+
+
+def ring_backward(
+    ring: Ring, kernel: BlockKernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of the local tokens, from the global (out, lse) of the local queries.
+
+    Shapes: as in `ring_forward`.
+    """
+    size = ring.layout.ring_size
+    saved = (grad, q, out, lse)
+    dq, dk, dv = backward_step(kernel, ring.blocks(ring.rank, ring.rank), saved, (k, v), 0, None)
+    if size == 1:
+        return dq.to(q.dtype), dk, dv
+    dkv = _pack(dk, dv).to(accumulator_dtype(k.dtype))
+    hop_kv = _pack(k, v)
+    transfer: Transfer | None = ring.start_keys(hop_kv, 1)
+    homeward: tuple[Transfer, int] | None = None
+    for hop in range(1, size):
+        assert transfer is not None
+        received = transfer.wait()
+        transfer = ring.start_keys(hop_kv, hop + 1) if hop + 1 < size else None
+        blocks = ring.blocks(ring.rank, ring.source(hop))
+        partial = received.new_empty(0)
+        if blocks:
+            kv = _unpack(received)
+            dq, dk, dv = backward_step(kernel, blocks, saved, kv, key_range(blocks)[0], dq)
+            partial = _pack(dk, dv)
+        _add_home(dkv, homeward)
+        homeward = _send_home(ring, hop, partial, hop_kv)
+    _add_home(dkv, homeward)
+    dk, dv = _unpack(dkv)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _send_home(ring: Ring, hop: int, partial: Tensor, like: Tensor) -> tuple[Transfer, int]:
+    """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
+    assert ring.group is not None
+    low, high = key_range(ring.blocks(ring.target(hop), ring.rank))
+    received = like.new_empty(high - low, *like.shape[1:])
+    return Transfer(partial, ring.source(hop), received, ring.target(hop), ring.group), low
+
+
+def _add_home(dkv: Tensor, homeward: tuple[Transfer, int] | None) -> None:
+    if homeward is not None:
+        transfer, low = homeward
+        received = transfer.wait()
+        dkv[low : low + received.shape[0]] += received
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Token-major, so that any range of tokens is one contiguous message. Shapes: (B, K, S, D) twice -> (S, 2, B, K, D)."""
+    packed = k.new_empty(k.shape[2], 2, k.shape[0], k.shape[1], k.shape[3])
+    packed[:, 0] = k.permute(2, 0, 1, 3)
+    packed[:, 1] = v.permute(2, 0, 1, 3)
+    return packed
+
+
+def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Views. Shapes: (S, 2, B, K, D) -> (B, K, S, D) twice."""
+    k, v = packed.unbind(1)
+    return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+def documents_of(boundaries: Tensor | None) -> list[list[int]] | None:
+    """Return boundaries as lists without empty documents; one list when all rows agree."""
+    if boundaries is None:
+        return None
+    rows = [torch.unique_consecutive(row).tolist() for row in boundaries]
+    return rows[:1] if all(row == rows[0] for row in rows) else rows

@@ -1,0 +1,85 @@
+"""The one entry to the attention, for every caller: local q, k, v and a mask as a value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.attention.operator import attention_op
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.mesh import SequenceMesh
+
+
+def sequence_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: SequenceMesh | None,
+    mask: AttentionMask,
+    scale: float | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """Attend over whole sequences of which every rank holds a part, exactly as one device would.
+
+    Args:
+        q: this rank's queries.
+        k: this rank's keys, with their own number of heads (GQA, MQA).
+        v: this rank's values.
+        mesh: the attention's mesh; None for one process.
+        mask: what a query may see, in global positions.
+        scale: factor of q k^T; None for 1 / sqrt(D).
+        kernel: "auto", "torch" or "flash_attn".
+
+    Shapes: q (B, H, s, D), k and v (B, K, s, D), H a multiple of K -> (B, H, s, D); s = S / (ring x ulysses), laid out by `layout`.
+    Communicates: see `ulysses` and `ring`; nothing on an axis of size 1.
+
+    Raises:
+        SequenceParallelError: shapes, dtypes or degrees that cannot be served.
+
+    Source: USP, arXiv:2405.07719, algorithm 1.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        # As F.scaled_dot_product_attention under autocast: one dtype for all three (a float32 rotary embedding leaves v alone in bf16).
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    layout = mesh.layout if mesh is not None else None
+    _check(q, k, v, layout.ulysses_size if layout else 1)
+    mask.check(length=q.shape[2] * (layout.size if layout else 1), batch=q.shape[0])
+    ring = comm.group_name(mesh.ring_group) if mesh is not None else ""
+    ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out: Tensor
+    out, _, _, _ = attention_op(q, k, v, mask.boundaries, mask.causal, factor, ring, ulysses, kernel)
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, ulysses_size: int) -> None:
+    """Shapes are equal on all ranks, so all ranks raise together and no collective is needed."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise SequenceParallelError(f"{shapes}: must be (batch, heads, tokens, head dim)")
+    if not (
+        q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2] and k.shape[1] == v.shape[1]
+    ):
+        raise SequenceParallelError(
+            f"{shapes}: batch and tokens must be equal and k, v have the same heads; cross attention and a key-value cache are not supported"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise SequenceParallelError(
+            f"{shapes}: the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key-value heads"
+        )
+    if not q.shape[3] == k.shape[3] == v.shape[3]:
+        raise SequenceParallelError(
+            f"{shapes}: head dims must be equal; values of another head dim are not supported yet"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise SequenceParallelError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one dtype outside autocast")
+    if ulysses_size > q.shape[1]:
+        allowed = [d for d in range(1, ulysses_size + 1) if ulysses_size % d == 0 and d <= q.shape[1]]
+        raise SequenceParallelError(
+            f"ulysses_size={ulysses_size} exceeds the {q.shape[1]} query heads of this attention: a rank would hold no head; "
+            f"use ulysses_size in {allowed} and ring for the rest"
+        )

@@ -1,0 +1,177 @@
+"""Ulysses: an all-to-all trades tokens for heads before the attention, and back after it.
+
+    before:  every rank has s tokens of all H heads            q_BsHD
+    after:   every rank has all S = U s tokens of its h heads  q_BShD
+
+Query heads are split as evenly as they go (6 over 4 = 2, 2, 1, 1). A key-value head travels once to each rank whose query heads need
+it, never once per query head. Buffers are token-major (S, B, heads, D), so what arrives is already in order and needs no copy.
+
+Communicates, per rank and exchange of q, k, v: B s D x sum over other ranks u of (h_u + 2 k_u) elements; of out: B s D (H - h_own)
+sent per own s tokens of the others, i.e. (U-1) B s D h_own. Without GQA that is 4 (U-1)/U local tensors forward, as many backward.
+Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp.attention.block import HeadGroup
+from lightning_sp.attention.merge import accumulator_dtype
+from lightning_sp.attention.plan import Range
+from lightning_sp.comm import exchange
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which heads each Ulysses rank holds: pure functions of (H, K, U).
+
+    Args:
+        num_heads: H, query heads.
+        num_kv_heads: K, key-value heads; H must be a multiple of K.
+        size: U, Ulysses ranks; at most H.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    size: int
+
+    def queries(self, rank: int) -> Range:
+        """Return the query heads of a rank: an even split, the first ranks holding one more."""
+        base, more = divmod(self.num_heads, self.size)
+        start = rank * base + min(rank, more)
+        return (start, start + base + (rank < more))
+
+    def keys(self, rank: int) -> Range:
+        """Return the key-value heads that a rank's query heads need."""
+        start, end = self.queries(rank)
+        shared = self.num_heads // self.num_kv_heads
+        return (start // shared, (end - 1) // shared + 1)
+
+    def width(self, rank: int) -> int:
+        """Return how many heads of q, k and v together travel to a rank, per token."""
+        return _length(self.queries(rank)) + 2 * _length(self.keys(rank))
+
+    def head_groups(self, rank: int) -> tuple[HeadGroup, ...]:
+        """Return the rank's heads in groups, each with the same number of query heads per key-value head, in local numbers."""
+        start, end = self.queries(rank)
+        first_kv, last_kv = self.keys(rank)
+        shared = self.num_heads // self.num_kv_heads
+        groups: list[HeadGroup] = []
+        for kv in range(first_kv, last_kv):
+            low, high = max(start, kv * shared) - start, min(end, (kv + 1) * shared) - start
+            previous = groups[-1] if groups else None
+            if previous and _length(previous.queries) == (high - low) * _length(previous.keys):
+                groups[-1] = HeadGroup((previous.queries[0], high), (previous.keys[0], kv + 1 - first_kv))
+            else:
+                groups.append(HeadGroup((low, high), (kv - first_kv, kv + 1 - first_kv)))
+        return tuple(groups)
+
+
+def exchange_qkv(q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Tensor:
+    """Trade tokens for heads: every rank's tokens of this rank's heads.
+
+    Shapes: q (B, H, s, D), k and v (B, K, s, D) -> (S, B, h + 2 k, D); see `split_qkv`.
+    Communicates: one all_to_all_single on the Ulysses axis.
+    """
+    buffer, counts = _pack([(q, split.queries), (k, split.keys), (v, split.keys)], split.size)
+    tokens, batch, dim = q.shape[2], q.shape[0], q.shape[3]
+    width = split.width(rank)
+    received = exchange(buffer, counts, [tokens * batch * width * dim] * split.size, group)
+    return received.view(split.size * tokens, batch, width, dim)
+
+
+def split_qkv(packed: Tensor, split: HeadSplit, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v as views. Shapes: (S, B, h + 2 k, D) -> (B, h, S, D), (B, k, S, D) twice."""
+    heads, kv_heads = _length(split.queries(rank)), _length(split.keys(rank))
+    q, k, v = packed.permute(1, 2, 0, 3).split_with_sizes([heads, kv_heads, kv_heads], dim=1)
+    return q, k, v
+
+
+def exchange_out(out: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
+    """Trade heads for tokens: all heads of this rank's tokens. The mirror of the q part of `exchange_qkv`.
+
+    Shapes: (B, h, S, D) -> (B, H, s, D). Communicates: one all_to_all_single on the Ulysses axis.
+    """
+    parts = _exchange_back(out.permute(2, 0, 1, 3), [_length(split.queries(u)) for u in range(split.size)], group)
+    return torch.cat([part.transpose(0, 1) for part in parts], 2).transpose(1, 2)
+
+
+def exchange_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Tensor:
+    """Trade tokens for heads for the gradient of out.
+
+    Shapes: (B, H, s, D) -> (B, h, S, D), a view of token-major memory. Communicates: one all_to_all_single on the Ulysses axis.
+    """
+    buffer, counts = _pack([(grad, split.queries)], split.size)
+    batch, _, tokens, dim = grad.shape
+    heads = _length(split.queries(rank))
+    received = exchange(buffer, counts, [tokens * batch * heads * dim] * split.size, group)
+    return received.view(split.size * tokens, batch, heads, dim).permute(1, 2, 0, 3)
+
+
+def exchange_qkv_grad(
+    dq: Tensor, dk: Tensor, dv: Tensor, split: HeadSplit, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Send the gradients of q, k, v home; those of a key-value head that several ranks used add up, in float32 or more.
+
+    Shapes: (B, h, S, D), (B, k, S, D) twice -> (B, H, s, D), (B, K, s, D) twice.
+    Communicates: one all_to_all_single on the Ulysses axis.
+    """
+    packed = torch.cat([t.permute(2, 0, 1, 3) for t in (dq, dk, dv)], 2)
+    parts = _exchange_back(packed, [split.width(u) for u in range(split.size)], group)
+    dq_parts, dkv_parts = [], []
+    for rank, part in enumerate(parts):
+        heads, kv_heads = _length(split.queries(rank)), _length(split.keys(rank))
+        own_q, own_k, own_v = part.split_with_sizes([heads, kv_heads, kv_heads], dim=2)
+        dq_parts.append(own_q)
+        dkv_parts.append((own_k, own_v))
+    disjoint = sum(_length(split.keys(u)) for u in range(split.size)) == split.num_kv_heads
+    whole = torch.cat(dq_parts, 2)
+    if disjoint:
+        dk, dv = (torch.cat([pair[i] for pair in dkv_parts], 2) for i in (0, 1))
+    else:
+        shape = (*whole.shape[:2], split.num_kv_heads, whole.shape[3])
+        dk, dv = (whole.new_zeros(shape, dtype=accumulator_dtype(whole.dtype)) for _ in (0, 1))
+        for rank, (part_k, part_v) in enumerate(dkv_parts):
+            dk[:, :, slice(*split.keys(rank))] += part_k
+            dv[:, :, slice(*split.keys(rank))] += part_v
+    dtype = whole.dtype
+    return whole.permute(1, 2, 0, 3), dk.to(dtype).permute(1, 2, 0, 3), dv.to(dtype).permute(1, 2, 0, 3)
+
+
+def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -> tuple[Tensor, list[int]]:
+    """Return one flat buffer, destination by destination, each token-major, and each destination's element count."""
+    batch, _, tokens, dim = tensors[0][0].shape
+    ranges = [[heads_of(u) for _, heads_of in tensors] for u in range(size)]
+    widths = [sum(_length(r) for r in row) for row in ranges]
+    counts = [tokens * batch * width * dim for width in widths]
+    buffer = tensors[0][0].new_empty(sum(counts))
+    for piece, row, width in zip(buffer.split_with_sizes(counts), ranges, widths, strict=True):
+        view = piece.view(tokens, batch, width, dim)
+        offset = 0
+        for (tensor, _), (start, end) in zip(tensors, row, strict=True):
+            view[:, :, offset : offset + end - start] = tensor[:, start:end].permute(2, 0, 1, 3)
+            offset += end - start
+    return buffer, counts
+
+
+def _exchange_back(packed: Tensor, widths: Sequence[int], group: ProcessGroup) -> list[Tensor]:
+    """Send each rank its tokens of this rank's heads. Shapes: (S, B, w, D) -> per rank u (s, B, w_u, D)."""
+    size = len(widths)
+    total, batch, _, dim = packed.shape
+    tokens = total // size
+    flat = packed.contiguous().view(-1)
+    counts = [tokens * batch * width * dim for width in widths]
+    received = exchange(flat, [flat.numel() // size] * size, counts, group)
+    return [
+        part.view(tokens, batch, width, dim)
+        for part, width in zip(received.split_with_sizes(counts), widths, strict=True)
+    ]
+
+
+def _length(bounds: Range) -> int:
+    return bounds[1] - bounds[0]

@@ -1,0 +1,188 @@
+"""Every collective of the project, each with an explicit group. Private or renamed torch names live here and in the kernel file alone.
+
+Owns transport, not meaning: what a buffer holds is the caller's concern. No collective stands under `if rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+from lightning_sp.errors import SequenceParallelError
+
+
+def group_by_name(name: str) -> ProcessGroup | None:
+    """Return the process group of that name, None for the empty name (an axis of size 1)."""
+    if not name:
+        return None
+    group: ProcessGroup = _c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    return group
+
+
+def group_name(group: ProcessGroup | None) -> str:
+    """Return the name under which `group_by_name` finds a group; empty for a group of one rank, whose steps vanish."""
+    return "" if group is None or dist.get_world_size(group) == 1 else str(group.group_name)
+
+
+def size_of(group: ProcessGroup | None) -> int:
+    """Return the number of ranks of a group, 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """Return this rank's place in a group, 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send `sent[i]` leading elements of a flat buffer to rank i and return the flat buffer of `received[i]` from each rank i.
+
+    Shapes: (sum(sent),) -> (sum(received),). Communicates: one all_to_all_single, sum(sent) - sent[own rank] elements leave this rank.
+    """
+    output = buffer.new_empty(sum(received))
+    dist.all_to_all_single(output, buffer, list(received), list(sent), group=group)
+    return output
+
+
+class Transfer:
+    """A point-to-point hop in flight: one send and one receive, either of which may be empty.
+
+    A class because a transfer has a lifetime: the sent buffer must live, and the received one is valid only after `wait`.
+    """
+
+    def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: ProcessGroup) -> None:
+        self._sent, self._received = sent, received
+        operations = []
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
+        if received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> Tensor:
+        """Return the received buffer, complete."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Return the equally shaped tensors of all ranks, in rank order.
+
+    Communicates: one all_gather, (group size - 1) x the tensor's bytes received.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [tensor]
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Return the picklable values of all ranks, in rank order; small ones only, outside a step."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, group: ProcessGroup, source: int = 0) -> Any:
+    """Return rank `source`'s picklable value (its rank within the group) on all ranks of the group."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup | None = None, source: int = 0) -> Tensor:
+    """Overwrite `tensor` with that of rank `source` within the group and return it."""
+    dist.broadcast(tensor, group=group, group_src=source)
+    return tensor
+
+
+def reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the sum over a group's ranks (the world for None), not differentiable; the tensor itself without processes."""
+    if not dist.is_initialized():
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks whose mirror is the sum of the cotangents: equal on all ranks, hence a product with the group's size."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.size = dist.get_world_size(group)
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0] * ctx.size, None
+
+
+def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the differentiable sum over a group's ranks (the world for None).
+
+    The result takes part in a loss that is the same number on every rank, so the mirror of the sum, the sum of equal cotangents, is a
+    product with the number of ranks and needs no communication. FSDP's averaging over the same ranks then undoes exactly that factor.
+
+    Communicates: one all_reduce of the tensor in the forward, nothing in the backward.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return tensor
+    total: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def agree(error: str | None, group: ProcessGroup | None = None) -> None:
+    """Raise the same error on every rank of a group when any rank holds one. Every rank must call it.
+
+    Communicates: one all_reduce of 8 bytes; the messages travel only when there is an error.
+
+    Raises:
+        SequenceParallelError: with the message of each rank that has one.
+    """
+    if not dist.is_initialized():
+        if error:
+            raise SequenceParallelError(error)
+        return
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
+    failed = torch.tensor([1 if error else 0], dtype=torch.int64, device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if not int(failed.item()):
+        return
+    messages = gather_objects(error, group)
+    distinct: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        if message:
+            distinct.setdefault(message, []).append(rank)
+    if len(distinct) == 1 and len(next(iter(distinct.values()))) == len(messages):
+        raise SequenceParallelError(next(iter(distinct)))
+    raise SequenceParallelError(
+        "; ".join(f"rank {', '.join(map(str, ranks))}: {message}" for message, ranks in distinct.items())
+    )
+
+
+def all_equal(value: Tensor, group: ProcessGroup | None = None) -> bool:
+    """Return whether an int64 tensor holds the same on all ranks of a group. Every rank must call it.
+
+    Communicates: one all_reduce of twice the tensor's bytes.
+    """
+    if not dist.is_initialized():
+        return True
+    both = torch.stack([value, -value])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return bool((both[0] == -both[1]).all().item())

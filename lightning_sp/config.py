@@ -1,0 +1,170 @@
+"""The one table of options: names, defaults and rules. Reads nothing but its arguments; imports no torch.
+
+`SequenceParallelStrategy`, `conf/strategy/*.yaml` and `--trainer.strategy.init_args.*` share these names, defaults and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lightning_sp.errors import SequenceParallelError, closest
+
+Degree = int | Literal["auto"]
+KERNELS = ("auto", "torch", "flash_attn")
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """Validated options of the strategy; everything but the degrees' resolution against the world.
+
+    Args:
+        sequence_parallel_size: Ranks that share one sequence. "auto": world / data_parallel_size, the whole world by default.
+        data_parallel_size: Ranks groups that read different samples. "auto": world / sequence_parallel_size.
+        ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow.
+        ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
+        shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
+        kernel: Local attention kernel. "auto" is torch's own; "flash_attn" is refused where it is not installed.
+        activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
+        compile: Compile each transformer block with torch.compile.
+        preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded.
+        preflight_tokens: Length of that crop, rounded up to what the degrees divide; "auto" chooses.
+        shard_batch: Shard the batches; False for loaders that shard by hand.
+        sequence_dims: Extra batch entries that carry the sequence, and along which dim, e.g. ``{"pixel_mask": 1}``.
+        labels_shifted: Whether the batch's ``labels`` already hold the target of their own position. None: known by name
+            alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not), else refused.
+        save_distributed_checkpoint: True: a DCP directory; False: one consolidated file written by rank 0.
+        timeout_s: Time limit of every collective, in seconds.
+    """
+
+    sequence_parallel_size: Degree = "auto"
+    data_parallel_size: Degree = "auto"
+    ulysses_size: Degree = "auto"
+    ring_size: Degree = "auto"
+    shard_size: Degree = "auto"
+    kernel: str = "auto"
+    activation_checkpointing: bool = False
+    compile: bool = False
+    preflight: bool = True
+    preflight_tokens: Degree = "auto"
+    shard_batch: bool = True
+    sequence_dims: Mapping[str, int] | None = None
+    labels_shifted: bool | None = None
+    save_distributed_checkpoint: bool = True
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "sequence_parallel_size",
+            "data_parallel_size",
+            "ulysses_size",
+            "ring_size",
+            "shard_size",
+            "preflight_tokens",
+        ):
+            value = getattr(self, name)
+            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SequenceParallelError(f"{name}={value!r}: must be a positive integer or 'auto'")
+        if self.kernel not in KERNELS:
+            raise SequenceParallelError(
+                f"kernel={self.kernel!r}: must be one of {', '.join(KERNELS)}{closest(self.kernel, KERNELS)}"
+            )
+        if self.timeout_s <= 0:
+            raise SequenceParallelError(f"timeout_s={self.timeout_s}: must be positive, in seconds")
+        sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
+        if sp != "auto" and ulysses != "auto" and ring != "auto" and ulysses * ring != sp:
+            raise SequenceParallelError(
+                f"ulysses_size={ulysses} x ring_size={ring} = {ulysses * ring}, but sequence_parallel_size={sp}: "
+                "their product must be sequence_parallel_size; leave one of the three 'auto'"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> StrategyConfig:
+        """Build from keywords, refusing an unknown one with the nearest known name."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise SequenceParallelError(
+                    f"unknown option {name!r} of the sequence_parallel strategy{closest(name, known)}; known: {', '.join(known)}"
+                )
+        return cls(**options)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of dp x sp, and of sp = ring x ulysses where already given (0 = decided later from the heads)."""
+
+    data_parallel_size: int
+    sequence_parallel_size: int
+
+
+def resolve_degrees(config: StrategyConfig, world_size: int) -> Degrees:
+    """Fix dp and sp for a world, never altering a degree that was given.
+
+    Raises:
+        SequenceParallelError: the given degrees do not multiply to the world.
+    """
+    sp, dp = config.sequence_parallel_size, config.data_parallel_size
+    ulysses, ring = config.ulysses_size, config.ring_size
+    if sp == "auto" and ulysses != "auto" and ring != "auto":
+        sp = ulysses * ring
+    if sp == "auto":
+        if dp == "auto":
+            dp = 1
+        sp = world_size // dp if world_size % dp == 0 else 0
+    if dp == "auto":
+        dp = world_size // sp if sp and world_size % sp == 0 else 0
+    if dp * sp != world_size or dp == 0:
+        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+        raise SequenceParallelError(
+            f"data_parallel_size={config.data_parallel_size} x sequence_parallel_size={config.sequence_parallel_size} "
+            f"(ulysses_size={ulysses}, ring_size={ring}) do not multiply to the world of {world_size} ranks; "
+            f"sequence_parallel_size can be one of {divisors} here, with data_parallel_size = {world_size} / sequence_parallel_size"
+        )
+    for name, part in (("ulysses_size", ulysses), ("ring_size", ring)):
+        if part != "auto" and sp % part:
+            raise SequenceParallelError(
+                f"{name}={part} does not divide sequence_parallel_size={sp}; it can be one of {[d for d in range(1, sp + 1) if sp % d == 0]}"
+            )
+    return Degrees(dp, sp)
+
+
+def resolve_split(config: StrategyConfig, sp: int, num_query_heads: int | None) -> tuple[int, int]:
+    """Split sp into (ulysses, ring); "auto" takes Ulysses as far as the query heads allow, the rest ring.
+
+    Args:
+        config: the options; degrees given are never altered.
+        sp: sequence_parallel_size, resolved.
+        num_query_heads: the smallest number of query heads among the model's attention layers, None if not known.
+
+    Raises:
+        SequenceParallelError: Ulysses exceeds the query heads.
+    """
+    divisors = [d for d in range(1, sp + 1) if sp % d == 0]
+    allowed = [d for d in divisors if num_query_heads is None or d <= num_query_heads]
+    if config.ulysses_size != "auto":
+        ulysses = config.ulysses_size
+    elif config.ring_size != "auto":
+        ulysses = sp // config.ring_size
+    else:
+        # Without the heads only a ring is safe: it serves any number of them.
+        ulysses = max(allowed) if num_query_heads is not None else 1
+    ring = sp // ulysses
+    if num_query_heads is not None and ulysses > num_query_heads:
+        raise SequenceParallelError(
+            f"ulysses_size={ulysses} exceeds the model's {num_query_heads} query heads: a rank would hold no head; "
+            f"with sequence_parallel_size={sp}, ulysses_size can be one of {allowed}, with ring_size = {sp} / ulysses_size"
+        )
+    return ulysses, ring
+
+
+def resolve_shard_size(config: StrategyConfig, world_size: int) -> int:
+    """Return over how many ranks FSDP2 splits the parameters."""
+    size = world_size if config.shard_size == "auto" else config.shard_size
+    if world_size % size:
+        raise SequenceParallelError(
+            f"shard_size={size} does not divide the world of {world_size} ranks; "
+            f"it can be one of {[d for d in range(1, world_size + 1) if world_size % d == 0]}"
+        )
+    return size

@@ -1,0 +1,141 @@
+"""For tests, ours and users': run a function on several gloo ranks, and compare sharded with whole.
+
+The processes start once and serve many calls (a `RankPool`), for starting a rank costs seconds and a test milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class RankPool:
+    """Processes of one gloo world that run functions together. Use as a context manager.
+
+    Args:
+        size: number of ranks.
+        timeout_s: limit of each call and of each collective in it.
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        context = mp.get_context("spawn")
+        self._tasks = [context.Queue() for _ in range(size)]
+        self._results = context.Queue()
+        port = free_port()
+        self._processes = [
+            context.Process(
+                target=_serve, args=(rank, size, port, timeout_s, self._tasks[rank], self._results), daemon=True
+            )
+            for rank in range(size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(*args)` on every rank and return the results in rank order.
+
+        Args:
+            function: importable by name in a new process.
+            args: picklable; the same on all ranks.
+
+        Raises:
+            RuntimeError: with the traceback of the rank that failed first.
+        """
+        for tasks in self._tasks:
+            tasks.put((function, args))
+        results: dict[int, Any] = {}
+        failures: list[tuple[int, str]] = []
+        while len(results) + len(failures) < self.size:
+            try:
+                rank, ok, value = self._results.get(timeout=self.timeout_s + 30 if not failures else 15)
+            except queue.Empty:
+                dead = [p.pid for p in self._processes if not p.is_alive()]
+                failures.append((-1, f"no answer from every rank within {self.timeout_s} s; ended: {dead}"))
+                break
+            if ok:
+                results[rank] = value
+            else:
+                failures.append((rank, value))
+        if failures:
+            raise RuntimeError(f"rank {failures[0][0]} of {self.size} failed first:\n{failures[0][1]}")
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for tasks in self._tasks:
+            tasks.put(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call `function(*args)` once on `size` new gloo ranks and return the results in rank order."""
+    with RankPool(size, timeout_s=timeout_s) as pool:
+        return pool.run(function, *args)
+
+
+def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    while (task := tasks.get()) is not None:
+        function, args = task
+        try:
+            results.put((rank, True, function(*args)))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def max_error(actual: Tensor, expected: Tensor) -> float:
+    """Return max|a - b| / max(1, max|b|): the measure of the law, tensor by tensor. Shapes must be equal."""
+    assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)} against {tuple(expected.shape)}"
+    if actual.numel() == 0:
+        return 0.0
+    difference = (actual.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max().clamp(min=1.0))
+
+
+def assert_sharded_equals_unsharded(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], names: Sequence[str], tolerance: float = 1e-10
+) -> None:
+    """Assert the law for each tensor, naming those that break it with their numbers."""
+    errors = {name: max_error(a, b) for name, a, b in zip(names, actual, expected, strict=True)}
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"sharded differs from unsharded by more than {tolerance:g}: {wrong}"

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+from lightning_sp.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """Worlds by size, started on first use and shared by all distributed tests of the session."""
+    started: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in started:
+            started[size] = RankPool(size)
+        return started[size]
+
+    yield pool
+    for each in started.values():
+        each.close()

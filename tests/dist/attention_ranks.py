@@ -1,0 +1,79 @@
+"""What each rank runs in test_attention_law.py: importable by name in the spawned processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
+from lightning_sp.attention.reference import reference_attention
+from lightning_sp.layout import merge, pad, shard
+from lightning_sp.mesh import SequenceMesh, build_device_mesh
+
+_meshes: dict[tuple[int, int], SequenceMesh] = {}
+
+
+def mesh_of(ulysses: int, ring: int) -> SequenceMesh:
+    """Build each mesh once in a process: groups are a scarce resource."""
+    if (ulysses, ring) not in _meshes:
+        world = dist.get_world_size()
+        base = build_device_mesh(
+            "cpu", data_parallel_size=world // (ulysses * ring), sequence_parallel_size=ulysses * ring
+        )
+        _meshes[ulysses, ring] = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
+    return _meshes[ulysses, ring]
+
+
+def inputs(heads, kv_heads, length, batch=2, dim=8, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [
+        (batch, heads, length, dim),
+        (batch, kv_heads, length, dim),
+        (batch, kv_heads, length, dim),
+        (batch, heads, length, dim),
+    ]
+    return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def sharded(ulysses, ring, heads, kv_heads, length, causal, lengths=None, dtype=torch.float64, seed=0, scale=None):
+    """Return whole (out, dq, dk, dv), gathered from the shards; padding cut off."""
+    mesh = mesh_of(ulysses, ring)
+    layout, rank = mesh.layout, mesh.sequence_rank
+    padded = layout.padded_length(length)
+    rows = lengths if lengths is not None else ([[length]] if padded > length else None)
+    boundaries = None
+    if rows is not None:
+        boundaries = boundaries_from_lengths([[*row, padded - length] if padded > length else row for row in rows])
+    q, k, v, grad = (
+        shard(pad(t, padded, dim=2, value=0.0), layout, rank, dim=2)
+        for t in inputs(heads, kv_heads, length, dtype=dtype, seed=seed)
+    )
+    for t in (q, k, v):
+        t.requires_grad_(True)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal, boundaries), scale=scale)
+    out.backward(grad)
+    results = []
+    for tensor in (out.detach(), q.grad, k.grad, v.grad):
+        parts = [torch.empty_like(tensor.contiguous()) for _ in range(layout.size)]
+        if layout.size > 1:
+            dist.all_gather(parts, tensor.contiguous(), group=mesh.sequence_group)
+        else:
+            parts = [tensor]
+        results.append(merge(parts, layout, dim=2).narrow(2, 0, length))
+    return results
+
+
+def whole(heads, kv_heads, length, causal, lengths=None, dtype=torch.float64, seed=0, scale=None):
+    """Return the plain reference's (out, dq, dk, dv)."""
+    q, k, v, grad = inputs(heads, kv_heads, length, dtype=dtype, seed=seed)
+    for t in (q, k, v):
+        t.requires_grad_(True)
+    boundaries = boundaries_from_lengths(lengths) if lengths is not None else None
+    out = reference_attention(q, k, v, AttentionMask(causal, boundaries), scale)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def law_case(cases):
+    """Run many cases in one call and return, per case, the four whole tensors of this rank."""
+    return [sharded(**case) for case in cases]

@@ -1,1 +1,42 @@
-"""From documents to the batch of one rank: tokens, windows, shards."""
+"""Text or token files -> documents -> tokens -> windows -> an order -> batches, independent of the degrees."""
+
+from lightning_sp.data.collate import Batches, FillerAware, stack
+from lightning_sp.data.corpus import Corpus, MemoryCorpus, split_by_name, unigram_perplexity
+from lightning_sp.data.datamodule import LateDataLoader, SequenceShardingDataModule
+from lightning_sp.data.documents import Document, Documents
+from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, epoch_permutation
+from lightning_sp.data.prepare import PreparedTokens, open_prepared, prepare
+from lightning_sp.data.source import Source
+from lightning_sp.data.token_file import TokenFile, TokenFileWriter
+from lightning_sp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightning_sp.data.windows import IGNORE_INDEX, Sample, Windows
+
+__all__ = [
+    "IGNORE_INDEX",
+    "BatchSplit",
+    "Batches",
+    "ByteTokenizer",
+    "Corpus",
+    "Document",
+    "Documents",
+    "EvaluationBatchSampler",
+    "FillerAware",
+    "GlobalBatchSampler",
+    "LateDataLoader",
+    "MemoryCorpus",
+    "PreparedTokens",
+    "Sample",
+    "SequenceShardingDataModule",
+    "Source",
+    "TokenFile",
+    "TokenFileWriter",
+    "Tokenizer",
+    "Windows",
+    "epoch_permutation",
+    "load_tokenizer",
+    "open_prepared",
+    "prepare",
+    "split_by_name",
+    "stack",
+    "unigram_perplexity",
+]

@@ -1,0 +1,235 @@
+"""Which sample comes when: a pure function of (seed, epoch, global index), whatever the degrees.
+
+Owns the two orders and the position in them. A global batch of size G = m * a * dp takes G consecutive places of the
+epoch's permutation; its places are dealt out step by step, so that changing (m, a, dp) at a fixed G moves no sample to
+another global batch:
+
+    place in the global batch   0 .. m-1 | m .. 2m-1 | ... | dp*m .. dp*m+m-1 | ...
+    dp rank                        0     |     1     | ... |        0         | ...
+    micro step                     0     |     0     | ... |        1         | ...
+
+A place without a sample (the last global batch, a rank with fewer evaluation batches) is a *filler*: a real sample
+whose index i is given as ``~i``, so that `collate.FillerAware` ignores all of its targets. Not here: reading samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler
+
+from lightning_sp.errors import SequenceParallelError
+
+
+def epoch_permutation(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
+    """Return the order of all samples in one epoch.
+
+    It sorts raw PCG64 words, whose stream numpy promises to keep, instead of calling a shuffle that may change with
+    the version: a checkpoint resumes on the same samples after an upgrade.
+    """
+    if seed < 0 or epoch < 0 or num_samples < 0:
+        raise SequenceParallelError(f"seed {seed}, epoch {epoch} and num_samples {num_samples} must not be negative")
+    keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_samples)
+    return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """How a global batch is cut: micro_batch_size * accumulation * dp_size samples make one optimizer step."""
+
+    micro_batch_size: int
+    accumulation: int = 1
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "accumulation", "dp_size"):
+            if getattr(self, name) < 1:
+                raise SequenceParallelError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one optimizer step, over all data-parallel ranks."""
+        return self.micro_batch_size * self.accumulation * self.dp_size
+
+    def require(self, global_batch_size: int, *, origin: str) -> None:
+        """Refuse a split that does not make `global_batch_size`, naming those that do at this dp_size.
+
+        Raises:
+            SequenceParallelError: With the product and the (micro_batch_size, accumulation) pairs that work.
+        """
+        if self.global_batch_size == global_batch_size:
+            return
+        given = f"micro_batch_size {self.micro_batch_size} x accumulation {self.accumulation} x dp {self.dp_size}"
+        message = f"{given} = {self.global_batch_size} samples a step, but {origin} is {global_batch_size}: "
+        per_rank, rest = divmod(global_batch_size, self.dp_size)
+        if rest or per_rank < 1:
+            degrees = [d for d in range(1, global_batch_size + 1) if global_batch_size % d == 0]
+            raise SequenceParallelError(
+                message + f"{global_batch_size} is not a multiple of dp {self.dp_size}; dp may be one of {degrees}"
+            )
+        pairs = [(m, per_rank // m) for m in range(1, per_rank + 1) if per_rank % m == 0]
+        raise SequenceParallelError(
+            message + f"at dp {self.dp_size} these (micro_batch_size, accumulate_grad_batches) do: {pairs}"
+        )
+
+
+class GlobalBatchSampler(DistributedSampler[list[int]]):
+    """Yield one data-parallel rank's micro-batches of every global batch, in order; all ranks yield equally many.
+
+    It is a `DistributedSampler` by class because that is what it is by meaning, and because frameworks that inject
+    one (Lightning) leave a loader alone that has one. Use it as ``DataLoader(..., batch_sampler=sampler)`` or, for
+    Lightning, ``DataLoader(batches, batch_size=None, sampler=sampler)``.
+
+    What has been consumed is known to the trainer alone (workers fetch ahead), so `state_dict` is told.
+
+    Args:
+        num_samples: Size of the dataset.
+        split: How the global batch is cut.
+        dp_rank: This rank's place on the data-parallel axis.
+        seed: Of the order.
+        shuffle: False keeps the samples in order, each epoch.
+        last: "pad" completes the last global batch with fillers, "drop" leaves it out and counts it in `num_dropped`.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        split: BatchSplit,
+        dp_rank: int = 0,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        last: Literal["pad", "drop"] = "pad",
+    ) -> None:
+        # DistributedSampler.__init__ is not called: it wants the dataset and would compute another split.
+        _check_rank(num_samples, dp_rank, split.dp_size)
+        if last not in ("pad", "drop"):
+            raise SequenceParallelError(f"last must be 'pad' or 'drop', got {last!r}")
+        size = split.global_batch_size
+        if last == "drop" and num_samples < size:
+            raise SequenceParallelError(
+                f"last='drop' leaves nothing: {num_samples} samples are fewer than one global batch of {size}; "
+                "use last='pad', a smaller global batch or more data"
+            )
+        self.num_samples, self.split, self.dp_rank = num_samples, split, dp_rank
+        self.seed, self.shuffle, self.last = seed, shuffle, last
+        self.num_global_batches = -(-num_samples // size) if last == "pad" else num_samples // size
+        self.num_fillers = max(0, self.num_global_batches * size - num_samples)
+        self.num_dropped = max(0, num_samples - self.num_global_batches * size)
+        self.epoch = 0
+        self.global_samples_skipped = 0
+        self.started_epoch: int | None = None
+
+    def __len__(self) -> int:
+        """Return the micro-batches of a whole epoch, also after a resume in its middle."""
+        return self.num_global_batches * self.split.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the micro-batches that are left in this epoch."""
+        self.started_epoch = self.epoch
+        order = epoch_permutation(self.seed, self.epoch, self.num_samples) if self.shuffle else None
+        m, dp_size, size = self.split.micro_batch_size, self.split.dp_size, self.split.global_batch_size
+        for global_batch in range(self.global_samples_skipped // size, self.num_global_batches):
+            for micro_step in range(self.split.accumulation):
+                first = global_batch * size + (micro_step * dp_size + self.dp_rank) * m
+                yield [self._sample_at(place, order) for place in range(first, first + m)]
+
+    def _sample_at(self, place: int, order: NDArray[np.int64] | None) -> int:
+        index = place % self.num_samples
+        sample = index if order is None else int(order[index])
+        return sample if place < self.num_samples else ~sample
+
+    def set_epoch(self, epoch: int) -> None:
+        """Turn to an epoch. A position that was resumed holds for its own epoch alone."""
+        if epoch != self.epoch:
+            self.epoch, self.global_samples_skipped = epoch, 0
+
+    def resume(self, global_samples_consumed: int, epoch: int) -> None:
+        """Continue an epoch after so many global samples.
+
+        Raises:
+            SequenceParallelError: When that is no optimizer-step boundary of this sampler.
+        """
+        size = self.split.global_batch_size
+        if global_samples_consumed % size or not 0 <= global_samples_consumed <= self.num_global_batches * size:
+            raise SequenceParallelError(
+                f"cannot continue after {global_samples_consumed} samples: the position must be a multiple of the "
+                f"global batch size {size} and at most {self.num_global_batches * size}, the end of the epoch"
+            )
+        self.epoch, self.global_samples_skipped = epoch, global_samples_consumed
+
+    def state_dict(self, consumed_batches: int, epoch: int | None = None) -> dict[str, Any]:
+        """Return the position after `consumed_batches` micro-batches of the epoch (those before a resume included).
+
+        Micro-batches of an unfinished accumulation do not count: their gradients are not in the weights.
+        """
+        steps = consumed_batches // self.split.accumulation
+        return {
+            "epoch": self.epoch if epoch is None else epoch,
+            "global_samples_consumed": steps * self.split.global_batch_size,
+            "global_batch_size": self.split.global_batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": self.num_samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a position that any split of the same global batch size has stored.
+
+        Raises:
+            SequenceParallelError: When the order or the global batch size differs, with the numbers.
+        """
+        for name in ("seed", "shuffle", "num_samples"):
+            if state[name] != getattr(self, name):
+                raise SequenceParallelError(
+                    f"the data position was stored with {name} {state[name]}, this run has {getattr(self, name)}: "
+                    f"the order of samples would differ; set {name} to {state[name]}, or start without the position"
+                )
+        self.split.require(state["global_batch_size"], origin="the global batch size of the stored position")
+        self.resume(state["global_samples_consumed"], state["epoch"])
+
+
+class EvaluationBatchSampler(DistributedSampler[list[int]]):
+    """Deal the batches of the one-process run over the data-parallel ranks: batch i goes to rank i % dp_size.
+
+    Each sample is evaluated once. Ranks that would end a batch early get one of fillers, so that all ranks yield
+    equally many (their collectives must meet). `num_filler_batches` counts them over all ranks.
+    """
+
+    def __init__(self, num_samples: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> None:
+        BatchSplit(micro_batch_size, 1, dp_size)  # its checks
+        _check_rank(num_samples, dp_rank, dp_size)
+        self.num_samples, self.micro_batch_size = num_samples, micro_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.num_batches = -(-num_samples // micro_batch_size)
+        self.num_filler_batches = -self.num_batches % dp_size
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Return the batches of each rank."""
+        return -(-self.num_batches // self.dp_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches, then its filler batch if it has one."""
+        for batch in range(self.dp_rank, len(self) * self.dp_size, self.dp_size):
+            yield self.batch(batch) if batch < self.num_batches else [~i for i in self.batch(self.num_batches - 1)]
+
+    def batch(self, index: int) -> list[int]:
+        """Return the samples of one batch of the one-process run."""
+        first = index * self.micro_batch_size
+        return list(range(first, min(first + self.micro_batch_size, self.num_samples)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing to the order: evaluation is the same in every epoch."""
+        self.epoch = epoch
+
+
+def _check_rank(num_samples: int, dp_rank: int, dp_size: int) -> None:
+    if num_samples < 1:
+        raise SequenceParallelError(f"a sampler needs at least 1 sample, got {num_samples}")
+    if not 0 <= dp_rank < dp_size:
+        raise SequenceParallelError(f"dp_rank {dp_rank} is not in [0, {dp_size}), the data-parallel ranks")

@@ -1,0 +1,109 @@
+"""The position in the data, read from Lightning's loop counters, and the counters made to agree with it on resume.
+
+The position is (epoch, optimizer steps done in it): what the weights have seen. Lightning counts micro-batches, and its
+counters stand elsewhere in four cases: another accumulation, a checkpoint within an accumulation, one written
+after `max_steps` ended the loop within an epoch (the epoch is then counted as done), and the run after a resume from
+an epoch's last batch (the epoch is never counted as begun). Then the loop would skip or repeat samples, so the loaded
+counters are rewritten. Otherwise they are left as they are. Works on the plain state of the loops (Lightning 2.6).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_COUNTERS = ("ready", "started", "processed", "completed")
+
+
+def finished_epoch(*, batches_done: int, num_batches: float, is_last_batch: bool, epochs_done: int, epoch: int) -> bool:
+    """Return whether nothing of `epoch` is left to train, for counters read at any moment.
+
+    Args:
+        batches_done: Micro-batches processed in the epoch.
+        num_batches: Micro-batches that the trainer takes from an epoch.
+        is_last_batch: Lightning's flag, which also says that a hook skipped the rest of the epoch.
+        epochs_done: Epochs that Lightning has counted as processed.
+        epoch: The epoch whose samples were fetched last.
+    """
+    return batches_done >= num_batches or (is_last_batch and epochs_done > epoch)
+
+
+def align_loop_state(
+    fit_loop: dict[str, Any], trainer: Any, *, epoch: int, steps: int, stored_accumulation: int, loader_length: int
+) -> None:
+    """Rewrite a stored fit loop, in place, where it disagrees with the data position or with the resuming trainer.
+
+    Args:
+        fit_loop: ``checkpoint["loops"]["fit_loop"]``.
+        trainer: The one that resumes.
+        epoch: Of the position.
+        steps: Optimizer steps done in that epoch; 0 when it has not begun.
+        stored_accumulation: Micro-batches a step in the run that stored it.
+        loader_length: Micro-batches of a whole epoch in this run.
+    """
+    limit = trainer.limit_train_batches
+    num_batches = min(loader_length, limit) if isinstance(limit, int) else int(loader_length * limit)
+    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    accumulation = trainer.accumulate_grad_batches
+    if steps:
+        ends_before = epochs["current"]["processed"] > epoch
+        at_the_step = batches["current"]["ready"] == batches["current"]["processed"] == steps * stored_accumulation
+        _set(epochs, {"ready": epoch + 1, "started": epoch + 1, "processed": epoch, "completed": epoch})
+        _move(batches, steps * accumulation, stored_accumulation, accumulation)
+        if ends_before or not at_the_step:
+            _as_at_batch_end(batches)
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning counts this step again
+            batches["is_last_batch"] = False
+    elif epochs["current"]["processed"] < epoch:  # stored at the last batch of the epoch before: Lightning ends it
+        _set(epochs, {"ready": epoch, "started": epoch})
+        steps_begun = -(-batches["current"]["ready"] // stored_accumulation)
+        _move(batches, steps_begun * accumulation, stored_accumulation, accumulation)
+    else:
+        begun = batches["current"]["ready"] if epochs["current"]["started"] > epoch else 0
+        num_before = (batches["total"]["ready"] - begun) // stored_accumulation * accumulation
+        _set(epochs, dict.fromkeys(_COUNTERS, epoch))
+        batches.update(total=dict.fromkeys(_COUNTERS, num_before), current=dict.fromkeys(_COUNTERS, 0))
+        batches["is_last_batch"] = False
+        # With max_steps Lightning takes any start for one after a validation, and counts the step before it again.
+        if trainer.max_steps != -1 and _validates_at(trainer, batches, epoch, num_batches):
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        return
+    stored_after_validation = len({batches["total"][name] for name in _COUNTERS}) == 1
+    if stored_after_validation and not _validates_at(trainer, batches, epochs["current"]["completed"], num_batches):
+        # Lightning resumes there only by skipping the same validation; without one it would train a batch too many.
+        _as_at_batch_end(batches)
+
+
+def _validates_at(trainer: Any, batches: dict[str, Any], epoch: int, num_batches: int) -> bool:
+    """Return whether this trainer validates after the micro-batches counted."""
+    interval, every_n_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
+    done = batches["current"]["ready"] if every_n_epochs is not None else batches["total"]["ready"]
+    if not trainer.enable_validation or not isinstance(interval, int | float):
+        return False
+    if every_n_epochs is not None and (epoch + 1) % every_n_epochs:
+        return False
+    if isinstance(interval, float):
+        interval = max(1, int(num_batches * interval))
+    return bool(done % interval == 0)
+
+
+def _as_at_batch_end(batches: dict[str, Any]) -> None:
+    """Count as if stored in `on_train_batch_end`, with all but that hook done."""
+    for tracker in batches["total"], batches["current"]:
+        tracker.update(started=tracker["ready"], processed=tracker["ready"], completed=tracker["ready"] - 1)
+
+
+def _set(progress: dict[str, Any], counters: dict[str, int]) -> None:
+    """Set counters of this run, and those over all runs by as much."""
+    for name, value in counters.items():
+        progress["total"][name] += value - progress["current"][name]
+        progress["current"][name] = value
+
+
+def _move(batches: dict[str, Any], ready: int, stored_accumulation: int, accumulation: int) -> None:
+    """Set the micro-batches begun in this epoch, each counter keeping its distance, and rescale those before it."""
+    current, total = batches["current"], batches["total"]
+    before = (total["ready"] - current["ready"]) // stored_accumulation * accumulation
+    distances = {name: (current[name] - current["ready"], total[name] - total["ready"]) for name in _COUNTERS}
+    for name, (of_current, of_total) in distances.items():
+        current[name] = ready + of_current
+        total[name] = before + ready + of_total

@@ -1,0 +1,245 @@
+r"""Megatron's token files: a memory-mapped reader and a streaming writer, byte for byte.
+
+    x.idx   magic "MMIDIDX\0\0" | version <Q = 1 | dtype code <B | sequences n <Q | document marks d <Q
+            | sizes int32[n] | pointers int64[n] (bytes into x.bin) | marks int64[d]: 0, end of document 0, ..., n
+    x.bin   the tokens, one sequence after the other
+
+A document is the sequences between two marks (one, as we write it). Files that do not agree with themselves are refused
+with the numbers. Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_sp.errors import SequenceParallelError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name) for code, name in enumerate(("u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
+}
+MAXIMUM_SIZE = 2**31 - 1
+Tokens = NDArray[np.integer]
+
+
+def token_file_paths(path: str | Path) -> tuple[Path, Path]:
+    """Return the (.bin, .idx) paths for a prefix or for either of the two."""
+    prefix = str(path)
+    for suffix in (".bin", ".idx"):
+        prefix = prefix.removesuffix(suffix)
+    return Path(prefix + ".bin"), Path(prefix + ".idx")
+
+
+class TokenFile:
+    """A memory-mapped token file: a `corpus.Corpus`.
+
+    Args:
+        path: The prefix, the .bin or the .idx.
+        names: Names of its documents; their numbers when None, for the format keeps no names.
+
+    Raises:
+        SequenceParallelError: When a file is missing, damaged or truncated, or does not belong to the other.
+    """
+
+    def __init__(self, path: str | Path, names: Sequence[str] | None = None) -> None:
+        self.path = path
+        self._bin_path, self._idx_path = token_file_paths(path)
+        for file in (self._idx_path, self._bin_path):
+            if not file.is_file():
+                raise SequenceParallelError(
+                    f"{str(file)!r} does not exist: a token file is a .bin and an .idx of one name, written by "
+                    "`lightning-sp prepare` or Megatron-LM"
+                )
+        self.dtype, sequence_sizes, marks = self._read_index()
+        self.num_tokens = int(sequence_sizes.sum(dtype=np.int64))
+        self._check_bin()
+        ends = np.concatenate([[0], np.cumsum(sequence_sizes, dtype=np.int64)])
+        self._starts: NDArray[np.int64] = ends[marks[:-1]]
+        self.sizes: NDArray[np.int64] = ends[marks[1:]] - self._starts
+        self.names: Sequence[str] = [str(i) for i in range(len(self.sizes))] if names is None else names
+        if len(self.names) != len(self.sizes):
+            raise SequenceParallelError(f"{len(self.names)} names were given for {len(self.sizes)} documents of {path}")
+        self._tokens: Tokens = (
+            np.memmap(self._bin_path, dtype=self.dtype, mode="r") if self.num_tokens else np.empty(0, self.dtype)
+        )
+
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path, Sequence[str]]]:
+        """Pickle as the path: a worker maps the file itself."""
+        return TokenFile, (self.path, self.names)
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        """Return a view of tokens [start, stop) of a document."""
+        first = self._starts[document]
+        return self._tokens[first + start : first + stop]
+
+    def fingerprint(self) -> str:
+        """Return a digest of the index and of the first and last MiB of tokens."""
+        digest = hashlib.sha256(self._idx_path.read_bytes())
+        edge = 2**20 // self.dtype.itemsize
+        digest.update(self._tokens[:edge].tobytes())
+        digest.update(self._tokens[-edge:].tobytes())
+        return digest.hexdigest()[:32]
+
+    def _refuse(self, file: Path, problem: str) -> SequenceParallelError:
+        fix = "it is damaged, half-written or of another kind; write it again (`lightning-sp prepare`)"
+        return SequenceParallelError(f"{str(file)!r} {problem}: {fix}")
+
+    def _read_index(self) -> tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64]]:
+        path, num_bytes = self._idx_path, self._idx_path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise self._refuse(path, f"has {num_bytes} bytes, fewer than the {HEADER.size} of its header")
+        magic, version, code, num_sequences, num_marks = HEADER.unpack(header)
+        if magic != MAGIC:
+            raise self._refuse(path, f"begins with {magic!r}, a token index with {MAGIC!r}")
+        if version != VERSION:
+            raise self._refuse(path, f"has version {version}, known is {VERSION}")
+        if code not in DTYPES or DTYPES[code].kind not in "iu":
+            known = {i: str(dtype) for i, dtype in DTYPES.items() if dtype.kind in "iu"}
+            raise self._refuse(path, f"has dtype code {code}, token ids have one of {known}")
+        expected = HEADER.size + num_sequences * (4 + 8) + num_marks * 8
+        if num_bytes == expected + num_sequences > expected:
+            raise SequenceParallelError(
+                f"{str(path)!r} holds {num_sequences} sequence modes besides {num_sequences} sequences: it is "
+                "Megatron's multimodal kind, which holds more than text; only text is read"
+            )
+        if num_bytes != expected:
+            raise self._refuse(
+                path, f"has {num_bytes} bytes, {num_sequences} sequences and {num_marks} document marks need {expected}"
+            )
+        index = np.memmap(path, dtype=np.uint8, mode="r")
+        sizes, pointers, marks = np.split(index[HEADER.size :], [num_sequences * 4, num_sequences * 12])
+        return (
+            DTYPES[code],
+            self._checked_sizes(sizes.view("<i4"), pointers.view("<i8"), DTYPES[code].itemsize),
+            self._checked_marks(marks.view("<i8"), num_sequences),
+        )
+
+    def _checked_sizes(self, sizes: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int) -> NDArray[np.int32]:
+        if len(sizes) and int(sizes.min()) < 0:
+            raise self._refuse(self._idx_path, f"gives sequence {int(sizes.argmin())} a size of {int(sizes.min())}")
+        expected = (np.cumsum(sizes, dtype=np.int64) - sizes) * itemsize
+        wrong = np.flatnonzero(pointers != expected)
+        if len(wrong):
+            i = int(wrong[0])
+            raise self._refuse(
+                self._idx_path,
+                f"points sequence {i} to byte {int(pointers[i])}, the sizes before it end at {int(expected[i])}",
+            )
+        return sizes
+
+    def _checked_marks(self, marks: NDArray[np.int64], num_sequences: int) -> NDArray[np.int64]:
+        if not len(marks) or marks[0] != 0 or marks[-1] != num_sequences or bool((np.diff(marks) < 0).any()):
+            shown = f"{marks[:3].tolist()} ... {marks[-3:].tolist()}"
+            raise self._refuse(
+                self._idx_path, f"has document marks {shown}, they must rise from 0 to its {num_sequences} sequences"
+            )
+        return marks
+
+    def _check_bin(self) -> None:
+        num_bytes, expected = self._bin_path.stat().st_size, self.num_tokens * self.dtype.itemsize
+        if num_bytes != expected:
+            raise self._refuse(
+                self._bin_path,
+                f"has {num_bytes} bytes, its index describes {self.num_tokens} tokens of {self.dtype} = {expected}",
+            )
+
+
+class TokenFileWriter:
+    """Write a token file document by document; it appears under its name only when complete.
+
+    Use as a context manager. Both files grow under temporary names and are renamed on leaving, the .idx last; an
+    exception leaves nothing behind, and an older file as it was.
+
+    Args:
+        path: The prefix, the .bin or the .idx.
+        dtype: Of the stored ids; `tokenizer.token_dtype(vocab_size)` is Megatron's choice.
+    """
+
+    def __init__(self, path: str | Path, dtype: np.dtype[np.integer] | type[np.integer]) -> None:
+        self.dtype = np.dtype(dtype)
+        codes = {known: code for code, known in DTYPES.items() if known.kind in "iu"}
+        if self.dtype not in codes:
+            raise SequenceParallelError(f"dtype {self.dtype} cannot be stored; one of {[str(d) for d in codes]} can")
+        self._code = codes[self.dtype]
+        self._final = token_file_paths(path)
+        self._temporary = tuple(p.with_name(f"{p.name}.{os.getpid()}.tmp") for p in self._final)
+        self._sizes: list[int] = []
+
+    @property
+    def num_documents(self) -> int:
+        """Documents written so far."""
+        return len(self._sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens written so far."""
+        return sum(self._sizes)
+
+    def __enter__(self) -> TokenFileWriter:
+        """Open the temporary .bin."""
+        self._final[0].parent.mkdir(parents=True, exist_ok=True)
+        self._bin = self._temporary[0].open("wb")
+        return self
+
+    def add(self, tokens: Tokens) -> None:
+        """Append one document.
+
+        Raises:
+            SequenceParallelError: When it is empty, too long for the format, or has ids that do not fit the dtype.
+        """
+        place = f"document {len(self._sizes)}"
+        if not 0 < len(tokens) <= MAXIMUM_SIZE:
+            raise SequenceParallelError(
+                f"{place} has {len(tokens)} tokens; the format stores 1 to {MAXIMUM_SIZE} in one: skip or split it"
+            )
+        limits, low, high = np.iinfo(self.dtype), int(tokens.min()), int(tokens.max())
+        if low < limits.min or high > limits.max:
+            raise SequenceParallelError(
+                f"{place} has ids from {low} to {high}, {self.dtype} holds {limits.min} to {limits.max}"
+            )
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
+        self._sizes.append(len(tokens))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Complete both files and rename them, or remove them after an exception."""
+        try:
+            self._sync(self._bin)
+            if kind is None:
+                self._write_index()
+                # Never an old index beside new tokens: whoever reads in between finds no file.
+                self._final[1].unlink(missing_ok=True)
+                for temporary, final in zip(self._temporary, self._final, strict=True):
+                    os.replace(temporary, final)
+        finally:
+            for temporary in self._temporary:
+                temporary.unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        sizes = np.array(self._sizes, dtype="<i4")
+        pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * self.dtype.itemsize
+        with self._temporary[1].open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(sizes) + 1))
+            for array in (sizes, pointers.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")):
+                file.write(array.tobytes())
+            self._sync(file)
+
+    @staticmethod
+    def _sync(file: object) -> None:
+        file.flush()  # type: ignore[attr-defined]
+        os.fsync(file.fileno())  # type: ignore[attr-defined]
+        file.close()  # type: ignore[attr-defined]

@@ -17,7 +17,8 @@ REGISTRY = "from lightning.pytorch.strategies import StrategyRegistry"
 
 # An editable install would otherwise provide the real lightning_sp where the site folder holds none.
 ONLY_THE_SITE_FOLDER = """
-import sys
+import os, sys
+sys.path[:] = [folder for folder in sys.path if not os.path.exists(folder + "/lightning_sp/py.typed")]
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
 """
 

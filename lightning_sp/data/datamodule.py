@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sp.data.collate import Batches, FillerAware
 from lightning_sp.data.corpus import Corpus, split_by_name, unigram_perplexity
-from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler
+from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
 from lightning_sp.data.position import align_loop_state, finished_epoch
 from lightning_sp.data.source import Source
 from lightning_sp.data.tokenizer import load_tokenizer
@@ -240,17 +240,13 @@ class SequenceShardingDataModule(LightningDataModule):
         return self._evaluation_loader()
 
     def _new_sampler(self) -> GlobalBatchSampler:
-        overfit = bool(getattr(self.trainer, "overfit_batches", 0))
         exact = hasattr(getattr(self.trainer, "strategy", None), "data_parallel_size")
         last = self.last_batch if self.last_batch != "auto" else "pad" if exact else "drop"
-        return GlobalBatchSampler(
-            len(self.train_windows),
-            self.split,
-            self._coordinate()[0],
-            seed=self.seed,
-            shuffle=self.shuffle and not overfit,  # overfit_batches asks for the same samples in every epoch
-            last=last,
-        )
+        num_samples, dp_rank = len(self.train_windows), self._coordinate()[0]
+        # overfit_batches asks for the same samples in every epoch.
+        if self.shuffle and not getattr(self.trainer, "overfit_batches", 0):
+            return GlobalBatchSampler(num_samples, self.split, dp_rank, seed=self.seed, last=last)
+        return SequentialGlobalBatchSampler(num_samples, self.split, dp_rank, seed=self.seed, last=last)
 
     def _evaluation_loader(self) -> LateDataLoader | list[Any]:
         if not len(self.held_out_windows):

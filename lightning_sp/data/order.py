@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_sp.errors import SequenceParallelError
 
@@ -193,7 +193,22 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         self.resume(state["global_samples_consumed"], state["epoch"])
 
 
-class EvaluationBatchSampler(DistributedSampler[list[int]]):
+class SequentialGlobalBatchSampler(GlobalBatchSampler, SequentialSampler):
+    """The same without shuffling, told by class: Lightning's `overfit_batches` replaces any other sampler."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        split: BatchSplit,
+        dp_rank: int = 0,
+        *,
+        last: Literal["pad", "drop"] = "pad",
+        seed: int = 0,
+    ) -> None:
+        GlobalBatchSampler.__init__(self, num_samples, split, dp_rank, seed=seed, shuffle=False, last=last)
+
+
+class EvaluationBatchSampler(DistributedSampler[list[int]], SequentialSampler):  # type: ignore[misc]
     """Deal the batches of the one-process run over the data-parallel ranks: batch i goes to rank i % dp_size.
 
     Each sample is evaluated once. Ranks that would end a batch early get one of fillers, so that all ranks yield
@@ -213,7 +228,7 @@ class EvaluationBatchSampler(DistributedSampler[list[int]]):
         """Return the batches of each rank."""
         return -(-self.num_batches // self.dp_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
         """Yield this rank's batches, then its filler batch if it has one."""
         for batch in range(self.dp_rank, len(self) * self.dp_size, self.dp_size):
             yield self.batch(batch) if batch < self.num_batches else [~i for i in self.batch(self.num_batches - 1)]

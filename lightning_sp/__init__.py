@@ -1,1 +1,32 @@
-"""Sequence parallelism for PyTorch Lightning."""
+"""Sequence parallelism for PyTorch Lightning: exact, or refused.
+
+    config -> mesh -> batch sharding -> model rewrite -> attention -> loss -> gradients -> checkpoint
+
+Importing it registers the strategy: ``Trainer(strategy="sequence_parallel")``.
+"""
+
+from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.data.batch import ShardedBatch, shard_batch, unshard
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
+from lightning_sp.loss import sharded_cross_entropy
+from lightning_sp.mesh import SequenceMesh
+from lightning_sp.registration import register_strategy
+from lightning_sp.strategy import SequenceParallelStrategy
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttentionMask",
+    "SequenceLayout",
+    "SequenceMesh",
+    "SequenceParallelError",
+    "SequenceParallelStrategy",
+    "ShardedBatch",
+    "register_strategy",
+    "sequence_parallel_attention",
+    "shard_batch",
+    "sharded_cross_entropy",
+    "unshard",
+]
+
+register_strategy()

@@ -83,10 +83,15 @@ def fit(config: DictConfig) -> float | None:
     report = next((callback for callback in callbacks if isinstance(callback, RunReport)), None)
     if report is not None and report.resume_command is None:
         report.resume_command = hydra_resume_command(HydraConfig.get().overrides.task)
-    if rank_zero_only.rank == 0:
-        OmegaConf.save(config, Path(config.run_dir) / "config.yaml", resolve=True)
+    save_config(config)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.ckpt_path)
     return report.summary.perplexity_after if report is not None and report.summary is not None else None
+
+
+@rank_zero_only
+def save_config(config: DictConfig) -> None:
+    """Write the composed configuration, with what was derived from the data, into the run's folder."""
+    OmegaConf.save(config, Path(config.run_dir) / "config.yaml", resolve=True)
 
 
 def program() -> list[str]:
@@ -174,7 +179,11 @@ def suggest_names(arguments: Sequence[str]) -> Iterator[str]:
     except (HydraException, SystemExit):
         return
     with hydra.initialize_config_module("lightning_sp.conf", version_base="1.3"):
-        groups = [item.input_line for item in overrides if "." not in item.key_or_group and not item.is_add()]
+        groups = [
+            item.input_line
+            for item in overrides
+            if item.input_line is not None and "." not in item.key_or_group and not item.is_add()
+        ]
         try:
             config = hydra.compose(CONFIG_NAME, overrides=groups, return_hydra_config=True)
         except HydraException:

@@ -186,3 +186,40 @@ def all_equal(value: Tensor, group: ProcessGroup | None = None) -> bool:
     both = torch.stack([value, -value])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return bool((both[0] == -both[1]).all().item())
+
+
+def make_fsdp_root(root: torch.nn.Module) -> None:
+    """Initialise FSDP2's state with `root` as its root, as the first forward would."""
+    root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def check_same_batch(error: str | None, digest: int, place: tuple[int, int], group: ProcessGroup | None = None) -> None:
+    """Raise on every rank when any rank has an error, or when ranks of one sequence hold different samples. Every rank must call it.
+
+    Args:
+        error: this rank's error, None if none.
+        digest: a number that identifies this rank's whole batch.
+        place: (data-parallel rank, rank within the sequence's group).
+        group: a CPU-capable group over the world.
+
+    Communicates: one all_gather of 24 bytes a rank, on the host.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        if error:
+            raise SequenceParallelError(error)
+        return
+    mine = torch.tensor([1 if error else 0, digest, place[0]], dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    if any(int(row[0]) for row in rows):
+        agree(error, group)
+    seen: dict[int, dict[int, list[int]]] = {}
+    for rank, row in enumerate(rows):
+        seen.setdefault(int(row[2]), {}).setdefault(int(row[1]), []).append(rank)
+    for data_rank, digests in seen.items():
+        if len(digests) > 1:
+            raise SequenceParallelError(
+                f"ranks {sorted(digests.values())} of data-parallel group {data_rank} share one sequence but read different samples: the loader "
+                "must give all of them the same; let the strategy replace the sampler, seed it by epoch alone, or split an iterable dataset by "
+                "trainer.strategy.data_parallel_rank and data_parallel_size"
+            )

@@ -6,87 +6,40 @@ It measures nothing itself: throughput and memory come from their callbacks, the
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_sp.callbacks.memory import GIB, MemoryMonitor
+from lightning_sp.callbacks.memory import MemoryMonitor
 from lightning_sp.callbacks.picture import draw_run
+from lightning_sp.callbacks.summary import RunSummary
 from lightning_sp.callbacks.throughput import ThroughputMonitor
+from lightning_sp.callbacks.unigram import add_counts, sum_counts, unigram_perplexity
 from lightning_sp.errors import SequenceParallelError
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The numbers of a run; None where nothing measured it."""
-
-    mesh: str
-    steps: int
-    tokens_seen: int | None
-    tokens_per_s: float | None
-    peak_memory_bytes: list[int]
-    memory_kind: str
-    perplexity_before: float | None
-    perplexity_after: float | None
-    perplexity_step: int
-    unigram_perplexity: float | None
-    folder: str
-    checkpoint: str | None
-    resume: str | None
-
-    @property
-    def ratio_to_unigram(self) -> float | None:
-        """The last validation perplexity as a share of the unigram's."""
-        if self.perplexity_after is None or self.unigram_perplexity is None:
-            return None
-        return self.perplexity_after / self.unigram_perplexity
-
-    def table(self) -> Table:
-        """Lay the numbers out."""
-        table = Table(title="What this run did", show_header=False, title_style="bold", min_width=60)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        table.add_row("mesh", self.mesh)
-        if self.tokens_seen is not None:
-            table.add_row("tokens", f"{self.tokens_seen:,} in {self.steps:,} optimizer steps")
-        table.add_row("tokens/s", "too few steps to measure" if not self.tokens_per_s else f"{self.tokens_per_s:,.0f}")
-        if self.peak_memory_bytes:
-            peaks = ", ".join(f"{rank}: {peak / GIB:.2f}" for rank, peak in enumerate(self.peak_memory_bytes))
-            table.add_row("peak memory", f"GiB of rank {peaks} ({self.memory_kind})")
-        table.add_row("val perplexity", self._perplexities())
-        table.add_row("files", self.folder)
-        table.add_row("checkpoint", self.checkpoint or "none written")
-        if self.resume:
-            table.add_row("resume", self.resume)
-        return table
-
-    def _perplexities(self) -> str:
-        before = "not measured" if self.perplexity_before is None else f"{self.perplexity_before:.2f}"
-        after = "not measured" if self.perplexity_after is None else f"{self.perplexity_after:.2f}"
-        text = f"{before} before, {after} after {self.perplexity_step:,} steps"
-        if self.unigram_perplexity is not None:
-            text += f"; the unigram's is {self.unigram_perplexity:.2f}"
-        if self.ratio_to_unigram is not None:
-            text += f" (ratio {self.ratio_to_unigram:.2f})"
-        return text
 
 
 class RunReport(Callback):
     """Write ``summary.json`` and ``report.png`` into the run's folder and print one table, on rank 0 at the fit's end.
 
     The perplexity before training is the sanity check's, when that covered every validation batch
-    (``num_sanity_val_steps=-1``).
+    (``num_sanity_val_steps=-1``). The unigram's is that of the validated labels' own frequencies: no model that sees one
+    token at a time does better on them.
+
+    Communicates: after the first validation, two all-reduces, of one number and of one per token id.
 
     Args:
         folder: Where to write. The trainer's ``log_dir`` when not given.
         resume_command: How to go on from the last checkpoint; ``{checkpoint}`` and ``{max_steps}`` are filled in.
+            The call in Python when not given.
         monitor: Name under which the module logs its validation perplexity.
     """
 
@@ -100,6 +53,14 @@ class RunReport(Callback):
         self._perplexity_before: float | None = None
         self._perplexity_after: float | None = None
         self._perplexity_step = 0
+        self._unigram_perplexity: float | None = None
+        self._label_counts: Tensor | None = None
+        self._log_dir: str | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask for the folder while every rank is here: Lightning broadcasts its name."""
+        self._log_dir = trainer.log_dir
 
     @override
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,8 +73,27 @@ class RunReport(Callback):
             logger.log_metrics(metrics, step=0)
 
     @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count this rank's labels, once: during the first validation."""
+        labels = batch.get("shift_labels") if isinstance(batch, dict) else None
+        if self._unigram_perplexity is None and isinstance(labels, Tensor):
+            counts = torch.bincount(labels[labels >= 0])
+            self._label_counts = counts if self._label_counts is None else add_counts(self._label_counts, counts)
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the newest perplexity."""
+        """Keep the newest perplexity; after the first validation, the unigram's."""
+        if self._label_counts is not None:
+            counts = sum_counts(trainer, self._label_counts)
+            self._label_counts, self._unigram_perplexity = None, unigram_perplexity(counts)
         value = trainer.callback_metrics.get(self.monitor)
         if value is not None and not trainer.sanity_checking:
             self._perplexity_after, self._perplexity_step = float(value), trainer.global_step
@@ -125,6 +105,7 @@ class RunReport(Callback):
             "perplexity_before": self._perplexity_before,
             "perplexity_after": self._perplexity_after,
             "perplexity_step": self._perplexity_step,
+            "unigram_perplexity": self._unigram_perplexity,
         }
 
     @override
@@ -133,6 +114,7 @@ class RunReport(Callback):
         self._perplexity_before = state_dict["perplexity_before"]
         self._perplexity_after = state_dict["perplexity_after"]
         self._perplexity_step = state_dict["perplexity_step"]
+        self._unigram_perplexity = state_dict["unigram_perplexity"]
 
     @override
     @rank_zero_only
@@ -140,7 +122,7 @@ class RunReport(Callback):
         """Write the files and print the table."""
         if getattr(trainer, "fast_dev_run", False):
             return
-        folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
+        folder = Path(self.folder or self._log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.summary = self._summarise(trainer, folder)
         (folder / "summary.json").write_text(json.dumps(asdict(self.summary), indent=2) + "\n")
@@ -151,7 +133,6 @@ class RunReport(Callback):
         throughput = next((c for c in _callbacks(trainer) if isinstance(c, ThroughputMonitor)), None)
         memory = next((c for c in _callbacks(trainer) if isinstance(c, MemoryMonitor)), None)
         checkpoint = _last_checkpoint(trainer)
-        unigram = getattr(getattr(trainer, "datamodule", None), "unigram_perplexity", None)
         return RunSummary(
             mesh=describe_mesh(trainer),
             steps=trainer.global_step,
@@ -162,17 +143,24 @@ class RunReport(Callback):
             perplexity_before=self._perplexity_before,
             perplexity_after=self._perplexity_after,
             perplexity_step=self._perplexity_step,
-            unigram_perplexity=float(unigram()) if callable(unigram) and self._perplexity_after is not None else None,
+            unigram_perplexity=self._unigram_perplexity,
             folder=str(folder),
             checkpoint=checkpoint,
             resume=self._resume(trainer, checkpoint),
         )
 
     def _resume(self, trainer: Trainer, checkpoint: str | None) -> str | None:
-        if checkpoint is None or self.resume_command is None:
+        if checkpoint is None:
             return None
+        command = self.resume_command or "trainer.fit(..., ckpt_path={checkpoint!r}), with Trainer(max_steps={max_steps})"
         # A finished run has no step left: the command asks for as many again.
-        return self.resume_command.format(checkpoint=checkpoint, max_steps=2 * trainer.global_step)
+        for name, value in (
+            ("{checkpoint!r}", repr(checkpoint)),
+            ("{checkpoint}", shlex.quote(checkpoint)),
+            ("{max_steps}", str(2 * trainer.global_step)),
+        ):
+            command = command.replace(name, value)
+        return command
 
     def _draw(self, trainer: Trainer, folder: Path) -> None:
         assert self.summary is not None

@@ -193,7 +193,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         self.resume(state["global_samples_consumed"], state["epoch"])
 
 
-class SequentialGlobalBatchSampler(GlobalBatchSampler, SequentialSampler):
+class SequentialGlobalBatchSampler(GlobalBatchSampler, SequentialSampler):  # type: ignore[misc]
     """The same without shuffling, told by class: Lightning's `overfit_batches` replaces any other sampler."""
 
     def __init__(
@@ -208,7 +208,7 @@ class SequentialGlobalBatchSampler(GlobalBatchSampler, SequentialSampler):
         GlobalBatchSampler.__init__(self, num_samples, split, dp_rank, seed=seed, shuffle=False, last=last)
 
 
-class EvaluationBatchSampler(DistributedSampler[list[int]], SequentialSampler):  # type: ignore[misc]
+class EvaluationBatchSampler(DistributedSampler[list[int]], SequentialSampler):
     """Deal the batches of the one-process run over the data-parallel ranks: batch i goes to rank i % dp_size.
 
     Each sample is evaluated once. Ranks that would end a batch early get one of fillers, so that all ranks yield

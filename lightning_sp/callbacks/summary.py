@@ -1,0 +1,64 @@
+"""The numbers of a run, and the table that shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from lightning_sp.callbacks.memory import GIB
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The numbers of a run; None where nothing measured it."""
+
+    mesh: str
+    steps: int
+    tokens_seen: int | None
+    tokens_per_s: float | None
+    peak_memory_bytes: list[int]
+    memory_kind: str
+    perplexity_before: float | None
+    perplexity_after: float | None
+    perplexity_step: int
+    unigram_perplexity: float | None
+    folder: str
+    checkpoint: str | None
+    resume: str | None
+
+    @property
+    def ratio_to_unigram(self) -> float | None:
+        """The last validation perplexity as a share of the unigram's."""
+        if self.perplexity_after is None or self.unigram_perplexity is None:
+            return None
+        return self.perplexity_after / self.unigram_perplexity
+
+    def table(self) -> Table:
+        """Lay the numbers out."""
+        table = Table(title="What this run did", show_header=False, title_style="bold", min_width=60)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("mesh", self.mesh)
+        if self.tokens_seen is not None:
+            table.add_row("tokens", f"{self.tokens_seen:,} in {self.steps:,} optimizer steps")
+        table.add_row("tokens/s", "too few steps to measure" if not self.tokens_per_s else f"{self.tokens_per_s:,.0f}")
+        if self.peak_memory_bytes:
+            peaks = ", ".join(f"{rank}: {peak / GIB:.2f}" for rank, peak in enumerate(self.peak_memory_bytes))
+            table.add_row("peak memory", f"GiB of rank {peaks} ({self.memory_kind})")
+        table.add_row("val perplexity", self._perplexities())
+        table.add_row("files", self.folder)
+        table.add_row("checkpoint", self.checkpoint or "none written")
+        if self.resume:
+            table.add_row("resume", self.resume)
+        return table
+
+    def _perplexities(self) -> str:
+        before = "not measured" if self.perplexity_before is None else f"{self.perplexity_before:.2f}"
+        after = "not measured" if self.perplexity_after is None else f"{self.perplexity_after:.2f}"
+        text = f"{before} before, {after} after {self.perplexity_step:,} steps"
+        if self.unigram_perplexity is not None:
+            text += f"; the unigram's is {self.unigram_perplexity:.2f}"
+        if self.ratio_to_unigram is not None:
+            text += f" (ratio {self.ratio_to_unigram:.2f})"
+        return text

@@ -1,0 +1,92 @@
+"""What a step in progress knows: the mesh, the batch that was sharded, and what the rewrite and the loss saw of it.
+
+One object per strategy, handed to every interception by argument. It is an attribute and not a thread-local, because a checkpointed
+block is recomputed on autograd's own thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.mesh import SequenceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class BatchInfo:
+    """What was whole before a batch was sharded.
+
+    Args:
+        rows: samples in the batch.
+        length: tokens of each sequence as given.
+        padded_length: tokens after padding to what the degrees divide.
+        boundaries: documents in global positions, with the padding as a document of its own; None for one document.
+        position_ids: this rank's global positions, (B, s).
+        shift_labels: this rank's targets, (B, s), where the labels are known; else None.
+        mask_is_full: an attention mask was given and hid nothing.
+    """
+
+    rows: int
+    length: int
+    padded_length: int
+    boundaries: Tensor | None
+    position_ids: Tensor | None
+    shift_labels: Tensor | None
+    mask_is_full: bool = False
+
+    def mask(self, causal: bool) -> AttentionMask:
+        """Return the attention's mask: causal or full, within documents, the padding apart."""
+        if self.boundaries is None and self.padded_length > self.length and not causal:
+            # Causal queries never see the padding behind them; full ones would.
+            return AttentionMask(False, torch.tensor([[0, self.length, self.padded_length]]))
+        return AttentionMask(causal, self.boundaries)
+
+
+@dataclass
+class Step:
+    """One forward (and backward) of the user's step on a sharded batch; a class because the interceptions count into it.
+
+    Args:
+        batch: the sharded batch.
+        loss_group: ranks over which the loss is a mean: the world (None) in training, the sequence's ranks in evaluation.
+        num_attention_calls: attention calls that reached the sequence-parallel operator.
+        token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
+        causal_masks: what Hugging Face's mask function was asked for.
+    """
+
+    batch: BatchInfo
+    loss_group: ProcessGroup | None = None
+    num_attention_calls: int = 0
+    num_losses: int = 0
+    token_counts: list[Tensor] = field(default_factory=list)
+    causal_masks: set[bool] = field(default_factory=set)
+
+
+class SequenceContext:
+    """The state shared by the strategy, the rewrite and the loss. Inactive (step None): every interception is the original function."""
+
+    def __init__(self, mesh: SequenceMesh, kernel: str) -> None:
+        self.mesh = mesh
+        self.kernel = kernel
+        self.step: Step | None = None
+
+    @property
+    def local_length(self) -> int:
+        """Return this rank's tokens of the current batch."""
+        assert self.step is not None
+        return self.step.batch.padded_length // self.mesh.layout.size
+
+    @contextmanager
+    def inactive(self) -> Iterator[None]:
+        """Switch every interception off for whole sequences: generation, the preflight's reference."""
+        step, self.step = self.step, None
+        try:
+            yield
+        finally:
+            self.step = step

@@ -1,0 +1,51 @@
+"""Finding the transformer blocks of an arbitrary model: the units of FSDP, checkpointing and compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
+
+
+def transformer_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model, outermost first; a block inside a block is not another one.
+
+    They are what Hugging Face names in `_no_split_modules`, and the elements of one class in an `nn.ModuleList` or `nn.Sequential`.
+    """
+    names: set[str] = set()
+    for each in module.modules():
+        names.update(getattr(each, "_no_split_modules", None) or ())
+    return list(_outermost(module, names))
+
+
+def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__ in names:
+            yield child
+        elif isinstance(child, (nn.ModuleList, nn.Sequential)) and _repeats(child):
+            yield from child
+        else:
+            yield from _outermost(child, names)
+
+
+def _repeats(container: nn.Module) -> bool:
+    members = list(container.children())
+    kinds = {type(member) for member in members}
+    # A Sequential of two Linear layers is an MLP, not a stack of blocks: a block has parts of its own.
+    return len(kinds) == 1 and all(
+        any(True for _ in m.children()) and any(True for _ in m.parameters()) for m in members
+    )
+
+
+def num_query_heads(module: nn.Module) -> int | None:
+    """Return the smallest number of query heads that the model's modules or configs name, None if none does."""
+    found = []
+    for each in module.modules():
+        for holder in (each, getattr(each, "config", None)):
+            for name in _HEAD_NAMES:
+                value = getattr(holder, name, None) if holder is not None else None
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    found.append(value)
+    return min(found) if found else None

@@ -1,0 +1,46 @@
+"""Activation checkpointing of transformer blocks that never repeats the attention or its communication.
+
+Full checkpointing would run the all-to-alls and the ring again in the backward. The policy saves the one attention operator, with its
+saved tensors, and recomputes the rest. Recomputation restores the random state of the forward, so dropout masks are the forward's.
+Source: selective activation checkpointing, Korthikanti et al., arXiv:2205.05198; PyTorch's create_selective_checkpoint_contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from lightning_sp.attention.operator import attention_op
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = operator in (torch.ops.lightning_sp.attention.default, attention_op)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# A module-level partial: under torch.compile the context function must be one.
+_contexts = partial(create_selective_checkpoint_contexts, _policy)
+
+
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Wrap each block in place and return the wrappers, in order. Names in the state dict stay as they were.
+
+    Hugging Face's own checkpointing, where it is on, is switched off: it would repeat the attention and its communication.
+    """
+    for each in module.modules():
+        if getattr(each, "is_gradient_checkpointing", False) and hasattr(each, "gradient_checkpointing_disable"):
+            each.gradient_checkpointing_disable()  # type: ignore[operator]
+    wrappers: dict[nn.Module, nn.Module] = {block: checkpoint_wrapper(block, context_fn=_contexts) for block in blocks}
+    for parent in list(module.modules()):
+        if isinstance(parent, CheckpointWrapper):
+            continue
+        for name, child in list(parent.named_children()):
+            if child in wrappers:
+                parent.register_module(name, wrappers[child])
+    return list(wrappers.values())

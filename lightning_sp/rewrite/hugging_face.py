@@ -1,0 +1,249 @@
+"""Hugging Face models, through their attention interface, with a mask function of ours; nothing of the model is edited.
+
+Each strategy registers its own pair of functions under its own name, bound to its context, and takes them back. A custom attention without
+a registered mask function gets no mask at all, silently: ours receives every mask the model asks for and refuses by name what it
+cannot carry. Positions are always handed in, the loss gets the labels that were shifted on the whole sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_sp.context import SequenceContext
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.functional import attend, check_dropout
+
+_numbers = itertools.count()
+# Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
+_CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
+_PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
+_WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
+_REFUSED_ARGUMENTS = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "attn_bias",
+    "alibi",
+    "head_mask",
+    "layer_head_mask",
+    "cache",
+)
+
+
+def hugging_face_models(module: nn.Module) -> list[Any]:
+    """Return the outermost Hugging Face models inside a module; empty without transformers."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    found: list[Any] = []
+
+    def visit(each: nn.Module) -> None:
+        if isinstance(each, transformers.PreTrainedModel):
+            found.append(each)
+            return
+        for child in each.children():
+            visit(child)
+
+    visit(module)
+    return found
+
+
+class HuggingFaceRewrite(AbstractContextManager[None]):
+    """Routes the attention, masks, positions and loss of a module's Hugging Face models through the context, until it exits.
+
+    A class because it holds what it replaces until it is put back.
+    """
+
+    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
+        self.context = context
+        self.models = hugging_face_models(module)
+        self._undo = ExitStack()
+
+    def __enter__(self) -> None:
+        if not self.models:
+            return
+        # The interface refuses names with "sdpa", "flash", "flex" or "/".
+        name = f"sequence_parallel_{next(_numbers)}"
+        _register(name, self.context, self._undo)
+        for model in self.models:
+            _check_model(model)
+            previous = model.config._attn_implementation
+            model.set_attn_implementation(name)
+            self._undo.callback(model.set_attn_implementation, previous)
+            hook = model.register_forward_pre_hook(
+                partial(_hand_in_positions, self.context), with_kwargs=True, prepend=True
+            )
+            self._undo.callback(hook.remove)
+            _wrap_loss(model, self.context, self._undo)
+            _wrap_generate(model, self.context, self._undo)
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+
+def _register(name: str, context: SequenceContext, undo: ExitStack) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
+    from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
+
+    AttentionInterface.register(name, partial(_attention, context, sdpa_attention_forward))
+    AttentionMaskInterface.register(name, partial(_mask, context, sdpa_mask))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        undo.callback(interface._global_mapping.pop, name, None)
+
+
+def _attention(
+    context: SequenceContext, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any, scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """One layer's attention. Shapes: query (B, H, s, D), key and value (B, K, s, D) -> (B, s, H, D)."""
+    if context.step is None:
+        result: tuple[Tensor, None] = original(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return result
+    kind = type(module).__name__
+    if attention_mask is not None:
+        raise SequenceParallelError(
+            f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
+        )
+    for argument in _REFUSED_ARGUMENTS:
+        if kwargs.get(argument) is not None:
+            raise SequenceParallelError(
+                f"{kind} uses {argument}: it cannot be carried yet; without it the model would be silently wrong"
+            )
+    window = kwargs.get("sliding_window")
+    if window is not None and context.step.batch.padded_length > int(window):
+        raise SequenceParallelError(
+            f"{kind} has a sliding window of {window} tokens and the sequence {context.step.batch.padded_length}: windows cannot be carried "
+            "yet; set config.sliding_window=None to train with full causal attention, knowingly"
+        )
+    check_dropout(dropout)
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
+    asked = context.step.causal_masks
+    if asked and causal not in asked:
+        raise SequenceParallelError(
+            f"{kind} says is_causal={causal}, but the model asked for {'causal' if True in asked else 'full'} masks: the two must agree"
+        )
+    return attend(context, query, key, value, causal=causal, scale=scaling).transpose(1, 2), None
+
+
+def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Receive every mask the model asks for; nothing is built for those the operator carries."""
+    step = context.step
+    if step is None:
+        return original(*args, **kwargs)
+    names = _mask_names(kwargs.get("mask_function"))
+    unknown = [name for name in names if name not in (_CAUSAL, _FULL)]
+    if unknown:
+        raise SequenceParallelError(
+            f"the model asks for a mask made of {', '.join(names)}: {unknown[0]} cannot be carried yet; without it the model would be silently "
+            "wrong (a sliding window: set config.sliding_window=None to train with full causal attention, knowingly)"
+        )
+    padding = kwargs.get("attention_mask")
+    if padding is not None and not step.batch.mask_is_full and not bool(padding.all()):
+        raise SequenceParallelError(
+            f"a padding mask {_shape(padding)} that hides tokens reached the model: it cannot be carried yet"
+        )
+    step.causal_masks.add(_CAUSAL in names)
+
+
+def _mask_names(function: Any) -> list[str]:
+    """Return the names of the elementary masks that a mask function is the intersection of."""
+    name = getattr(function, "__qualname__", repr(function))
+    if name in _PACKED:
+        return []
+    if not name.startswith(_WRAPPERS):
+        return [name]
+    inner: list[Any] = []
+    for cell in function.__closure__ or ():
+        content = cell.cell_contents
+        inner += list(content) if isinstance(content, tuple) else [content]
+    return [each for content in inner if callable(content) for each in _mask_names(content)]
+
+
+def _hand_in_positions(
+    context: SequenceContext, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if context.step is None:
+        return None
+    positions = context.step.batch.position_ids
+    if kwargs.get("position_ids") is None and positions is not None:
+        like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+        kwargs["position_ids"] = positions if like is None else positions.to(like.device)
+    # With a cache Hugging Face keeps every layer's keys and drops the documents of packed rows.
+    kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
+    if "loss_function" not in dir(type(model)):
+        return
+    original = model.loss_function
+
+    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
+        if context.step is not None:
+            if getattr(original, "__name__", "") != "ForCausalLMLoss":
+                raise SequenceParallelError(
+                    f"{type(model).__name__} computes {getattr(original, '__name__', original)}: only ForCausalLMLoss, a mean over tokens, is "
+                    "supported under sequence parallelism; compute the loss in training_step from the logits"
+                )
+            if context.step.batch.shift_labels is None:
+                raise SequenceParallelError(
+                    "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded"
+                )
+            # Shifting a shard would lose the target at its edge: these were shifted on the whole sequence.
+            kwargs["shift_labels"] = context.step.batch.shift_labels
+        loss: Tensor = original(*args, **kwargs)
+        return loss
+
+    had = "_loss_function" in vars(model)
+    model.loss_function = loss_function
+    undo.callback(setattr, model, "_loss_function", original) if had else undo.callback(
+        _delete, model, "_loss_function"
+    )
+
+
+def _wrap_generate(model: Any, context: SequenceContext, undo: ExitStack) -> None:
+    if not hasattr(model, "generate"):
+        return
+    original = model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if context.step is not None:
+            raise SequenceParallelError(
+                "model.generate inside a step would continue this rank's shard: call it on whole sequences from a hook such as "
+                "on_validation_epoch_end, on all ranks alike"
+            )
+        return original(*args, **kwargs)
+
+    model.generate = generate
+    undo.callback(_delete, model, "generate")
+
+
+def _delete(target: Any, name: str) -> None:
+    if name in vars(target):
+        delattr(target, name)
+
+
+def _check_model(model: Any) -> None:
+    name = type(model).__name__
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    if can_set is not None and not can_set():
+        raise SequenceParallelError(
+            f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "
+            "use a model whose modeling file calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
+        )
+
+
+def _shape(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"

@@ -1,0 +1,443 @@
+"""`SequenceParallelStrategy`: Lightning's hooks in the order of the flow, each delegating.
+
+    config -> mesh -> batch sharding -> model rewrite -> attention -> loss -> gradients -> checkpoint
+
+This file alone knows that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sp import comm
+from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
+from lightning_sp.context import BatchInfo, SequenceContext, Step
+from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch, unshard
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
+from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
+from lightning_sp.parallelize import (
+    check_unsharded,
+    checkpoint_blocks,
+    materialize_meta,
+    num_query_heads,
+    receive_weights,
+    shard_model,
+    start_root,
+    tied_parameters,
+    transformer_blocks,
+    whole_state,
+    without_gradient_sync,
+)
+from lightning_sp.processes import ProcessStrategy
+from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
+
+PRECISIONS = ("64-true", "32-true", "bf16-true", "bf16-mixed")
+
+
+class SequenceParallelStrategy(ProcessStrategy):
+    """Train transformers on sequences split over devices: ``Trainer(strategy="sequence_parallel", devices=8)``.
+
+    Results are those of a single device, or training does not start. See `config.StrategyConfig` for the options, which are the same
+    here, in ``conf/strategy/*.yaml`` and on the Lightning CLI.
+
+    Raises:
+        SequenceParallelError: an option, a degree, a model, a batch or a loss that cannot be carried exactly.
+    """
+
+    def __init__(
+        self,
+        sequence_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        ulysses_size: int | Literal["auto"] = "auto",
+        ring_size: int | Literal["auto"] = "auto",
+        shard_size: int | Literal["auto"] = "auto",
+        kernel: str = "auto",
+        activation_checkpointing: bool = False,
+        compile: bool = False,
+        preflight: bool = True,
+        preflight_tokens: int | Literal["auto"] = "auto",
+        shard_batch: bool = True,
+        sequence_dims: dict[str, int] | None = None,
+        labels_shifted: bool | None = None,
+        save_distributed_checkpoint: bool = True,
+        timeout_s: float = 300.0,
+        process_group_backend: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        self.config = StrategyConfig.from_options(
+            {
+                "sequence_parallel_size": sequence_parallel_size,
+                "data_parallel_size": data_parallel_size,
+                "ulysses_size": ulysses_size,
+                "ring_size": ring_size,
+                "shard_size": shard_size,
+                "kernel": kernel,
+                "activation_checkpointing": activation_checkpointing,
+                "compile": compile,
+                "preflight": preflight,
+                "preflight_tokens": preflight_tokens,
+                "shard_batch": shard_batch,
+                "sequence_dims": sequence_dims,
+                "labels_shifted": labels_shifted,
+                "save_distributed_checkpoint": save_distributed_checkpoint,
+                "timeout_s": timeout_s,
+                **unknown,
+            }
+        )
+        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
+        self._base_mesh: DeviceMesh | None = None
+        self._mesh: SequenceMesh | None = None
+        self._context: SequenceContext | None = None
+        self._prepared: LightningModule | None = None
+        self._interceptions = ExitStack()
+        self._control_group: dist.ProcessGroup | None = None
+        self._options = ShardOptions()
+        self._batch: BatchInfo | None = None
+        self._window = TokenWindow()
+
+    # ---- what users and callbacks read
+
+    @property
+    def sequence_mesh(self) -> SequenceMesh:
+        """Return the attention's mesh; known once `setup` has seen the model."""
+        if self._mesh is None:
+            raise SequenceParallelError("the attention's mesh is not known before the trainer has set up the model")
+        return self._mesh
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return which samples this rank reads: what to split an iterable dataset by."""
+        return 0 if self._base_mesh is None else int(self._base_mesh.get_local_rank("data_parallel"))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return how many groups of ranks read different samples."""
+        return 1 if self._base_mesh is None else int(self._base_mesh["data_parallel"].size())
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Return how many ranks share one sequence."""
+        return 1 if self._base_mesh is None else int(self._base_mesh["sequence_parallel"].size())
+
+    @property
+    def last_batch_shape(self) -> tuple[int, int, int] | None:
+        """Return (rows, padded length, length) of the batch that was sharded last, in whole tokens."""
+        batch = self._batch
+        return None if batch is None else (batch.rows, batch.padded_length, batch.length)
+
+    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Return whole sequences from every rank's part of the current batch, without padding, in global order.
+
+        Shapes: (..., s, ...) -> (..., S, ...) along `dim`. Communicates: one all_gather over the sequence's ranks.
+        """
+        length = None if self._batch is None else self._batch.length
+        return unshard(tensor, self.sequence_mesh.layout, self.sequence_mesh.sequence_group, dim=dim, length=length)
+
+    # ---- mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Return the mesh data_parallel x sequence_parallel x tensor_parallel."""
+        if self._base_mesh is None:
+            raise SequenceParallelError("the device mesh is not known before the processes have joined")
+        return self._base_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @override
+    def setup_environment(self) -> None:
+        Strategy.setup_environment(self)
+        self._check_precision()
+        self._setup_distributed()
+        if self._base_mesh is None:
+            degrees = resolve_degrees(self.config, self.world_size)
+            resolve_shard_size(self.config, self.world_size)
+            self._base_mesh = build_device_mesh(
+                self.root_device.type,
+                data_parallel_size=degrees.data_parallel_size,
+                sequence_parallel_size=degrees.sequence_parallel_size,
+            )
+            if dist.get_backend() == "nccl":
+                # Small agreements on the host, so that no step waits for the device.
+                self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._base_mesh
+
+    def _check_precision(self) -> None:
+        precision = str(self.precision_plugin.precision)
+        if precision not in PRECISIONS:
+            raise SequenceParallelError(
+                f"precision={precision!r} is not supported: float16 needs a loss scale that all ranks share; use one of {', '.join(PRECISIONS)}"
+            )
+
+    # ---- model
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Rank 0 draws the initial weights as a single process would; the others receive their shards and never hold the whole.
+        elsewhere = self.global_rank != 0 if empty_init is None else empty_init
+        with torch.device("meta") if elsewhere else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._forbid_inference_mode(trainer)
+        trainer._accelerator_connector.use_distributed_sampler = False
+        assert self.lightning_module is not None
+        if self._prepared is not self.lightning_module:
+            self._prepare(self.lightning_module)
+        self._intercept()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._seed_ranks(trainer.global_step)
+
+    def _prepare(self, module: LightningModule) -> None:
+        """Split the degrees by the model's heads, rewrite and shard it: once for a model."""
+        check_unsharded(module)
+        assert self._base_mesh is not None
+        ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, num_query_heads(module))
+        self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
+        self._context = SequenceContext(self._mesh, self.config.kernel)
+        self._options = ShardOptions(
+            dict(self.config.sequence_dims or {}), self.config.labels_shifted, bool(hugging_face_models(module))
+        )
+        self.model = self.precision_plugin.convert_module(module)
+        if self.global_rank == 0:
+            materialize_meta(module, torch.device("cpu"))
+        source = whole_state(module) if self.global_rank == 0 else {}
+        blocks = transformer_blocks(module)
+        if self.config.activation_checkpointing:
+            blocks = checkpoint_blocks(module, blocks)
+        if self.config.compile:
+            for block in blocks:
+                block.compile()
+        shard_size = resolve_shard_size(self.config, self.world_size)
+        fsdp_mesh = build_fsdp_mesh(self.root_device.type, world_size=self.world_size, shard_size=shard_size)
+        shard_model(module, blocks, fsdp_mesh)
+        receive_weights(module, source, tied_parameters(module), self.root_device)
+        module.to(self.root_device)
+        start_root(module)
+        self._prepared = module
+        rank_zero_info(
+            f"sequence_parallel: {self._mesh.describe()} over {self.world_size} ranks, parameters sharded over {shard_size}, "
+            f"{len(blocks)} blocks{', activations checkpointed' if self.config.activation_checkpointing else ''}"
+        )
+
+    def _intercept(self) -> None:
+        assert self._context is not None
+        assert self.lightning_module is not None
+        self._interceptions.close()
+        for each in (
+            CrossEntropyInterception(self._context),
+            AttentionInterception(self._context),
+            HuggingFaceRewrite(self._context, self.lightning_module),
+        ):
+            self._interceptions.enter_context(each)
+
+    @staticmethod
+    def _forbid_inference_mode(trainer: Trainer) -> None:
+        """FSDP2 fails at the training step after an inference_mode evaluation: inference tensors have no version counter."""
+        for loop in (
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+            trainer.fit_loop.epoch_loop.val_loop,
+        ):
+            loop.inference_mode = False
+
+    def _seed_ranks(self, step: int) -> None:
+        """Give every rank its own stream of elementwise dropout, derived from rank 0's seed; one process keeps its own."""
+        if self.world_size == 1:
+            return
+        seed = int(self.broadcast(torch.initial_seed()))
+        place = self.data_parallel_rank * self.sequence_parallel_size + self.sequence_mesh.sequence_rank
+        torch.manual_seed((seed * 1_000_003 + step * 65_537 + place) % 2**63)
+
+    # ---- batch
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        mesh = self.sequence_mesh
+        error, local, info = None, batch, None
+        try:
+            if is_sharded(batch) or not self.config.shard_batch:
+                info = hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, self._options)
+            else:
+                local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, self._options)
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+        whole = digest(batch) if error is None and local is not batch else 0
+        comm.check_same_batch(error, whole, (mesh.data_parallel_rank, mesh.sequence_rank), self._control_group)
+        assert info is not None
+        local = super().batch_to_device(local, device, dataloader_idx)
+        labels = info.shift_labels.to(self.root_device) if info.shift_labels is not None else None
+        places = info.position_ids.to(self.root_device) if info.position_ids is not None else None
+        self._batch = BatchInfo(
+            info.rows, info.length, info.padded_length, info.boundaries, places, labels, info.mask_is_full
+        )
+        return local
+
+    # ---- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        context, module = self._context, self.lightning_module
+        assert context is not None
+        assert module is not None
+        step = self._begin(None)
+        output = super().training_step(*args, **kwargs)
+        self._check_reached(step)
+        output, counts = loss_of(output, None)
+        if counts is not None:
+            step.token_counts = counts
+        self._check_loss(step, output)
+        if output is None or not module.automatic_optimization:
+            context.step = None
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left."""
+        assert self._context is not None
+        step = self._begin(self.sequence_mesh.sequence_group)
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            self._context.step = None
+        self._check_reached(step)
+        return output
+
+    def _begin(self, loss_group: dist.ProcessGroup | None) -> Step:
+        assert self._context is not None
+        assert self._batch is not None
+        self._context.step = Step(self._batch, loss_group)
+        return self._context.step
+
+    def _check_reached(self, step: Step) -> None:
+        """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
+        if step.num_attention_calls == 0 and self.sequence_parallel_size > 1:
+            raise SequenceParallelError(
+                "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "
+                "model must call F.scaled_dot_product_attention as an attribute (not a name imported from torch.nn.functional), use torch's "
+                "nn.MultiheadAttention with need_weights=False, or be a Hugging Face model with the attention interface"
+            )
+
+    def _check_loss(self, step: Step, output: Any) -> None:
+        """Refuse a loss that is no mean over tokens: what is computed from shards alone differs between ranks."""
+        loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
+        if not isinstance(loss, Tensor) or self.world_size == 1 or self._loss_checked:
+            return
+        self._loss_checked = True
+        value = loss.detach().double().reshape(-1)
+        bits = value.view(torch.int64).cpu()
+        if not comm.all_equal(bits, self._control_group):
+            values = [float(v.item()) for v in comm.gather_objects(value.cpu(), self._control_group)]
+            raise SequenceParallelError(
+                f"training_step's loss differs between ranks: {values}; a part of it was computed from this rank's tokens alone (an auxiliary "
+                f"term, an MSE, a pooled head; {step.num_losses} cross entropies were seen), so it is no mean over the sequence's tokens; use "
+                "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
+            )
+        if step.num_losses == 0 and not step.token_counts and torch.is_grad_enabled():
+            raise SequenceParallelError(
+                "training_step computed its loss without F.cross_entropy and returned no num_tokens: how it weighs tokens is not known; use "
+                "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
+            )
+
+    _loss_checked = False
+
+    # ---- gradients
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        step, module = self._context.step if self._context else None, self.lightning_module
+        if step is not None and module is not None and module.automatic_optimization and self._accumulate > 1:
+            closure_loss = self._window.weigh(closure_loss, step.token_counts)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if (
+            self._context is not None
+            and self.lightning_module is not None
+            and self.lightning_module.automatic_optimization
+        ):
+            self._context.step = None
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate without communication; Lightning enters this for all but a window's last micro-batch."""
+        assert self.lightning_module is not None
+        with without_gradient_sync(self.lightning_module):
+            yield
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def weighted() -> Any:
+            result = closure()
+            factor = self._window.close(self._accumulate)
+            if factor is not None:
+                # After the backward, before Lightning clips.
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                            grad.mul_(factor.to(grad.dtype))
+            return result
+
+        return super().optimizer_step(optimizer, weighted, model, **kwargs)
+
+    @property
+    def _accumulate(self) -> int:
+        module = self.lightning_module
+        return int(module.trainer.accumulate_grad_batches) if module is not None else 1
+
+    # ---- end
+
+    @override
+    def teardown(self) -> None:
+        self._interceptions.close()
+        if self._context is not None:
+            self._context.step = None
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Leave the registry alone: `registration` owns our place in it."""

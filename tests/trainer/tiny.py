@@ -1,0 +1,106 @@
+"""Tiny models and data for tests of the real Trainer, importable by name in spawned ranks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sp import SequenceParallelStrategy
+from lightning_sp.models import GPT, GPTConfig, Llama, LlamaConfig
+
+VOCAB = 61
+
+
+class TokenDataset(Dataset):
+    """Whole samples with shifted labels; every third has most of its targets ignored, so ranks hold different counts."""
+
+    def __init__(self, size: int = 8, length: int = 32, packed: bool = False) -> None:
+        g = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(0, VOCAB, (size, length + 1), generator=g)
+        self.packed = packed
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.tokens[index]
+        targets = row[1:].clone()
+        if index % 3 == 0:
+            targets[: len(targets) * 3 // 4] = -100
+        positions = torch.arange(len(targets))
+        if self.packed:
+            cut = 5 + index % 7
+            positions = torch.cat([torch.arange(cut), torch.arange(len(targets) - cut)])
+            targets[cut - 1] = -100
+        return {"input_ids": row[:-1], "shift_labels": targets, "position_ids": positions}
+
+
+class Plain(pl.LightningModule):
+    """What a user writes: nothing of sequence parallelism in it."""
+
+    def __init__(self, build: Any, lr: float = 0.01) -> None:
+        super().__init__()
+        self.build, self.lr = build, lr
+        self.model: Any = None
+        self.losses: list[float] = []
+        self.raw_grads: list[dict[str, torch.Tensor]] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.build()
+
+    def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(batch["input_ids"], batch["position_ids"])
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        self.log("train_loss", loss)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.raw_grads.append({n: _full(p.grad).clone() for n, p in self.named_parameters()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def tiny_llama() -> nn.Module:
+    return Llama(LlamaConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=48))
+
+
+def tiny_gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_length=64))
+
+
+def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
+    """A Trainer without output, on the ranks that already run."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    strategy = options.pop("strategy", None) or {}
+    defaults: dict[str, Any] = dict(
+        accelerator="cpu", devices=world, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, max_epochs=1, precision="64-true",
+    )  # fmt: skip
+    return pl.Trainer(strategy=SequenceParallelStrategy(**strategy), **{**defaults, **options})
+
+
+def fit(model: str, world: int, strategy: dict[str, Any], data: dict[str, Any], micro: int = 2, **options: Any) -> dict[str, Any]:
+    """Fit a tiny model and return losses, raw gradients and final weights."""
+    torch.manual_seed(3)
+    module = Plain({"llama": tiny_llama, "gpt": tiny_gpt}[model])
+    trainer = quiet_trainer(world, strategy=strategy, **options)
+    trainer.fit(module, DataLoader(TokenDataset(**data), batch_size=micro))
+    weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
+    return {"losses": module.losses, "grads": module.raw_grads, "weights": weights, "mesh": trainer.strategy.sequence_mesh.describe()}

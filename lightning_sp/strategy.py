@@ -7,10 +7,11 @@ This file alone knows that order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,26 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context import BatchInfo, SequenceContext, Step
 from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch, unshard
+from lightning_sp.data.loader import (
+    BroadcastLoader,
+    LoaderPlace,
+    can_replace_sampler,
+    filler_batch,
+    is_ours,
+    replace_sampler,
+)
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
@@ -107,6 +118,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._prepared: LightningModule | None = None
         self._interceptions = ExitStack()
         self._control_group: dist.ProcessGroup | None = None
+        self._sequence_control_group: dist.ProcessGroup | None = None
         self._options = ShardOptions()
         self._batch: BatchInfo | None = None
         self._window = TokenWindow()
@@ -179,6 +191,11 @@ class SequenceParallelStrategy(ProcessStrategy):
             if dist.get_backend() == "nccl":
                 # Small agreements on the host, so that no step waits for the device.
                 self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
+                for first in range(0, self.world_size, degrees.sequence_parallel_size):
+                    ranks = list(range(first, first + degrees.sequence_parallel_size))
+                    group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+                    if self.global_rank in ranks:
+                        self._sequence_control_group = group
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._base_mesh
 
@@ -281,6 +298,30 @@ class SequenceParallelStrategy(ProcessStrategy):
     # ---- batch
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give all ranks of a sequence the same samples: by the order where the sampler can be replaced, else by one reader."""
+        if is_ours(dataloader):
+            return dataloader
+        module = self.lightning_module
+        assert module is not None
+        group = self._sequence_control_group or self.device_mesh.get_group("sequence_parallel")
+        place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)
+        if can_replace_sampler(dataloader):
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+            loader = cast("DataLoader[Any]", dataloader)
+            return replace_sampler(
+                loader, place, training=module.trainer.training, accumulation=self._accumulate, seed=seed
+            )
+        if self.world_size == 1:
+            return dataloader
+        rank_zero_info(
+            f"sequence_parallel: the order of {type(dataloader).__name__} cannot be replaced, so one rank of each sequence's group reads it and "
+            f"sends the batches to its peers; split the data over {self.data_parallel_size} data-parallel groups by "
+            "trainer.strategy.data_parallel_rank"
+        )
+        return BroadcastLoader(cast("Iterable[Any]", dataloader), place)
+
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         mesh = self.sequence_mesh
         error, local, info = None, batch, None
@@ -330,7 +371,32 @@ class SequenceParallelStrategy(ProcessStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().predict_step, *args, **kwargs)
+        output = self._evaluate(super().predict_step, *args, **kwargs)
+        return apply_to_collection(output, Tensor, self._whole)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Return a predicted tensor whole, if it carries this rank's tokens along dim 1."""
+        assert self._batch is not None
+        local = self._batch.padded_length // self.sequence_parallel_size
+        if tensor.dim() < 2 or tensor.shape[:2] != (self._batch.rows, local):
+            return tensor
+        return self.unshard(tensor)
+
+    @override
+    def on_predict_end(self) -> None:
+        """Give every rank the predictions of all samples, in the order of the dataset, each once."""
+        super().on_predict_end()
+        module = self.lightning_module
+        assert module is not None
+        loop = module.trainer.predict_loop
+        if self.data_parallel_size == 1 or not loop.return_predictions or loop._combined_loader is None:
+            return
+        for predictions, loader in zip(loop._predictions, loop._combined_loader.flattened, strict=True):
+            own = [p for index, p in enumerate(predictions) if not filler_batch(loader, index)]
+            per_rank = comm.gather_objects((self.data_parallel_rank, own), self._control_group)
+            lists = dict(per_rank)
+            longest = max(len(each) for each in lists.values())
+            predictions[:] = [lists[rank][i] for i in range(longest) for rank in sorted(lists) if i < len(lists[rank])]
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left."""

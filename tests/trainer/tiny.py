@@ -81,7 +81,7 @@ def tiny_llama() -> nn.Module:
 
 
 def tiny_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_length=64))
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64))
 
 
 def quiet_trainer(world: int, **options: Any) -> pl.Trainer:

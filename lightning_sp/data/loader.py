@@ -1,0 +1,236 @@
+"""Users' own loaders: the same samples for all ranks of a sequence, different ones for each data-parallel rank.
+
+Where a loader is a plain `DataLoader` over a map-style dataset, its sampler is replaced by the orders of `order`. Where it cannot be
+(iterable or streaming datasets, own samplers, own loader classes), one rank of each sequence's group reads, and sends every batch to its
+peers: they cannot differ then, whatever the loader's seeds and workers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_sp import comm
+from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
+from lightning_sp.data.windows import IGNORE_INDEX
+from lightning_sp.errors import SequenceParallelError
+
+TARGETS = ("shift_labels", "labels", "targets")
+
+
+@dataclass(frozen=True)
+class LoaderPlace:
+    """Where this rank stands, for its loaders.
+
+    Args:
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel size.
+        sequence_group: ranks that share one sequence, on a backend for host objects; None for one rank.
+        control_group: the world, likewise.
+    """
+
+    dp_rank: int
+    dp_size: int
+    sequence_group: ProcessGroup | None
+    control_group: ProcessGroup | None
+
+
+def is_ours(loader: Any) -> bool:
+    """Return whether a loader already follows our orders."""
+    ours = (GlobalBatchSampler, EvaluationBatchSampler)
+    return isinstance(loader, BroadcastLoader) or any(
+        isinstance(s, ours) for s in (_inner_sampler(loader), getattr(loader, "sampler", None))
+    )
+
+
+def can_replace_sampler(loader: Any) -> bool:
+    """Return whether a loader's sampler says no more than its order: sequential or shuffled, in plain batches."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return False
+    sampler = loader.sampler
+    plain = type(sampler) in (SequentialSampler, DistributedSampler) or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    return plain and type(_innermost(loader.batch_sampler)) is BatchSampler
+
+
+def replace_sampler(
+    loader: DataLoader[Any], place: LoaderPlace, *, training: bool, accumulation: int, seed: int
+) -> DataLoader[Any]:
+    """Return the same loader with the order of `order`.
+
+    Args:
+        loader: one for which `can_replace_sampler` holds.
+        place: this rank's.
+        training: a shuffled or sequential global order, else the one-process evaluation batches dealt out.
+        accumulation: micro-batches of an optimizer step.
+        seed: of the shuffle.
+    """
+    num_samples = len(loader.dataset)  # type: ignore[arg-type]
+    assert loader.batch_size is not None
+    sampler: GlobalBatchSampler | EvaluationBatchSampler
+    if training:
+        split = BatchSplit(loader.batch_size, accumulation, place.dp_size)
+        last: Any = "drop" if loader.drop_last else "pad"
+        shuffle = isinstance(loader.sampler, RandomSampler) or getattr(loader.sampler, "shuffle", False)
+        if shuffle:
+            sampler = GlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, shuffle=True, last=last)
+        else:
+            sampler = SequentialGlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, last=last)
+    else:
+        sampler = EvaluationBatchSampler(num_samples, loader.batch_size, place.dp_rank, place.dp_size)
+    wrapper: Any = type(loader.batch_sampler)
+    batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
+    return DataLoader(
+        _Marked(loader.dataset),
+        batch_sampler=batch_sampler,
+        collate_fn=_MaskFillers(loader.collate_fn),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def filler_batch(loader: Any, batch_idx: int) -> bool:
+    """Return whether an evaluation batch of this rank only keeps the others company: all its samples belong to another."""
+    if isinstance(loader, BroadcastLoader):
+        return loader.fillers_from is not None and batch_idx >= loader.fillers_from
+    for sampler in (_inner_sampler(loader), getattr(loader, "sampler", None)):
+        if isinstance(sampler, EvaluationBatchSampler):
+            return sampler.dp_rank + batch_idx * sampler.dp_size >= sampler.num_batches
+    return False
+
+
+def mask_targets(batch: Any, rows: list[int] | None = None) -> Any:
+    """Return the batch with all targets of some rows (None: all) ignored.
+
+    Raises:
+        SequenceParallelError: no entry of the batch is known to hold targets.
+    """
+    known = [n for n in TARGETS if isinstance(batch, Mapping) and isinstance(batch.get(n), Tensor)]
+    if not known:
+        held = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise SequenceParallelError(
+            f"the data do not divide evenly over the data-parallel ranks, and the batch ({held}) has no {', '.join(TARGETS)} to ignore in the "
+            "samples that complete the last batches: use drop_last=True in training, or name the targets so"
+        )
+    masked = dict(batch)
+    for name in known:
+        masked[name] = batch[name].clone()
+        masked[name][slice(None) if rows is None else rows] = IGNORE_INDEX
+    return masked
+
+
+class _Item(tuple[Any, bool]):
+    """A sample and whether it is a filler."""
+
+
+class _Marked(Dataset[_Item]):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> _Item:
+        return _Item((self.dataset[index if index >= 0 else ~index], index < 0))
+
+
+class _MaskFillers:
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: list[_Item]) -> Any:
+        batch = self.collate([sample for sample, _ in items])
+        rows = [row for row, (_, filler) in enumerate(items) if filler]
+        return mask_targets(batch, rows) if rows else batch
+
+
+class BroadcastLoader:
+    """One rank of a sequence's group reads a loader and sends each batch to its peers, its end and its errors included.
+
+    Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch without targets,
+    until all have.
+
+    Args:
+        loader: the user's; iterated on the reading rank alone.
+        place: this rank's.
+    """
+
+    def __init__(self, loader: Iterable[Any], place: LoaderPlace) -> None:
+        self.loader, self.place = loader, place
+        self.fillers_from: int | None = None
+
+    def __len__(self) -> int:
+        """Return the length of the user's loader."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        # Lightning turns epochs by `sampler`/`batch_sampler`, and asks loaders that keep a state for it.
+        if name in ("loader", "place"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the reading rank's batches on every rank of the group."""
+        self.fillers_from = None
+        reader = comm.rank_in(self.place.sequence_group) == 0
+        source = iter(self.loader) if reader else iter(())
+        count, last = 0, None
+        while True:
+            message = self._read(source) if reader else None
+            if self.place.sequence_group is not None:
+                message = comm.broadcast_object(message, self.place.sequence_group)
+            assert message is not None
+            kind, value = message
+            states = comm.gather_objects(kind if kind != "error" else f"error: {value}", self.place.control_group)
+            if errors := [f"rank {rank}: {s[7:]}" for rank, s in enumerate(states) if s.startswith("error")]:
+                raise SequenceParallelError("the loader failed: " + "; ".join(errors))
+            if all(state == "end" for state in states):
+                return
+            if kind == "end":
+                if last is None:
+                    raise SequenceParallelError(
+                        f"data-parallel rank {self.place.dp_rank} has no batch at all while others have: split the dataset so that each has one"
+                    )
+                self.fillers_from = count if self.fillers_from is None else self.fillers_from
+                value = mask_targets(last)
+            last = value
+            count += 1
+            yield value
+
+    @staticmethod
+    def _read(source: Iterator[Any]) -> tuple[str, Any]:
+        try:
+            return "batch", next(source)
+        except StopIteration:
+            return "end", None
+        except Exception as error:  # sent to the peers, which would wait for ever
+            return "error", f"{type(error).__name__}: {error}"
+
+
+def _inner_sampler(loader: Any) -> Any:
+    return _innermost(getattr(loader, "batch_sampler", None))
+
+
+def _innermost(sampler: Any) -> Any:
+    """Lightning wraps batch samplers in prediction, to know the indices."""
+    return getattr(sampler, "_batch_sampler", None) or sampler

@@ -114,6 +114,7 @@ SAVED_AT = [
     ("on_train_batch_end", 7, 12),  # within an accumulation
     ("on_train_batch_end", 12, 24),  # the epoch's last batch
     ("on_before_optimizer_step", 4, 12),
+    ("on_before_optimizer_step", 6, 20),  # within the epoch's last batch
     ("on_validation_end", 1, 12),
     ("on_validation_end", 2, 24),
     ("on_train_epoch_end", 1, 24),
@@ -153,22 +154,49 @@ def test_a_resume_reads_each_remaining_sample_once_in_order(
         assert model.logged_steps[-1] == NUM_STEPS - 1
 
 
-def test_a_chain_of_resumes_with_workers_is_exact(corpus, uninterrupted, tmp_path):
+def test_an_epoch_that_a_hook_ends_early_is_over(corpus, uninterrupted, tmp_path):
+    class Skipping(Recorder):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 4 else None
+
+    path, first = str(tmp_path / "x.ckpt"), Skipping()
+    with pytest.raises(StopError):
+        trainer_of(max_epochs=2, callbacks=[SaveAndStop("on_train_epoch_end", 1, path)]).fit(
+            first, datamodule=data_of(corpus)
+        )
+    assert first.seen == uninterrupted[:8]
+    model = Recorder()
+    trainer_of(max_epochs=NUM_EPOCHS).fit(model, datamodule=data_of(corpus), ckpt_path=path, weights_only=True)
+    assert model.seen == uninterrupted[NUM_TRAIN:]
+
+
+class LateRestore(SingleDeviceStrategy):
+    """Restore the checkpoint after the optimizers are configured, as strategies that shard the model do."""
+
+    restore_checkpoint_after_setup = True
+
+
+# (m, a, hook, its call): the ends of epochs 0 and 1, then two places within epoch 2; or the middles of all.
+CHAINS = [
+    [(1, 4, "on_train_batch_end", 24), (4, 1, "on_train_batch_end", 6), (2, 2, "on_train_batch_end", 4)],
+    [(4, 1, "on_train_batch_end", 3), (1, 4, "on_train_epoch_end", 1), (2, 2, "on_train_batch_end", 16)],
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=["ends", "middles"])
+def test_a_chain_of_resumes_with_workers_is_exact(corpus, uninterrupted, tmp_path, chain):
     path, position = None, 0
-    stops = [
-        ("on_train_batch_end", 24),
-        ("on_train_batch_end", 3),
-        ("on_train_epoch_end", 1),
-        ("on_train_batch_end", 4),
-    ]
-    for link, ((hook, count), (m, a)) in enumerate(zip(stops, [(1, 4), (4, 1), (2, 2), (1, 4)], strict=True)):
+    for link, (m, a, hook, count) in enumerate(chain):
         saved, model = str(tmp_path / f"{link}.ckpt"), Recorder(estimates_steps=True)
-        trainer = trainer_of(a, max_epochs=NUM_EPOCHS, callbacks=[SaveAndStop(hook, count, saved)])
+        callbacks = [SaveAndStop(hook, count, saved)]
+        trainer = trainer_of(
+            a, max_epochs=NUM_EPOCHS, callbacks=callbacks, strategy=LateRestore("cpu"), accelerator="auto"
+        )
         with pytest.raises(StopError):
             trainer.fit(model, datamodule=data_of(corpus, m, num_workers=1), ckpt_path=path, weights_only=True)
         assert model.seen == uninterrupted[position : position + len(model.seen)]
         path, position = saved, position + len(model.seen)
-    assert position == 52
+    assert 48 < position < NUM_EPOCHS * NUM_TRAIN
     model = Recorder()
     trainer_of(1, max_epochs=NUM_EPOCHS).fit(model, datamodule=data_of(corpus, 4), ckpt_path=path, weights_only=True)
     assert model.seen == uninterrupted[position:]

@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -26,6 +26,7 @@ def deal(num_samples: int, split: BatchSplit, *, resume: tuple[int, int] | None 
     ]
 
 
+@settings(deadline=None)
 @given(num_samples=st.integers(1, 60), split=splits, seed=st.integers(0, 5), shuffle=st.booleans())
 def test_each_sample_comes_exactly_once_and_fillers_are_marked(num_samples, split, seed, shuffle):
     steps = deal(num_samples, split, seed=seed, shuffle=shuffle)
@@ -39,6 +40,7 @@ def test_each_sample_comes_exactly_once_and_fillers_are_marked(num_samples, spli
         assert places[:num_samples] == list(range(num_samples))
 
 
+@settings(deadline=None)
 @given(num_samples=st.integers(1, 60), data=st.data(), seed=st.integers(0, 5))
 def test_a_step_holds_the_same_samples_in_the_same_places_for_every_split(num_samples, data, seed):
     size = data.draw(st.sampled_from([1, 2, 4, 6, 12]))
@@ -48,6 +50,7 @@ def test_a_step_holds_the_same_samples_in_the_same_places_for_every_split(num_sa
         assert deal(num_samples, BatchSplit(m, a, size // (m * a)), seed=seed) == expected
 
 
+@settings(deadline=None)
 @given(num_samples=st.integers(1, 60), split=splits, epoch=st.integers(0, 3), data=st.data())
 def test_a_resume_continues_where_another_split_stopped(num_samples, split, epoch, data):
     sampler = GlobalBatchSampler(num_samples, split)
@@ -68,6 +71,7 @@ def test_a_resume_continues_where_another_split_stopped(num_samples, split, epoc
     assert list(resumed) == deal(num_samples, other, resume=(0, epoch + 1))
 
 
+@settings(deadline=None)
 @given(num_samples=st.integers(1, 60), split=splits)
 def test_drop_leaves_out_the_last_places_and_counts_them(num_samples, split):
     if num_samples < split.global_batch_size:
@@ -93,6 +97,7 @@ PERMUTATION_0_0 = [3, 2, 1, 6, 0, 7, 4, 5]
 PERMUTATION_0_1 = [7, 4, 5, 1, 6, 2, 0, 3]
 
 
+@settings(deadline=None)
 @given(num_samples=st.integers(1, 40), m=st.integers(1, 5), dp_size=st.integers(1, 5))
 def test_evaluation_deals_the_batches_of_one_process(num_samples, m, dp_size):
     alone = list(EvaluationBatchSampler(num_samples, m))

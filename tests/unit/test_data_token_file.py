@@ -3,7 +3,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sp.data.token_file import TokenFile, TokenFileWriter
@@ -58,6 +58,7 @@ def test_a_document_may_be_several_sequences(tmp_path):
         assert documents_of(TokenFile(tmp_path / path)) == [[0, 1, 2, 3], [], [4, 5, 6, 7]]
 
 
+@settings(deadline=None)
 @given(documents=st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=9), max_size=6))
 def test_any_documents_come_back(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("tokens") / "x"

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sp.data.collate import Batches, FillerAware, stack
@@ -40,6 +40,7 @@ def check_sample(sample: dict[str, torch.Tensor], length: int) -> list[tuple[int
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("packing", ["document", "packed"])
+@settings(deadline=None)
 @given(sizes=sizes_of_documents, length=lengths)
 def test_windows_cover_what_they_say(sizes, length, packing, remainder):
     windows = Windows(corpus_of(sizes), length, packing=packing, remainder=remainder, pad_id=PAD)

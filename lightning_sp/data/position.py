@@ -1,10 +1,11 @@
 """The position in the data, read from Lightning's loop counters, and the counters made to agree with it on resume.
 
 The position is (epoch, optimizer steps done in it): what the weights have seen. Lightning counts micro-batches, and its
-counters stand elsewhere in four cases: another accumulation, a checkpoint within an accumulation, one written
-after `max_steps` ended the loop within an epoch (the epoch is then counted as done), and the run after a resume from
-an epoch's last batch (the epoch is never counted as begun). Then the loop would skip or repeat samples, so the loaded
-counters are rewritten. Otherwise they are left as they are. Works on the plain state of the loops (Lightning 2.6).
+counters stand elsewhere in five cases: another accumulation; a checkpoint within an accumulation; one written after
+`max_steps` ended the loop within an epoch (the epoch is then counted as done); one written after a validation that the
+resuming run does not have; the run after a resume from an epoch's last batch (the epoch is never counted as begun).
+The loop would then skip or repeat samples, so the loaded counters are rewritten; otherwise they are left as they are.
+Works on the plain state of the loops (Lightning 2.6).
 """
 
 from __future__ import annotations

@@ -112,10 +112,12 @@ def attention_backward_op(
         q, k, v = saved
     ring = _ring(q.shape[2], boundaries, causal, ring_group, split.size)
     block_kernel = BlockKernel(select_kernel(kernel, q.device, q.dtype), scale, split.head_groups(rank))
-    dq, dk, dv = ring_backward(ring, block_kernel, grad, q, k, v, out, lse)
+    grads = list(ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
+    del grad
     if ulysses is not None:
-        dq, dk, dv = exchange_qkv_grad(dq, dk, dv, split, ulysses)
-    return _token_major(dq), _token_major(dk), _token_major(dv)
+        grads = list(exchange_qkv_grad(grads, split, ulysses))
+    dq, dk, dv = map(_token_major, grads)
+    return dq, dk, dv
 
 
 @attention_backward_op.register_fake

@@ -7,8 +7,13 @@ through, so nothing stale can be used and zigzag's unneeded halves never travel.
     rank r:   own block | block of r-1 | block of r-2 | ...
                 hop 1 ->|   hop 2   -> |                      hop i+1 is in flight while block i is computed
 
-Communicates, per rank with R ring ranks, in units of its local K (or V), causal zigzag: forward 2 x sum over hops of {1 towards
-later consumers' late chunk | 1/2} = 0.75 x 2(R-1) on average over ranks, backward that again for K, V and again for dK, dV.
+Communicates, sent by ring rank r of R, in units of its local K (or V, of equal size), for one document:
+
+    causal:  forward R-1 + r (K and V: both chunks to the r earlier ranks, the early chunk alone to the R-1-r later ones),
+             backward that again, and dK, dV home 2(R-1) - r; together 4(R-1) + r, on average over r 4.5(R-1)
+    full:    forward 2(R-1), backward 4(R-1)
+
+Packed documents send less: only the range of keys that some query of the receiver may see.
 Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-attention; direct hops are this project's.
 """
 
@@ -98,6 +103,7 @@ def ring_backward(
     if size == 1:
         return dq.to(q.dtype), dk, dv
     dkv = _pack(dk, dv).to(accumulator_dtype(k.dtype))
+    del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
     hop_kv = _pack(k, v)
     transfer: Transfer | None = ring.start_keys(hop_kv, 1)
     homeward: tuple[Transfer, int] | None = None
@@ -105,17 +111,24 @@ def ring_backward(
         assert transfer is not None
         received = transfer.wait()
         transfer = ring.start_keys(hop_kv, hop + 1) if hop + 1 < size else None
-        blocks = ring.blocks(ring.rank, ring.source(hop))
-        partial = received.new_empty(0)
-        if blocks:
-            kv = _unpack(received)
-            dq, dk, dv = backward_step(kernel, blocks, saved, kv, key_range(blocks)[0], dq)
-            partial = _pack(dk, dv)
+        dq, partial = _hop_backward(kernel, ring.blocks(ring.rank, ring.source(hop)), saved, received, dq)
+        del received
         _add_home(dkv, homeward)
         homeward = _send_home(ring, hop, partial, hop_kv)
+        del partial
     _add_home(dkv, homeward)
-    dk, dv = _unpack(dkv)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    home_dk, home_dv = _unpack(dkv)
+    return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
+
+
+def _hop_backward(
+    kernel: BlockKernel, blocks: list[Block], saved: tuple[Tensor, Tensor, Tensor, Tensor], received: Tensor, dq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return dq with the hop's part added, and the packed (dk, dv) of the keys received; empty where no query saw them."""
+    if not blocks:
+        return dq, received.new_empty(0)
+    dq, dk, dv = backward_step(kernel, blocks, saved, _unpack(received), key_range(blocks)[0], dq)
+    return dq, _pack(dk, dv)
 
 
 def _send_home(ring: Ring, hop: int, partial: Tensor, like: Tensor) -> tuple[Transfer, int]:

@@ -6,8 +6,12 @@
 Query heads are split as evenly as they go (6 over 4 = 2, 2, 1, 1). A key-value head travels once to each rank whose query heads need
 it, never once per query head. Buffers are token-major (S, B, heads, D), so what arrives is already in order and needs no copy.
 
-Communicates, per rank and exchange of q, k, v: B s D x sum over other ranks u of (h_u + 2 k_u) elements; of out: B s D (H - h_own)
-sent per own s tokens of the others, i.e. (U-1) B s D h_own. Without GQA that is 4 (U-1)/U local tensors forward, as many backward.
+Communicates, sent by rank r of U whose h_r query heads need k_r key-value heads, in elements, one all-to-all each:
+
+    forward   q, k, v:     B s D x sum over u != r of (h_u + 2 k_u)      out:         B s D (U-1) h_r
+    backward  grad of out: B s D x sum over u != r of h_u                dq, dk, dv:  B s D (U-1) (h_r + 2 k_r)
+
+Without GQA that is 4 (U-1)/U local tensors of B s H D forward, and as many backward.
 Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
 """
 
@@ -97,7 +101,7 @@ def exchange_out(out: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
 
     Shapes: (B, h, S, D) -> (B, H, s, D). Communicates: one all_to_all_single on the Ulysses axis.
     """
-    parts = _exchange_back(out.permute(2, 0, 1, 3), [_length(split.queries(u)) for u in range(split.size)], group)
+    parts = _exchange_back([out.permute(2, 0, 1, 3)], [_length(split.queries(u)) for u in range(split.size)], group)
     return torch.cat([part.transpose(0, 1) for part in parts], 2).transpose(1, 2)
 
 
@@ -113,15 +117,19 @@ def exchange_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessG
     return received.view(split.size * tokens, batch, heads, dim).permute(1, 2, 0, 3)
 
 
-def exchange_qkv_grad(
-    dq: Tensor, dk: Tensor, dv: Tensor, split: HeadSplit, group: ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def exchange_qkv_grad(grads: list[Tensor], split: HeadSplit, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Send the gradients of q, k, v home; those of a key-value head that several ranks used add up, in float32 or more.
+
+    Args:
+        grads: (dq, dk, dv); emptied, so that they are gone before the exchange's buffers come.
+        split: which heads each rank holds.
+        group: the Ulysses axis.
 
     Shapes: (B, h, S, D), (B, k, S, D) twice -> (B, H, s, D), (B, K, s, D) twice.
     Communicates: one all_to_all_single on the Ulysses axis.
     """
-    packed = torch.cat([t.permute(2, 0, 1, 3) for t in (dq, dk, dv)], 2)
+    packed = [torch.cat([t.permute(2, 0, 1, 3) for t in grads], 2)]
+    grads.clear()
     parts = _exchange_back(packed, [split.width(u) for u in range(split.size)], group)
     dq_parts, dkv_parts = [], []
     for rank, part in enumerate(parts):
@@ -159,12 +167,15 @@ def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -
     return buffer, counts
 
 
-def _exchange_back(packed: Tensor, widths: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """Send each rank its tokens of this rank's heads. Shapes: (S, B, w, D) -> per rank u (s, B, w_u, D)."""
+def _exchange_back(packed: list[Tensor], widths: Sequence[int], group: ProcessGroup) -> list[Tensor]:
+    """Send each rank its tokens of this rank's heads; the one tensor is taken out of its list, so that it can go early.
+
+    Shapes: (S, B, w, D) -> per rank u (s, B, w_u, D).
+    """
     size = len(widths)
-    total, batch, _, dim = packed.shape
+    total, batch, _, dim = packed[0].shape
     tokens = total // size
-    flat = packed.contiguous().view(-1)
+    flat = packed.pop().contiguous().view(-1)
     counts = [tokens * batch * width * dim for width in widths]
     received = exchange(flat, [flat.numel() // size] * size, counts, group)
     return [

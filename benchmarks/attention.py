@@ -1,0 +1,191 @@
+"""Attention alone, forward and backward: CPU-seconds, bytes sent and peak memory per rank, sharded against one process.
+
+Run with ``OMP_NUM_THREADS=1 python -m benchmarks.attention`` (``--help`` for the sizes). CPU-seconds are summed over the ranks: on a machine
+with fewer cores than ranks a wall says how busy the machine is, CPU-seconds say what sharding costs. The one process takes as many
+threads as the machine has cores, so that both sides share caches and hyper-threads alike; each repeat runs every side once, and the median of
+the ratios within a repeat is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.resident import peak_growth
+from benchmarks.traffic import counted
+from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.layout import SequenceLayout, shard
+from lightning_sp.mesh import SequenceMesh, build_device_mesh
+from lightning_sp.testing import RankPool
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention: whole sizes, dtype by name so that it travels between processes."""
+
+    length: int = 8192
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 64
+    dtype: str = "float32"
+    causal: bool = True
+
+    def inputs(self, layout: SequenceLayout, rank: int) -> list[Tensor]:
+        """Return this rank's part of q, k, v and the gradient of out."""
+        generator = torch.Generator().manual_seed(0)
+        tensors = []
+        for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads):
+            # Token-major memory, as a projection leaves it.
+            whole = torch.randn(self.batch, self.length, heads, self.dim, generator=generator)
+            local = shard(whole, layout, rank, dim=1).to(getattr(torch, self.dtype))
+            tensors.append(local.transpose(1, 2))
+            del whole
+        return tensors
+
+
+_meshes: dict[tuple[int, int], SequenceMesh] = {}
+
+
+def step(problem: Problem, ulysses: int, ring: int) -> dict[str, float]:
+    """Run one forward and backward on this rank and return what it cost. Every rank of the world calls it."""
+    mesh = _mesh(ulysses, ring)
+    return _cost(problem.inputs(mesh.layout, mesh.sequence_rank), lambda q, k, v: _attend(problem, mesh, q, k, v))
+
+
+def peak(problem: Problem, ulysses: int, ring: int) -> float:
+    """Return this rank's peak memory over one forward and backward, inputs included, in bytes."""
+    mesh = _mesh(ulysses, ring)
+    return _peak(problem.inputs(mesh.layout, mesh.sequence_rank), lambda q, k, v: _attend(problem, mesh, q, k, v))
+
+
+def step_whole(problem: Problem, threads: int) -> dict[str, float]:
+    """Run `F.scaled_dot_product_attention` on whole sequences: what a single process does without this project."""
+    torch.set_num_threads(threads)
+    return _cost(problem.inputs(SequenceLayout(), 0), lambda q, k, v: _attend_whole(problem, q, k, v))
+
+
+def peak_whole(problem: Problem) -> float:
+    """Return the peak memory of `F.scaled_dot_product_attention` on whole sequences, inputs included, in bytes."""
+    return _peak(problem.inputs(SequenceLayout(), 0), lambda q, k, v: _attend_whole(problem, q, k, v))
+
+
+def _mesh(ulysses: int, ring: int) -> SequenceMesh:
+    if (ulysses, ring) not in _meshes:
+        base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=ulysses * ring)
+        _meshes[ulysses, ring] = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
+    return _meshes[ulysses, ring]
+
+
+def _attend(problem: Problem, mesh: SequenceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(problem.causal))
+
+
+def _attend_whole(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    enable_gqa = problem.kv_heads != problem.heads
+    return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=enable_gqa)
+
+
+def _cost(inputs: list[Tensor], attend: Attend) -> dict[str, float]:
+    *qkv, grad = inputs
+    for tensor in qkv:
+        tensor.requires_grad_(True)
+    dist.barrier()
+    with counted() as traffic:
+        wall, cpu = time.perf_counter(), time.process_time()
+        torch.autograd.backward(attend(*qkv), grad)
+        cpu = time.process_time() - cpu
+        dist.barrier()
+        wall = time.perf_counter() - wall
+    return {"cpu_s": cpu, "wall_s": wall, "sent_bytes": float(traffic.sent_bytes)}
+
+
+def _peak(inputs: list[Tensor], attend: Attend) -> float:
+    *qkv, grad = inputs
+    for tensor in qkv:
+        tensor.requires_grad_(True)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    dist.barrier()
+    with peak_growth() as growth:
+        torch.autograd.backward(attend(*qkv), grad)
+        dist.barrier()
+    return float(held + growth.peak_bytes)
+
+
+def compare(problem: Problem, layouts: list[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
+    """Return one row per layout; the sides of a repeat run one after the other, so that they meet the same machine."""
+    threads = os.cpu_count() or 1
+    sizes = sorted({ulysses * ring for ulysses, ring in layouts})
+    pools = {size: RankPool(size) for size in {1, *sizes}}
+    try:
+        pools[1].run(step_whole, problem, threads)  # warm-up
+        for ulysses, ring in layouts:
+            pools[ulysses * ring].run(step, problem, ulysses, ring)
+        base: list[dict[str, float]] = []
+        runs: dict[tuple[int, int], list[list[dict[str, float]]]] = {layout: [] for layout in layouts}
+        for _ in range(repeats):
+            base.append(pools[1].run(step_whole, problem, threads)[0])
+            for ulysses, ring in layouts:
+                runs[ulysses, ring].append(pools[ulysses * ring].run(step, problem, ulysses, ring))
+        peaks = [pools[1].run(peak_whole, problem)]
+        peaks += [pools[ulysses * ring].run(peak, problem, ulysses, ring) for ulysses, ring in layouts]
+    finally:
+        for pool in pools.values():
+            pool.close()
+    rows = [_row("whole", [[each] for each in base], base)]
+    rows += [_row(f"{u}x{r}", runs[u, r], base) for u, r in layouts]
+    return [row | {"peak_mib": max(each) / 2**20} for row, each in zip(rows, peaks, strict=True)]
+
+
+def _row(name: str, runs: list[list[dict[str, float]]], base: list[dict[str, float]]) -> dict[str, Any]:
+    cpu = [sum(rank["cpu_s"] for rank in ranks) for ranks in runs]
+    ratios = [mine / one["cpu_s"] for mine, one in zip(cpu, base, strict=True)]
+    return {
+        "layout": name,
+        "cpu_s": statistics.median(cpu),
+        "ratio": statistics.median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "wall_s": statistics.median(max(rank["wall_s"] for rank in ranks) for ranks in runs),
+        "sent_mib": [round(rank["sent_bytes"] / 2**20, 2) for rank in runs[0]],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in asdict(Problem()).items():
+        if name != "causal":
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--full", action="store_true", help="full instead of causal attention")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--layouts", default="4x1,1x4,2x2", help="ulysses x ring, comma-separated")
+    arguments = vars(parser.parse_args())
+    layouts = [tuple(map(int, name.split("x"))) for name in arguments.pop("layouts").split(",")]
+    repeats, full = arguments.pop("repeats"), arguments.pop("full")
+    problem = Problem(causal=not full, **arguments)
+    print(f"{problem}, torch {torch.__version__}, {repeats} repeats, load {os.getloadavg()[0]:.1f}")
+    print(
+        "| ulysses x ring | CPU-s | over one process (median, low..high) | wall s | MiB sent per rank | peak MiB per rank |"
+    )
+    print("|---|---|---|---|---|---|")
+    for row in compare(problem, layouts, repeats):  # type: ignore[arg-type]
+        print(
+            f"| {row['layout']} | {row['cpu_s']:.2f} | {100 * (row['ratio'] - 1):+.1f}% ({100 * (row['low'] - 1):+.1f}.."
+            f"{100 * (row['high'] - 1):+.1f}%) | {row['wall_s']:.2f} | {row['sent_mib']} | {row['peak_mib']:.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

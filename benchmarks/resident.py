@@ -1,0 +1,42 @@
+"""Peak memory of this process over a block, from Linux' own count of resident pages: every allocation counts, torch's or not."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+@dataclass
+class Growth:
+    """The peak above what was resident at the block's begin; valid after the block."""
+
+    peak_bytes: int = 0
+
+
+@contextlib.contextmanager
+def peak_growth() -> Iterator[Growth]:
+    """Measure how far the process' resident memory rises in the block."""
+    growth = Growth()
+    gc.collect()
+    libc = ctypes.CDLL("libc.so.6")
+    # Memory that is free but kept by the allocator would serve the block and hide what it needs: give it back, and from now on map every
+    # tensor of 1 MiB and more straight from the system, so that resident means alive.
+    libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
+    begin = _status_bytes("VmRSS")
+    yield growth
+    growth.peak_bytes = _status_bytes("VmHWM") - begin
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}")

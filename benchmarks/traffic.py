@@ -1,0 +1,93 @@
+"""What a rank sends: counted, by wrapping `torch.distributed`'s functions, and by formula. Bytes to oneself do not count."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sp.attention.ulysses import HeadSplit
+
+# Collectives that the attention has no business with.
+OTHERS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "reduce_scatter", "reduce_scatter_tensor")
+
+
+@dataclass
+class Traffic:
+    """What left this rank, and how often each function was called."""
+
+    sent_bytes: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count this rank's all-to-alls and point-to-point messages in the block; other collectives show in `calls` alone."""
+    traffic = Traffic()
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def all_to_all_single(
+        output: Tensor, sent: Tensor, output_split: Any = None, input_split: Any = None, group: Any = None, **rest: Any
+    ) -> Any:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        splits = input_split or [sent.shape[0] // size] * size
+        row_bytes = sent[0].numel() * sent.element_size() if sent.numel() else 0
+        traffic.sent_bytes += (sum(splits) - splits[rank]) * row_bytes
+        traffic.calls["all_to_all_single"] += 1
+        return all_to_all(output, sent, output_split, input_split, group=group, **rest)
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> Any:
+        for operation in operations:
+            sends = operation.op is dist.isend
+            traffic.calls["isend" if sends else "irecv"] += 1
+            if sends:
+                traffic.sent_bytes += operation.tensor.numel() * operation.tensor.element_size()
+        return batch(operations)
+
+    def other(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            traffic.calls[name] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "all_to_all_single", all_to_all_single))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv))
+        for name in OTHERS:
+            stack.enter_context(mock.patch.object(dist, name, other(name)))
+        yield traffic
+
+
+def ulysses_sent_elements(split: HeadSplit, rank: int, *, batch: int, tokens: int, dim: int) -> tuple[int, int]:
+    """Return what a Ulysses rank sends in a forward and in a backward, in elements; `tokens` are its own, before the exchange.
+
+    The formula of the docstring of `lightning_sp.attention.ulysses`.
+    """
+    h = [end - start for start, end in map(split.queries, range(split.size))]
+    k = [end - start for start, end in map(split.keys, range(split.size))]
+    others = [u for u in range(split.size) if u != rank]
+    qkv = sum(h[u] + 2 * k[u] for u in others)
+    out = (split.size - 1) * h[rank]
+    out_grad = sum(h[u] for u in others)
+    qkv_grad = (split.size - 1) * (h[rank] + 2 * k[rank])
+    return batch * tokens * dim * (qkv + out), batch * tokens * dim * (out_grad + qkv_grad)
+
+
+def ring_sent_units(size: int, rank: int, *, causal: bool) -> tuple[int, int]:
+    """Return what a ring rank sends in a forward and in a backward, in units of its local K (or V), for one document.
+
+    The formula of the docstring of `lightning_sp.attention.ring`.
+    """
+    if not causal:
+        return 2 * (size - 1), 4 * (size - 1)
+    keys, home = size - 1 + rank, 2 * (size - 1) - rank
+    return keys, keys + home

@@ -25,6 +25,7 @@ from lightning_sp.callbacks.summary import RunSummary
 from lightning_sp.callbacks.throughput import ThroughputMonitor
 from lightning_sp.callbacks.unigram import add_counts, sum_counts, unigram_perplexity
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.strategy import SequenceParallelStrategy
 
 
 class RunReport(Callback):
@@ -152,7 +153,9 @@ class RunReport(Callback):
     def _resume(self, trainer: Trainer, checkpoint: str | None) -> str | None:
         if checkpoint is None:
             return None
-        command = self.resume_command or "trainer.fit(..., ckpt_path={checkpoint!r}), with Trainer(max_steps={max_steps})"
+        command = (
+            self.resume_command or "trainer.fit(..., ckpt_path={checkpoint!r}), with Trainer(max_steps={max_steps})"
+        )
         # A finished run has no step left: the command asks for as many again.
         for name, value in (
             ("{checkpoint!r}", repr(checkpoint)),
@@ -185,10 +188,8 @@ class RunReport(Callback):
 
 def describe_mesh(trainer: Trainer) -> str:
     """Return the degrees in one line: dp x ring x ulysses under the sequence-parallel strategy, else the processes."""
-    mesh = getattr(trainer.strategy, "mesh", None)
-    describe = getattr(mesh, "describe", None)
-    if callable(describe):
-        return str(describe())
+    if isinstance(trainer.strategy, SequenceParallelStrategy):
+        return trainer.strategy.sequence_mesh.describe()
     count = trainer.world_size
     return f"{count} process{'es' if count > 1 else ''}, {type(trainer.strategy).__name__}"
 

@@ -23,6 +23,7 @@ from lightning_sp.callbacks.flops import (
     peak_flops,
 )
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.strategy import SequenceParallelStrategy
 
 
 def global_batch_shape(trainer: Trainer, batch: Any) -> tuple[int, int]:
@@ -31,10 +32,10 @@ def global_batch_shape(trainer: Trainer, batch: Any) -> tuple[int, int]:
     The sequence-parallel strategy knows the batch's shape from before it was sharded. Under any other strategy a process
     is a data-parallel rank, and its batch is whole.
     """
-    rows_and_lengths = getattr(trainer.strategy, "last_batch_shape", None)
-    if rows_and_lengths is not None:
-        num_rows, _, real_length = rows_and_lengths
-        return num_rows * int(getattr(trainer.strategy, "data_parallel_size", 1)), real_length
+    strategy = trainer.strategy
+    if isinstance(strategy, SequenceParallelStrategy) and strategy.last_batch_shape is not None:
+        num_rows, _, length = strategy.last_batch_shape
+        return num_rows * strategy.data_parallel_size, length
     input_ids = batch.get("input_ids") if isinstance(batch, dict) else None
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
         raise SequenceParallelError(

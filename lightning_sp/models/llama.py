@@ -28,8 +28,9 @@ class LlamaConfig:
         num_kv_heads: Key-value heads; divides ``num_heads``.
         hidden_dim: Width of the SwiGLU's inner layer.
         rope_theta: Base of the rotary frequencies.
-        init_std: Standard deviation of the initial weights; layers that write to the residual stream take
-            ``init_std / sqrt(2 num_layers)``.
+        embedding_std: Standard deviation of the initial embeddings. A matrix takes ``in_features ** -0.5``, those that
+            write to the residual stream ``(2 num_layers) ** -0.5`` of it: activations keep the embeddings' scale.
+        head_std: That of the output head; small, so that the untrained model guesses evenly.
     """
 
     vocab_size: int = 257
@@ -40,7 +41,8 @@ class LlamaConfig:
     hidden_dim: int = 384
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    init_std: float = 0.02
+    embedding_std: float = 1.0
+    head_std: float = 0.02
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
@@ -85,15 +87,15 @@ def rotate(x_BHSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query self-attention with rotary positions."""
 
-    def __init__(self, config: LlamaConfig, *, output_std: float) -> None:
+    def __init__(self, config: LlamaConfig, *, output_scale: float) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.is_grouped = config.num_kv_heads != config.num_heads
         kv_dim = config.num_kv_heads * self.head_dim
-        self.query = NormalLinear(config.dim, config.dim, std=config.init_std)
-        self.key = NormalLinear(config.dim, kv_dim, std=config.init_std)
-        self.value = NormalLinear(config.dim, kv_dim, std=config.init_std)
-        self.output = NormalLinear(config.dim, config.dim, std=output_std)
+        self.query = NormalLinear(config.dim, config.dim, std=config.dim**-0.5)
+        self.key = NormalLinear(config.dim, kv_dim, std=config.dim**-0.5)
+        self.value = NormalLinear(config.dim, kv_dim, std=config.dim**-0.5)
+        self.output = NormalLinear(config.dim, config.dim, std=output_scale * config.dim**-0.5)
 
     def forward(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend from every token to itself and those before it."""
@@ -109,11 +111,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, config: LlamaConfig, *, output_std: float) -> None:
+    def __init__(self, config: LlamaConfig, *, output_scale: float) -> None:
         super().__init__()
-        self.gate = NormalLinear(config.dim, config.hidden_dim, std=config.init_std)
-        self.up = NormalLinear(config.dim, config.hidden_dim, std=config.init_std)
-        self.down = NormalLinear(config.hidden_dim, config.dim, std=output_std)
+        self.gate = NormalLinear(config.dim, config.hidden_dim, std=config.dim**-0.5)
+        self.up = NormalLinear(config.dim, config.hidden_dim, std=config.dim**-0.5)
+        self.down = NormalLinear(config.hidden_dim, config.dim, std=output_scale * config.hidden_dim**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to the last dim."""
@@ -126,11 +128,11 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        output_std = config.init_std / (2 * config.num_layers) ** 0.5
+        output_scale = (2 * config.num_layers) ** -0.5
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config, output_std=output_std)
+        self.attention = Attention(config, output_scale=output_scale)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config, output_std=output_std)
+        self.feed_forward = FeedForward(config, output_scale=output_scale)
 
     def forward(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply the block."""
@@ -145,10 +147,10 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = NormalEmbedding(config.vocab_size, config.dim, std=config.init_std)
+        self.embedding = NormalEmbedding(config.vocab_size, config.dim, std=config.embedding_std)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = NormalLinear(config.dim, config.vocab_size, std=config.init_std)
+        self.head = NormalLinear(config.dim, config.vocab_size, std=config.head_std)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the next token's logits at every position.

@@ -11,11 +11,16 @@ import math
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.config import KERNELS
+from lightning_sp.errors import SequenceParallelError, closest
 
 _aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+_DTYPES = (*_HALF, torch.float32, torch.float64)
+MAX_FLASH_HEAD_DIM = 256
 
 
 class Kernel(Protocol):
@@ -55,8 +60,9 @@ class TorchCpuKernel:
 
 
 class TorchCudaKernel:
-    """PyTorch's own flash operator for CUDA: bfloat16 and float16; GQA and head dims as its FlashAttention takes them.
+    """PyTorch's own flash operator for CUDA (compute capability 8.0 and newer): bfloat16 and float16, GQA without a copy.
 
+    Its head dim is a multiple of 8, up to 256: others are padded with zeros here, which changes no score and no gradient.
     `torch.nn.attention.activate_flash_attention_impl("FA3" | "FA4")` swaps the code behind the same operator.
     """
 
@@ -64,24 +70,26 @@ class TorchCudaKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        dim = q.shape[-1]
+        q, k, v = (_bshd(t) for t in (q, k, v))
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
-        return out.transpose(1, 2), lse
+        return _bhsd(out, dim), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block from the global out and lse."""
-        grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
-        # Dropout is 0, so the kernel reads no random state.
+        dim = q.shape[-1]
+        grad, q, k, v, out = (_bshd(t) for t in (grad, q, k, v, out))
+        # Dropout is 0, so the kernel reads no random state. No cum_seq: the dense form, in which the operator wants None.
         rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = _aten._flash_attention_backward(
             grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None,
             q.shape[1], k.shape[1], 0.0, causal, rng, torch.empty((), dtype=torch.uint64, device=q.device), scale=scale,
         )  # fmt: skip
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return _bhsd(dq, dim), _bhsd(dk, dim), _bhsd(dv, dim)
 
 
 class TorchMathCudaKernel:
@@ -132,7 +140,7 @@ class TorchMathCudaKernel:
 
 
 class FlashAttnKernel:
-    """The flash-attn package (2.x), for CUDA; asked for by ``kernel="flash_attn"``."""
+    """The flash-attn package (2.7 to 2.x, whose two functions have this signature), for CUDA; asked for by ``kernel="flash_attn"``."""
 
     name = "flash-attn"
 
@@ -141,41 +149,66 @@ class FlashAttnKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        dim = q.shape[-1]
+        q, k, v = (_bshd(t) for t in (q, k, v))
         out, lse, _, _ = self._interface._flash_attn_forward(
             q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
             alibi_slopes=None, return_softmax=False,
         )  # fmt: skip
-        return out.transpose(1, 2), lse
+        return _bhsd(out, dim), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block from the global out and lse."""
-        grad, q, k, v, out = (t.transpose(1, 2).contiguous() for t in (grad, q, k, v, out))
+        dim = q.shape[-1]
+        grad, q, k, v, out = (_bshd(t).contiguous() for t in (grad, q, k, v, out))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        deterministic = torch.are_deterministic_algorithms_enabled()
         self._interface._flash_attn_backward(
-            grad, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, None
+            grad, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, deterministic, None
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return _bhsd(dq, dim), _bhsd(dk, dim), _bhsd(dv, dim)
+
+
+def check_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Refuse what no local kernel serves, from values that are equal on all ranks: called before the first collective.
+
+    Raises:
+        SequenceParallelError: an unknown kernel, a dtype or a head dim that it does not take.
+    """
+    if name not in KERNELS:
+        raise SequenceParallelError(f"kernel={name!r}: must be one of {', '.join(KERNELS)}{closest(name, KERNELS)}")
+    if dtype not in _DTYPES:
+        raise SequenceParallelError(f"attention in {dtype}: must be one of {', '.join(map(str, _DTYPES))}")
+    if name == "flash_attn" and (device_type != "cuda" or dtype not in _HALF):
+        raise SequenceParallelError(
+            f"kernel='flash_attn' with {dtype} on {device_type}: flash-attn takes bfloat16 and float16 on CUDA; "
+            "use kernel='torch' or precision='bf16-true'/'bf16-mixed'"
+        )
+    if device_type == "cuda" and dtype in _HALF and head_dim > MAX_FLASH_HEAD_DIM:
+        raise SequenceParallelError(
+            f"head dim {head_dim} in {dtype} on CUDA: the flash kernels take at most {MAX_FLASH_HEAD_DIM}; use precision='32-true'"
+        )
 
 
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the local kernel for an option, a device and a dtype.
+    """Return the local kernel for an option, a device and a dtype that `check_kernel` let through.
 
     Raises:
-        SequenceParallelError: flash_attn was asked for and cannot serve here.
+        SequenceParallelError: flash_attn was asked for and is not installed, or the GPU is too old for a flash kernel.
     """
-    if name == "flash_attn":
-        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-            raise SequenceParallelError(
-                f"kernel='flash_attn' with {dtype} on {device.type}: flash-attn takes bfloat16 and float16 on CUDA; "
-                "use kernel='torch' or precision='bf16-true'/'bf16-mixed'"
-            )
-        return FlashAttnKernel()
     if device.type == "cpu":
         return TorchCpuKernel()
-    return TorchCudaKernel() if dtype in (torch.bfloat16, torch.float16) else TorchMathCudaKernel()
+    if dtype not in _HALF:
+        return TorchMathCudaKernel()
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise SequenceParallelError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the flash kernels need 8.0 or "
+            "newer; use precision='32-true' there"
+        )
+    return FlashAttnKernel() if name == "flash_attn" else TorchCudaKernel()
 
 
 def _flash_attn_interface() -> Any:
@@ -187,11 +220,24 @@ def _flash_attn_interface() -> Any:
             "kernel='flash_attn' was asked for, but the distribution flash-attn is not installed; "
             "pip install 'lightning-sp[flash-attn]' on a machine with CUDA, or use kernel='torch'"
         ) from error
-    if int(version.split(".")[0]) != 2:
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if major != 2 or minor < 7:
         raise SequenceParallelError(
-            f"flash-attn {version} is installed; kernel='flash_attn' needs 2.x, or use kernel='torch'"
+            f"flash-attn {version} is installed; kernel='flash_attn' needs 2.7 or newer within 2.x, or use kernel='torch'"
         )
     return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+def _bshd(tensor: Tensor) -> Tensor:
+    """Return what the flash kernels take: (B, H, S, D) -> (B, S, H, D), D padded with zeros to a multiple of 8."""
+    missing = -tensor.shape[-1] % 8
+    tensor = tensor.transpose(1, 2)
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bhsd(tensor: Tensor, dim: int) -> Tensor:
+    """Undo `_bshd`: (B, S, H, padded D) -> (B, H, S, D)."""
+    return tensor[..., :dim].transpose(1, 2)
 
 
 def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
+from lightning_sp.attention.kernel import check_kernel
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.errors import SequenceParallelError
@@ -37,7 +38,7 @@ def sequence_parallel_attention(
     Communicates: see `ulysses` and `ring`; nothing on an axis of size 1.
 
     Raises:
-        SequenceParallelError: shapes, dtypes or degrees that cannot be served.
+        SequenceParallelError: shapes, dtypes, degrees or a kernel that cannot be served.
 
     Source: USP, arXiv:2405.07719, algorithm 1.
     """
@@ -47,6 +48,7 @@ def sequence_parallel_attention(
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
     layout = mesh.layout if mesh is not None else None
     _check(q, k, v, layout.ulysses_size if layout else 1)
+    check_kernel(kernel, q.device.type, q.dtype, q.shape[3])
     mask.check(length=q.shape[2] * (layout.size if layout else 1), batch=q.shape[0])
     ring = comm.group_name(mesh.ring_group) if mesh is not None else ""
     ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""

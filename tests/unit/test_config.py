@@ -1,0 +1,136 @@
+"""The options' rules: every refusal with its numbers, every "auto" with what it becomes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_sp.config import (
+    StrategyConfig,
+    resolve_degrees,
+    resolve_shard_size,
+    resolve_split,
+)
+from lightning_sp.errors import SequenceParallelError, closest
+
+DEGREES = [
+    "sequence_parallel_size",
+    "data_parallel_size",
+    "ulysses_size",
+    "ring_size",
+    "shard_size",
+    "preflight_tokens",
+]
+
+
+def refusal(message):
+    return pytest.raises(SequenceParallelError, match=re.escape(message))
+
+
+@pytest.mark.parametrize("name", DEGREES)
+@pytest.mark.parametrize("value", [0, -2, 1.5, True, "two", None])
+def test_a_degree_is_a_positive_integer_or_auto(name, value):
+    with refusal(f"{name}={value!r}: must be a positive integer or 'auto'"):
+        StrategyConfig(**{name: value})
+
+
+def test_an_unknown_kernel_names_the_nearest():
+    with refusal("kernel='flash-attn': must be one of auto, torch, flash_attn; did you mean 'flash_attn'?"):
+        StrategyConfig(kernel="flash-attn")
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.5])
+def test_a_timeout_is_positive(timeout_s):
+    with refusal(f"timeout_s={timeout_s}: must be positive, in seconds"):
+        StrategyConfig(timeout_s=timeout_s)
+
+
+def test_degrees_that_contradict_each_other():
+    with refusal("ulysses_size=2 x ring_size=3 = 6, but sequence_parallel_size=4: their product must be"):
+        StrategyConfig(sequence_parallel_size=4, ulysses_size=2, ring_size=3)
+
+
+def test_an_unknown_option_names_the_nearest_and_all():
+    with refusal("unknown option 'ring_sizes' of the sequence_parallel strategy; did you mean 'ring_size'?"):
+        StrategyConfig.from_options({"ring_sizes": 2})
+    with refusal("known: sequence_parallel_size, data_parallel_size, ulysses_size, ring_size, shard_size, kernel"):
+        StrategyConfig.from_options({"zzz": 2})
+    assert StrategyConfig.from_options({"ring_size": 2}) == StrategyConfig(ring_size=2)
+
+
+def test_closest_is_silent_where_nothing_is_near():
+    assert closest("zzz", ["ring", "ulysses"]) == ""
+    assert closest("ulyses", ["ring", "ulysses"]) == "; did you mean 'ulysses'?"
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "expected"),
+    [
+        ({}, 8, (1, 8)),
+        ({}, 1, (1, 1)),
+        ({"sequence_parallel_size": 4}, 8, (2, 4)),
+        ({"data_parallel_size": 4}, 8, (4, 2)),
+        ({"data_parallel_size": 2, "sequence_parallel_size": 4}, 8, (2, 4)),
+        ({"ulysses_size": 2, "ring_size": 2}, 8, (2, 4)),
+        ({"ulysses_size": 2}, 8, (1, 8)),
+    ],
+)
+def test_degrees_resolve_against_the_world(options, world, expected):
+    degrees = resolve_degrees(StrategyConfig(**options), world)
+    assert (degrees.data_parallel_size, degrees.sequence_parallel_size) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence_parallel_size": 4},
+        {"data_parallel_size": 4},
+        {"data_parallel_size": 2, "sequence_parallel_size": 2},
+        {"ulysses_size": 2, "ring_size": 2},
+        {"sequence_parallel_size": 12},
+    ],
+)
+def test_degrees_that_do_not_multiply_to_the_world_name_those_that_do(options):
+    dp, sp = options.get("data_parallel_size", "auto"), options.get("sequence_parallel_size", "auto")
+    with refusal(f"data_parallel_size={dp} x sequence_parallel_size={sp} (") as error:
+        resolve_degrees(StrategyConfig(**options), 6)
+    assert "do not multiply to the world of 6 ranks; sequence_parallel_size can be one of [1, 2, 3, 6]" in str(error.value)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ulysses_size", "ring_size"])
+def test_a_part_that_does_not_divide_the_whole_names_those_that_do(name):
+    with refusal(f"{name}=4 does not divide sequence_parallel_size=6; it can be one of [1, 2, 3, 6]"):
+        resolve_degrees(StrategyConfig(sequence_parallel_size=6, **{name: 4}), 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "sp", "heads", "expected"),
+    [
+        ({}, 8, 8, (8, 1)),
+        ({}, 8, 6, (4, 2)),
+        ({}, 8, 1, (1, 8)),
+        ({}, 6, 4, (3, 2)),
+        ({}, 4, None, (1, 4)),
+        ({"ring_size": 2}, 8, 8, (4, 2)),
+        ({"ulysses_size": 2}, 8, 8, (2, 4)),
+        ({"ulysses_size": 4}, 4, 6, (4, 1)),
+        ({"ulysses_size": 2}, 4, None, (2, 2)),
+    ],
+)
+def test_auto_takes_ulysses_as_far_as_the_heads_allow_and_never_alters_what_was_given(options, sp, heads, expected):
+    assert resolve_split(StrategyConfig(**options), sp, heads) == expected
+
+
+@pytest.mark.parametrize("options", [{"ulysses_size": 4}, {"ring_size": 2}])
+def test_ulysses_beyond_the_query_heads_names_the_degrees_that_work(options):
+    with refusal("ulysses_size=4 exceeds the model's 3 query heads") as error:
+        resolve_split(StrategyConfig(**options), 8, 3)
+    assert "with sequence_parallel_size=8, ulysses_size can be one of [1, 2], with ring_size = 8 / ulysses_size" in str(error.value)  # fmt: skip
+
+
+def test_shard_size_divides_the_world():
+    assert resolve_shard_size(StrategyConfig(), 8) == 8
+    assert resolve_shard_size(StrategyConfig(shard_size=2), 8) == 2
+    with refusal("shard_size=3 does not divide the world of 8 ranks; it can be one of [1, 2, 4, 8]"):
+        resolve_shard_size(StrategyConfig(shard_size=3), 8)

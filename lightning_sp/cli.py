@@ -18,9 +18,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import lightning.pytorch as pl
@@ -45,11 +46,18 @@ SUMMARY = "summary.json"
 _SWEEP_OVERRIDE = re.compile(r"[+~]*hydra[./](mode|sweep|sweeper|launcher)\b")
 
 
+def silence_upstream() -> None:
+    """Hide what no user of this package can act upon."""
+    # Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+
+
 # lightning-sp-train --------------------------------------------------------------------------------------------------
 
 
 def train() -> None:
     """Run `lightning-sp-train`: compose conf/train.yaml with the command line's overrides, and fit."""
+    silence_upstream()
     arguments = sys.argv[1:]
     sys.argv[1:] = [*arguments, *external_rank_overrides(os.environ)]
     try:
@@ -169,7 +177,7 @@ def external_rank_overrides(environment: Mapping[str, str]) -> list[str]:
     """
     if not external_rank(environment):
         return []
-    return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    return ["hydra.run.dir=.", "hydra.output_subdir=null"]
 
 
 def suggest_names(arguments: Sequence[str]) -> Iterator[str]:
@@ -205,8 +213,38 @@ def config_keys(node: object, prefix: str = "") -> Iterator[str]:
 # lightning-sp --------------------------------------------------------------------------------------------------------
 
 
+class Parser(LightningArgumentParser):
+    """Lightning's parser, which names the nearest option when it is given an unknown one."""
+
+    @override
+    def error(self, message: str, *arguments: Any, **keywords: Any) -> NoReturn:
+        """End with the message and the nearest names."""
+        known = list(option_names(self))
+        wrong = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+        hints = [f"{name}{closest(name, known)}" for name in wrong if name not in known]
+        super().error("\n".join([message, *hints]), *arguments, **keywords)
+
+
+def option_names(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield every option of a parser and of its subcommands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for subcommand in action.choices.values():
+                yield from option_names(subcommand)
+
+
 class CommandLine(LightningCLI):
     """Lightning's CLI with this package's model and data unless others are named."""
+
+    def before_fit(self) -> None:
+        """Tell the report how this run is resumed: by the configuration that Lightning saves beside the metrics."""
+        for report in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(report, RunReport) and report.resume_command is None:
+                fit_again = shlex.join([*program(), "fit", "--config"])
+                report.resume_command = (
+                    f"{fit_again} {{folder}}/config.yaml --ckpt_path {{checkpoint}} --trainer.max_steps {{max_steps}}"
+                )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -224,6 +262,7 @@ class CommandLine(LightningCLI):
 
 def main() -> None:
     """Run `lightning-sp`: fit, validate, test or predict by Lightning's CLI, or prepare token files."""
+    silence_upstream()
     if sys.argv[1:2] == ["prepare"]:
         prepare_command(sys.argv[2:])
         return
@@ -233,7 +272,11 @@ def main() -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         seed_everything_default=0,
-        trainer_defaults={"callbacks": [ThroughputMonitor(), MemoryMonitor(), RunReport()]},
+        parser_class=Parser,
+        trainer_defaults={
+            "callbacks": [ThroughputMonitor(), MemoryMonitor(), RunReport()],
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs"}},
+        },
         parser_kwargs={"description": "Train on long sequences. `lightning-sp prepare` writes token files from text."},
     )
 

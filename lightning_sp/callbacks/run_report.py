@@ -6,6 +6,7 @@ It measures nothing itself: throughput and memory come from their callbacks, the
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -39,8 +40,8 @@ class RunReport(Callback):
 
     Args:
         folder: Where to write. The trainer's ``log_dir`` when not given.
-        resume_command: How to go on from the last checkpoint; ``{checkpoint}`` and ``{max_steps}`` are filled in.
-            The call in Python when not given.
+        resume_command: How to go on from the last checkpoint; ``{checkpoint}``, ``{folder}`` and ``{max_steps}``
+            are filled in. The call in Python when not given.
         monitor: Name under which the module logs its validation perplexity.
     """
 
@@ -123,7 +124,7 @@ class RunReport(Callback):
         """Write the files and print the table."""
         if getattr(trainer, "fast_dev_run", False):
             return
-        folder = Path(self.folder or self._log_dir or trainer.default_root_dir)
+        folder = Path(self.folder or self._log_dir or trainer.default_root_dir).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         self.summary = self._summarise(trainer, folder)
         (folder / "summary.json").write_text(json.dumps(asdict(self.summary), indent=2) + "\n")
@@ -147,10 +148,10 @@ class RunReport(Callback):
             unigram_perplexity=self._unigram_perplexity,
             folder=str(folder),
             checkpoint=checkpoint,
-            resume=self._resume(trainer, checkpoint),
+            resume=self._resume(trainer, checkpoint, folder),
         )
 
-    def _resume(self, trainer: Trainer, checkpoint: str | None) -> str | None:
+    def _resume(self, trainer: Trainer, checkpoint: str | None, folder: Path) -> str | None:
         if checkpoint is None:
             return None
         command = (
@@ -160,6 +161,7 @@ class RunReport(Callback):
         for name, value in (
             ("{checkpoint!r}", repr(checkpoint)),
             ("{checkpoint}", shlex.quote(checkpoint)),
+            ("{folder}", shlex.quote(str(folder))),
             ("{max_steps}", str(2 * trainer.global_step)),
         ):
             command = command.replace(name, value)
@@ -202,4 +204,4 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 def _last_checkpoint(trainer: Trainer) -> str | None:
     callback = trainer.checkpoint_callback
     path = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
-    return str(path) or None
+    return os.path.abspath(path) if path else None

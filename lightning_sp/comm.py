@@ -94,7 +94,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any, group: ProcessGroup, source: int = 0) -> Any:
+def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) -> Any:
     """Return rank `source`'s picklable value (its rank within the group) on all ranks of the group."""
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)

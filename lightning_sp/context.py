@@ -75,6 +75,7 @@ class SequenceContext:
         self.mesh = mesh
         self.kernel = kernel
         self.step: Step | None = None
+        self.reference: BatchInfo | None = None
 
     @property
     def local_length(self) -> int:
@@ -83,10 +84,15 @@ class SequenceContext:
         return self.step.batch.padded_length // self.mesh.layout.size
 
     @contextmanager
-    def inactive(self) -> Iterator[None]:
-        """Switch every interception off for whole sequences: generation, the preflight's reference."""
-        step, self.step = self.step, None
+    def inactive(self, reference: BatchInfo | None = None) -> Iterator[None]:
+        """Switch every interception off for whole sequences: generation, the preflight's reference.
+
+        Args:
+            reference: what a whole batch holds that attention is to keep to, its documents and positions; torch's own functions do it.
+        """
+        before = self.step, self.reference
+        self.step, self.reference = None, reference
         try:
             yield
         finally:
-            self.step = step
+            self.step, self.reference = before

@@ -16,9 +16,11 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +33,7 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context import BatchInfo, SequenceContext, Step
 from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch, unshard
+from lightning_sp.data.crop import Crop, crop_batch, whole_batch
 from lightning_sp.data.loader import (
     BroadcastLoader,
     LoaderPlace,
@@ -40,6 +43,7 @@ from lightning_sp.data.loader import (
     replace_sampler,
 )
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
 from lightning_sp.parallelize import (
@@ -55,6 +59,7 @@ from lightning_sp.parallelize import (
     whole_state,
     without_gradient_sync,
 )
+from lightning_sp.preflight import run_preflight
 from lightning_sp.processes import ProcessStrategy
 from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
 
@@ -122,6 +127,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._options = ShardOptions()
         self._batch: BatchInfo | None = None
         self._window = TokenWindow()
+        self._preflight_due = False
+        self._first_batch: Any = None
 
     # ---- what users and callbacks read
 
@@ -158,6 +165,8 @@ class SequenceParallelStrategy(ProcessStrategy):
 
         Shapes: (..., s, ...) -> (..., S, ...) along `dim`. Communicates: one all_gather over the sequence's ranks.
         """
+        if self._context is not None and self._context.reference is not None:
+            return tensor
         length = None if self._batch is None else self._batch.length
         return unshard(tensor, self.sequence_mesh.layout, self.sequence_mesh.sequence_group, dim=dim, length=length)
 
@@ -229,6 +238,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._preflight_due = self.config.preflight and self.sequence_parallel_size > 1
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._seed_ranks(trainer.global_step)
@@ -335,21 +345,97 @@ class SequenceParallelStrategy(ProcessStrategy):
         whole = digest(batch) if error is None and local is not batch else 0
         comm.check_same_batch(error, whole, (mesh.data_parallel_rank, mesh.sequence_rank), self._control_group)
         assert info is not None
+        module = self.lightning_module
+        if self._preflight_due and module is not None and module.trainer.training:
+            self._first_batch = batch
         local = super().batch_to_device(local, device, dataloader_idx)
+        self._batch = self._on_device(info)
+        return local
+
+    def _on_device(self, info: BatchInfo) -> BatchInfo:
         labels = info.shift_labels.to(self.root_device) if info.shift_labels is not None else None
         places = info.position_ids.to(self.root_device) if info.position_ids is not None else None
-        self._batch = BatchInfo(
-            info.rows, info.length, info.padded_length, info.boundaries, places, labels, info.mask_is_full
-        )
-        return local
+        return BatchInfo(info.rows, info.length, info.padded_length, info.boundaries, places, labels, info.mask_is_full)
+
+    # ---- preflight
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        whole, self._first_batch = self._first_batch, None
+        module = self.lightning_module
+        if not self._preflight_due or whole is None or module is None:
+            return
+        self._preflight_due = False
+        if not module.automatic_optimization:
+            rank_zero_info(
+                "preflight: skipped, for with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
+            )
+            return
+        crop = self._crop(whole)
+        if crop.num_targets == 0:
+            rank_zero_warn(
+                "preflight: not possible, for every target of the first batch is ignored: nothing was compared"
+            )
+            return
+        self._preflight(module, crop, batch_idx)
+
+    def _crop(self, batch: Any) -> Crop:
+        """Return rank 0's crop of its first batch, on every rank."""
+        mesh, wanted = self.sequence_mesh, self.config.preflight_tokens
+        if is_sharded(batch) or not self.config.shard_batch:
+            group = self._sequence_control_group or mesh.sequence_group
+            batch = whole_batch(batch, self._options, mesh.layout, group)
+        crop = crop_batch(batch, self._options, mesh.layout, None if wanted == "auto" else wanted)
+        shared: Crop = comm.broadcast_object(crop, self._control_group)
+        return shared
+
+    def _preflight(self, module: LightningModule, crop: Crop, batch_idx: int) -> None:
+        assert self._context is not None
+        mesh, trainer, before = self.sequence_mesh, module.trainer, self._batch
+        whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, self._options)
+        local, info = shard_batch(crop.batch, mesh.layout, mesh.sequence_rank, self._options)
+        index = (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+        loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+
+        def run_whole() -> Any:
+            self._batch = self._on_device(whole_info)
+            return super(SequenceParallelStrategy, self).training_step(
+                super(SequenceParallelStrategy, self).batch_to_device(whole), *index
+            )
+
+        def run_sharded() -> Any:
+            self._batch = self._on_device(info)
+            return self._sharded_step(super(SequenceParallelStrategy, self).batch_to_device(local), *index)
+
+        try:
+            found = run_preflight(
+                module,
+                self._context,
+                whole=run_whole,
+                sharded=run_sharded,
+                whole_batch=self._on_device(whole_info),
+                crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
+                device=self.root_device,
+            )
+        finally:
+            self._batch, self._loss_checked, trainer.loggers = before, False, loggers
+        if found is not None:
+            rank_zero_info(found.describe())
 
     # ---- steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        context, module = self._context, self.lightning_module
-        assert context is not None
-        assert module is not None
+        output = self._sharded_step(*args, **kwargs)
+        assert self._context is not None
+        assert self.lightning_module is not None
+        if output is None or not self.lightning_module.automatic_optimization:
+            self._context.step = None
+        return output
+
+    def _sharded_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a step, which lasts until its backward has ended, and run training_step in it."""
         step = self._begin(None)
         output = super().training_step(*args, **kwargs)
         self._check_reached(step)
@@ -357,8 +443,6 @@ class SequenceParallelStrategy(ProcessStrategy):
         if counts is not None:
             step.token_counts = counts
         self._check_loss(step, output)
-        if output is None or not module.automatic_optimization:
-            context.step = None
         return output
 
     @override

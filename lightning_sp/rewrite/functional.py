@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.attention import sequence_parallel_attention
-from lightning_sp.context import SequenceContext
+from lightning_sp.attention.mask import document_ids
+from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -57,6 +58,8 @@ class AttentionInterception(AbstractContextManager[None]):
     ) -> Tensor:
         assert self._original is not None
         if self.context.step is None:
+            if attn_mask is None and self.context.reference is not None:
+                attn_mask, is_causal = _document_mask(self.context.reference, is_causal, query)
             return self._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -72,6 +75,18 @@ class AttentionInterception(AbstractContextManager[None]):
                 f"scaled_dot_product_attention on {tuple(query.shape)}: must be (batch, heads, tokens, head dim)"
             )
         return attend(self.context, query, key, value, causal=is_causal, scale=scale)
+
+
+def _document_mask(reference: BatchInfo, causal: bool, query: Tensor) -> tuple[Tensor | None, bool]:
+    """Return the dense mask of a short packed batch, and whether the function is to be causal by itself.
+
+    Shapes: (rows, documents + 1) -> (rows, 1, S, S).
+    """
+    if reference.boundaries is None:
+        return None, causal
+    ids = document_ids(reference.boundaries, reference.length)
+    same = ids[:, :, None] == ids[:, None, :]
+    return (same.tril() if causal else same)[:, None].to(query.device), False
 
 
 def attend(

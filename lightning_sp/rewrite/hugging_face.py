@@ -174,9 +174,10 @@ def _mask_names(function: Any) -> list[str]:
 def _hand_in_positions(
     context: SequenceContext, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if context.step is None:
+    batch = context.step.batch if context.step is not None else context.reference
+    if batch is None:
         return None
-    positions = context.step.batch.position_ids
+    positions = batch.position_ids
     if kwargs.get("position_ids") is None and positions is not None:
         like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
         kwargs["position_ids"] = positions if like is None else positions.to(like.device)

@@ -1,0 +1,150 @@
+"""Running a step that leaves no trace: random streams, buffers, metrics, counters, lists, gradients and logs are as before.
+
+Every plain attribute of every module is put back: tensors, numbers, and what lists, dicts, sets and deques hold, nested ones too. That
+covers buffers, the states of torchmetrics, caches built on first use, and what a step appends. What lies inside objects of other
+classes cannot be known and stays: a step that writes to a file or to an object of the user's has written.
+
+Elementwise dropout draws other masks on shards than on the whole, so it is switched off meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+
+# What torch and Lightning keep in a module for themselves; parameters are FSDP's, and no step of training writes to them.
+_KEPT = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
+# The elements of longer lists and dicts, a data set held in memory, are not looked into.
+MAX_VISITED = 10_000
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@contextmanager
+def traceless(root: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back everything about `root` and the random streams that the block changes, in so far as it can be known.
+
+    Args:
+        root: whose modules are watched; its `log` and `log_dict` do nothing meanwhile.
+        device: whose random stream is watched, besides the CPU's, Python's and numpy's.
+    """
+    with ExitStack() as undo:
+        for parameter in root.parameters():
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+        undo.enter_context(streams(device))
+        undo.callback(_snapshot(root))
+        for module in root.modules():
+            if isinstance(module, _DropoutNd) and module.p:
+                module.p = 0.0
+        for name in _DROPOUTS:
+            undo.callback(setattr, F, name, getattr(F, name))
+            setattr(F, name, _keep)
+        for name in ("log", "log_dict"):
+            if hasattr(root, name):
+                setattr(root, name, _ignore)
+        yield
+
+
+@contextmanager
+def streams(device: torch.device) -> Iterator[None]:
+    """Put back the global random streams of torch, Python and numpy."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _snapshot(root: nn.Module) -> Callable[[], None]:
+    """Return a function that puts the plain attributes of all modules back."""
+    seen: set[int] = set()
+    undo: list[Callable[[], object]] = []
+    for module in root.modules():
+        attributes = vars(module)
+        watched = {name: value for name, value in attributes.items() if name not in _KEPT}
+        undo.append(partial(_restore_attributes, attributes, watched))
+        for value in watched.values():
+            _remember(value, undo, seen)
+
+    def restore() -> None:
+        for each in undo:
+            each()
+
+    return restore
+
+
+def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in [n for n in attributes if n not in before and n not in _KEPT]:
+        del attributes[name]
+    attributes.update(before)
+
+
+def _remember(value: Any, undo: list[Callable[[], object]], seen: set[int]) -> None:
+    """Add to `undo` what puts the contents of a mutable value back."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    children: list[Any] = []
+    if isinstance(value, Tensor):
+        if not isinstance(value, (nn.Parameter, DTensor)) and not value.is_meta:
+            undo.append(partial(_restore_tensor, value, value.detach().clone()))
+    elif isinstance(value, dict):
+        undo.append(partial(_restore_dict, value, dict(value)))
+        children = list(value.values())
+    elif isinstance(value, (list, deque)):
+        undo.append(partial(_restore_sequence, value, list(value)))
+        children = list(value)
+    elif isinstance(value, set):
+        undo.append(partial(_restore_set, value, set(value)))
+    elif isinstance(value, tuple):
+        children = list(value)
+    elif isinstance(value, torch.Generator):
+        undo.append(partial(value.set_state, value.get_state()))
+    elif isinstance(value, random.Random):
+        undo.append(partial(value.setstate, value.getstate()))
+    for child in children if len(children) <= MAX_VISITED else ():
+        _remember(child, undo, seen)
+
+
+def _restore_tensor(value: Tensor, before: Tensor) -> None:
+    with torch.no_grad():
+        if value.shape == before.shape:
+            value.copy_(before)
+        else:
+            value.data = before
+
+
+def _restore_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
+    value.clear()
+    value.update(before)
+
+
+def _restore_set(value: set[Any], before: set[Any]) -> None:
+    value.clear()
+    value.update(before)
+
+
+def _restore_sequence(value: list[Any] | deque[Any], before: list[Any]) -> None:
+    value.clear()
+    value.extend(before)
+
+
+def _keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return input
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,66 @@
+"""Bytes that leave each rank are those of the docstrings' formulas, no dense mask or score exists, and nothing is sent twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
+from lightning_sp.attention.ulysses import HeadSplit
+from lightning_sp.layout import SequenceLayout
+from tests.dist.operator_ranks import peak_bytes, traffic
+
+LENGTH, DIM, MIB = 64, 8, 2**20
+
+
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)], ids=["4x1", "1x4", "2x2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_sent_are_the_formulas(pools, degrees, dtype):
+    ulysses, ring = degrees
+    layout = SequenceLayout(ring, ulysses)
+    for (heads, kv_heads), causal in itertools.product([(8, 8), (8, 2), (6, 2), (8, 1)], [True, False]):
+        split = HeadSplit(heads, kv_heads, ulysses)
+        ranks = pools(4).run(traffic, ulysses, ring, heads, kv_heads, LENGTH, DIM, dtype, causal)
+        for rank, measured in enumerate(ranks):
+            ring_rank, ulysses_rank = layout.coordinates(rank)
+            exchanged = ulysses_sent_elements(split, ulysses_rank, batch=1, tokens=LENGTH // layout.size, dim=DIM)
+            units = ring_sent_units(ring, ring_rank, causal=causal)
+            local_heads = split.keys(ulysses_rank)[1] - split.keys(ulysses_rank)[0]
+            unit = local_heads * (LENGTH // ring) * DIM
+            expected = [(e + n * unit) * dtype.itemsize for e, n in zip(exchanged, units, strict=True)]
+            assert [sent for sent, _ in measured] == expected, f"{heads}/{kv_heads} causal={causal} rank {rank}"
+
+
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)], ids=["4x1", "1x4", "2x2"])
+def test_calls_are_four_all_to_alls_and_three_messages_a_hop(pools, degrees):
+    ulysses, ring = degrees
+    for forward, backward in pools(4).run(traffic, ulysses, ring, 8, 8, LENGTH, DIM, torch.float32, True):
+        exchanges, hops = (2 if ulysses > 1 else 0), ring - 1
+        expected = {"all_to_all_single": exchanges, "isend": hops, "irecv": hops}
+        assert forward[1] == {name: n for name, n in expected.items() if n}
+        expected = {"all_to_all_single": exchanges, "isend": 2 * hops, "irecv": 2 * hops}
+        assert backward[1] == {name: n for name, n in expected.items() if n}
+
+
+def test_documents_that_no_peer_holds_a_part_of_do_not_travel(pools):
+    for measured in pools(4).run(traffic, 1, 4, 8, 2, LENGTH, DIM, torch.float32, True, [[LENGTH // 8] * 8]):
+        assert measured == [(0, {}), (0, {})]
+
+
+def test_a_document_over_two_ranks_travels_between_them_alone(pools):
+    # Chunks of 8; tokens 4..12 lie on ranks 0 and 1: rank 0 sends their four keys to rank 1, which sends four gradients back.
+    lengths = [[4, 8, 4, 8, 8, 8, 8, 8, 8]]
+    ranks = pools(4).run(traffic, 1, 4, 2, 2, LENGTH, DIM, torch.float32, True, lengths)
+    keys = 2 * 2 * 4 * DIM * 4
+    assert [[sent for sent, _ in rank] for rank in ranks] == [[keys, keys], [0, keys], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("world", "degrees"), [(1, (1, 1)), (4, (2, 2))], ids=["1x1", "2x2"])
+@pytest.mark.parametrize("lengths", [None, [[5000, 1000, 10000, 384]]], ids=["dense", "packed"])
+def test_no_dense_scores_or_mask_at_16384_tokens(pools, world, degrees, lengths):
+    length = 16384
+    # A dense mask would take 256 MiB as bool, the scores 1 GiB; one float32 tensor of one head takes 1 MiB.
+    for grown in pools(world).run(peak_bytes, *degrees, length, lengths):
+        assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB"

@@ -169,7 +169,8 @@ def _token_major(tensor: Tensor) -> Tensor:
 
 def _head_split(num_heads: int, num_kv_heads: int, ulysses_group: str) -> tuple[HeadSplit, Any, int]:
     group = comm.group_by_name(ulysses_group)
-    return HeadSplit(num_heads, num_kv_heads, comm.size_of(group)), group, comm.rank_in(group)
+    # Under dynamic shapes the numbers of heads are symbols; a model has fixed ones, so specialising on them costs nothing.
+    return HeadSplit(int(num_heads), int(num_kv_heads), comm.size_of(group)), group, comm.rank_in(group)
 
 
 def _ring(tokens: int, boundaries: Tensor | None, causal: bool, ring_group: str, ulysses_size: int) -> Ring:

@@ -1,0 +1,135 @@
+"""The attention on one process: the operator's contract with PyTorch, and what the entry refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
+from lightning_sp.attention.kernel import TorchCudaKernel, TorchMathCudaKernel, check_kernel
+from lightning_sp.attention.operator import attention_backward_op, attention_op
+from lightning_sp.attention.reference import reference_attention
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.testing import assert_sharded_equals_unsharded
+
+
+def tensors(*shapes, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("boundaries", [None, boundaries_from_lengths([[3, 9], [12]])], ids=["dense", "packed"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads):
+    q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
+    arguments = (q, k, v, boundaries, True, 0.3, "", "", "auto")
+    torch.library.opcheck(attention_op, arguments)
+    out, lse, _, _ = attention_op(*arguments)
+    saved = [t.detach() for t in (q, k, v)]
+    backward = (out.detach(), saved, out.detach(), lse, boundaries, 4, kv_heads, True, 0.3, "", "", "auto")
+    # Not differentiable twice, so the test of its autograd does not apply.
+    torch.library.opcheck(attention_backward_op, backward, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_nothing_is_computed_where_no_gradient_arrives():
+    q, k, v = (t.requires_grad_(True) for t in tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)))
+    out = sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask())
+    (out * 0 + q).sum().backward()
+    assert torch.equal(k.grad, torch.zeros_like(k))
+    assert torch.equal(q.grad, torch.ones_like(q))
+
+
+def test_without_a_mesh_it_is_sdpa_to_the_bit():
+    shapes = (2, 4, 100, 16), (2, 2, 100, 16), (2, 2, 100, 16), (2, 4, 100, 16)
+    *qkv, grad = tensors(*shapes, dtype=torch.float32)
+    results = []
+    for attend in (
+        lambda q, k, v: sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask()),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+    ):
+        leaves = [t.clone().requires_grad_(True) for t in qkv]
+        out = attend(*leaves)
+        out.backward(grad)
+        results.append([out, *(t.grad for t in leaves)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+REFUSED = [
+    (((2, 4, 8), (2, 4, 8, 8), (2, 4, 8, 8)), "q (2, 4, 8), k (2, 4, 8, 8), v (2, 4, 8, 8): must be (batch, heads, tokens, head dim)"),
+    (((2, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 8)), "batch and tokens must be equal and k, v have the same heads"),
+    (((2, 4, 8, 8), (2, 4, 9, 8), (2, 4, 9, 8)), "cross attention and a key-value cache are not supported"),
+    (((2, 4, 8, 8), (2, 4, 8, 8), (2, 2, 8, 8)), "k (2, 4, 8, 8), v (2, 2, 8, 8): batch and tokens must be equal"),
+    (((2, 4, 8, 8), (2, 3, 8, 8), (2, 3, 8, 8)), "the 4 query heads must be a multiple of the 3 key-value heads"),
+    (((2, 4, 8, 8), (2, 4, 8, 8), (2, 4, 8, 16)), "head dims must be equal; values of another head dim are not supported yet"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shapes", "message"), REFUSED)
+def test_shapes_that_cannot_be_served_are_refused(shapes, message):
+    with pytest.raises(SequenceParallelError, match=re.escape(message)):
+        sequence_parallel_attention(*tensors(*shapes), mesh=None, mask=AttentionMask())
+
+
+def test_mixed_dtypes_are_refused_outside_autocast_and_doubles_stay_apart_within():
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+    message = "q torch.float64, k torch.float64, v torch.bfloat16: must be one dtype outside autocast"
+    with pytest.raises(SequenceParallelError, match=re.escape(message)):
+        sequence_parallel_attention(q, k, v.bfloat16(), mesh=None, mask=AttentionMask())
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(SequenceParallelError, match=re.escape(message)):
+            sequence_parallel_attention(q, k, v.float(), mesh=None, mask=AttentionMask())
+        assert sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("flash-attn", "cuda", torch.bfloat16, 64), "kernel='flash-attn': must be one of auto, torch, flash_attn; did you mean 'flash_attn'?"),
+        (("flash_attn", "cpu", torch.bfloat16, 64), "kernel='flash_attn' with torch.bfloat16 on cpu: flash-attn takes"),
+        (("flash_attn", "cuda", torch.float32, 64), "kernel='flash_attn' with torch.float32 on cuda: flash-attn takes"),
+        (("auto", "cuda", torch.bfloat16, 320), "head dim 320 in torch.bfloat16 on CUDA: the flash kernels take at most 256"),
+        (("auto", "cpu", torch.int64, 64), "attention in torch.int64: must be one of torch.bfloat16, torch.float16"),
+    ],
+)  # fmt: skip
+def test_kernels_refuse_what_they_do_not_take(arguments, message):
+    with pytest.raises(SequenceParallelError, match=re.escape(message)):
+        check_kernel(*arguments)
+
+
+def test_the_entry_asks_the_kernel_before_anything_else():
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+    with pytest.raises(SequenceParallelError, match=re.escape("kernel='flash_attn' with torch.float64 on cpu")):
+        sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), kernel="flash_attn")
+
+
+@pytest.mark.parametrize("dim", [64, 20])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_cuda_calls_fit_their_operators_schemas(dim, kv_heads):
+    """On the meta device: arguments, None for cum_seq, shapes and lse layout; no number is computed, no GPU has run it."""
+    kernel = TorchCudaKernel()
+    q = torch.empty(2, 8, 100, dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, kv_heads, 60, dim, dtype=torch.bfloat16, device="meta")
+    out, lse = kernel.forward(q, k, k, causal=False, scale=0.1)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    gradients = kernel.backward(out, q, k, k, out, lse, causal=False, scale=0.1)
+    assert [t.shape for t in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_the_tiled_kernel_for_gpus_in_float32_is_exact(causal, kv_heads):
+    kernel = TorchMathCudaKernel()
+    kernel.tile = 8
+    *qkv, grad = tensors((2, 4, 20, 8), (2, kv_heads, 20, 8), (2, kv_heads, 20, 8), (2, 4, 20, 8))
+    out, lse = kernel.forward(*qkv, causal=causal, scale=0.3)
+    gradients = kernel.backward(grad, *qkv, out, lse, causal=causal, scale=0.3)
+    leaves = [t.requires_grad_(True) for t in qkv]
+    expected = reference_attention(*leaves, AttentionMask(causal), 0.3)
+    expected.backward(grad)
+    names = ("out", "dq", "dk", "dv")
+    assert_sharded_equals_unsharded(
+        [out, *gradients], [expected.detach(), *(t.grad for t in leaves)], names, tolerance=1e-12
+    )

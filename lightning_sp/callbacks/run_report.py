@@ -176,9 +176,13 @@ class RunReport(Callback):
             )
             return
         logger.save()
+        metrics = Path(logger.log_dir) / "metrics.csv"
+        if not metrics.is_file():
+            rank_zero_warn("RunReport draws no picture: the run logged nothing, for it had no step left to train")
+            return
         try:
             draw_run(
-                Path(logger.log_dir) / "metrics.csv",
+                metrics,
                 folder / "report.png",
                 title=f"{self.summary.mesh}, {self.summary.steps:,} steps",
                 peak_bytes_of_ranks=self.summary.peak_memory_bytes,

@@ -303,7 +303,8 @@ def test_report_writes_summary_picture_and_table(tmp_path, capsys):
 def test_a_resumed_report_remembers_what_was_before(tmp_path):
     first, second = RunReport(str(tmp_path / "a")), RunReport(str(tmp_path / "b"))
     fit(tmp_path / "a", first, ModelCheckpoint(tmp_path / "kept", "stop"), enable_checkpointing=True, max_steps=3)
-    fit(tmp_path / "b", second, ckpt_path=tmp_path / "kept" / "stop.ckpt", max_steps=5)
+    with pytest.warns(UserWarning, match="no step left to train"):
+        fit(tmp_path / "b", second, ckpt_path=tmp_path / "kept" / "stop.ckpt", max_steps=3)
     assert second.summary.perplexity_before == first.summary.perplexity_before
     assert second.summary.unigram_perplexity == first.summary.unigram_perplexity
     assert first.summary.resume == f"trainer.fit(..., ckpt_path='{tmp_path / 'stop.ckpt'}'), with Trainer(max_steps=6)"

@@ -259,7 +259,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         source = whole_state(module) if self.global_rank == 0 else {}
         blocks = transformer_blocks(module)
         if self.config.activation_checkpointing:
-            blocks = checkpoint_blocks(module, blocks)
+            checkpoint_blocks(module, blocks)
         if self.config.compile:
             for block in blocks:
                 block.compile()

@@ -11,6 +11,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any
 
@@ -117,7 +118,9 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, result
     while (task := tasks.get()) is not None:
         function, args = task
         try:
-            results.put((rank, True, function(*args)))
+            value = function(*args)
+            ForkingPickler.dumps(value)  # in the queue's own thread a failure would be a silence
+            results.put((rank, True, value))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))
     dist.destroy_process_group()

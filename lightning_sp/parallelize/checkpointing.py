@@ -7,14 +7,13 @@ Source: selective activation checkpointing, Korthikanti et al., arXiv:2205.05198
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
 
@@ -28,19 +27,20 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 _contexts = partial(create_selective_checkpoint_contexts, _policy)
 
 
-def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Wrap each block in place and return the wrappers, in order. Names in the state dict stay as they were.
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Make each block recompute itself in the backward. The module tree and every name stay as they were.
 
     Hugging Face's own checkpointing, where it is on, is switched off: it would repeat the attention and its communication.
     """
     for each in module.modules():
         if getattr(each, "is_gradient_checkpointing", False) and hasattr(each, "gradient_checkpointing_disable"):
             each.gradient_checkpointing_disable()  # type: ignore[operator]
-    wrappers: dict[nn.Module, nn.Module] = {block: checkpoint_wrapper(block, context_fn=_contexts) for block in blocks}
-    for parent in list(module.modules()):
-        if isinstance(parent, CheckpointWrapper):
-            continue
-        for name, child in list(parent.named_children()):
-            if child in wrappers:
-                parent.register_module(name, wrappers[child])
-    return list(wrappers.values())
+    for block in blocks:
+        # On the instance: a wrapper module would put its own name into every parameter's.
+        block.forward = partial(_checkpointed, block.forward)  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)

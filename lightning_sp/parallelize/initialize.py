@@ -85,4 +85,4 @@ def receive_weights(
 
 def _clean(name: str) -> str:
     """Return a parameter's name as the user knows it, without the wrappers'."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    return name.replace("_orig_mod.", "")

@@ -96,11 +96,18 @@ def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
     return pl.Trainer(strategy=SequenceParallelStrategy(**strategy), **{**defaults, **options})
 
 
-def fit(model: str, world: int, strategy: dict[str, Any], data: dict[str, Any], micro: int = 2, **options: Any) -> dict[str, Any]:
+def fit(
+    model: str, world: int, strategy: dict[str, Any], data: dict[str, Any], micro: int = 2, **options: Any
+) -> dict[str, Any]:
     """Fit a tiny model and return losses, raw gradients and final weights."""
     torch.manual_seed(3)
     module = Plain({"llama": tiny_llama, "gpt": tiny_gpt}[model])
     trainer = quiet_trainer(world, strategy=strategy, **options)
     trainer.fit(module, DataLoader(TokenDataset(**data), batch_size=micro))
     weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
-    return {"losses": module.losses, "grads": module.raw_grads, "weights": weights, "mesh": trainer.strategy.sequence_mesh.describe()}
+    return {
+        "losses": module.losses,
+        "grads": module.raw_grads,
+        "weights": weights,
+        "mesh": trainer.strategy.sequence_mesh.describe(),
+    }

@@ -1,0 +1,231 @@
+"""What each rank runs in test_fit.py and its siblings: importable by name in the spawned ranks; returns plain values."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.models import Llama
+from tests.trainer.tiny import Plain, TokenDataset, fit, quiet_trainer, tiny_gpt, tiny_llama
+
+
+def fits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run several fits in one call."""
+    return [fit(**case) for case in cases]
+
+
+def refusal(function: str, *args: Any) -> str:
+    """Return the message of the SequenceParallelError that a scenario ends in."""
+    try:
+        globals()[function](*args)
+    except SequenceParallelError as error:
+        return str(error)
+    except BaseException as error:
+        return f"NOT REFUSED BY NAME: {traceback.format_exc()}{error}"
+    return "NOT REFUSED"
+
+
+class Evaluated(Plain):
+    """Logs a validation loss and collects predictions."""
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        self.log("val_loss", loss, on_epoch=True, batch_size=len(batch["input_ids"]), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
+        return {"tokens": batch["input_ids"], "best": self.logits(batch).argmax(-1)}
+
+
+def evaluate(world: int, strategy: dict[str, Any], samples: int, length: int, micro: int) -> dict[str, Any]:
+    """Validate and predict with an untrained model."""
+    torch.manual_seed(3)
+    module = Evaluated(tiny_llama)
+    trainer = quiet_trainer(world, strategy=strategy)
+    data = TokenDataset(samples, length)
+    metrics = trainer.validate(module, DataLoader(data, batch_size=micro), verbose=False)
+    predictions = trainer.predict(module, DataLoader(data, batch_size=micro))
+    assert predictions is not None
+    return {
+        "metrics": metrics,
+        "tokens": torch.cat([p["tokens"] for p in predictions]),
+        "best": torch.cat([p["best"] for p in predictions]),
+        "whole": data.tokens[:, :-1],
+    }
+
+
+def initial_weights(world: int, strategy: dict[str, Any], seed_per_rank: bool, eager: bool) -> dict[str, Any]:
+    """Return the weights before any step, as every rank gathers them."""
+    torch.manual_seed(11 + (dist.get_rank() if seed_per_rank else 0))
+    module = Plain(tiny_gpt)
+    if eager:
+        module.configure_model()
+    seen: dict[str, Any] = {}
+
+    def on_fit_start() -> None:
+        for name, p in module.named_parameters():
+            seen[name] = p.full_tensor().detach().clone() if hasattr(p, "full_tensor") else p.detach().clone()
+
+    module.on_train_start = on_fit_start  # type: ignore[method-assign]
+    trainer = quiet_trainer(world, strategy=strategy, max_steps=1)
+    trainer.fit(module, DataLoader(TokenDataset(2), batch_size=2))
+    return seen
+
+
+class Stream(IterableDataset):
+    """A shuffled stream that every rank would read differently; unequal lengths per data-parallel group."""
+
+    def __init__(self, sizes: list[int], strategy: Any = None) -> None:
+        self.sizes, self.strategy = sizes, strategy
+
+    def __iter__(self):
+        data = TokenDataset(16)
+        group = self.strategy().data_parallel_rank
+        first = sum(self.sizes[:group])
+        order = list(range(first, first + self.sizes[group]))
+        # Unseeded on purpose: peers would differ if each read for itself.
+        for index in torch.tensor(order)[
+            torch.randperm(len(order), generator=torch.Generator().manual_seed(dist.get_rank()))
+        ].tolist():
+            yield data[index]
+
+
+def stream(world: int, strategy: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
+    """Fit on an iterable dataset and return the global token means it trained on."""
+    torch.manual_seed(3)
+    module = Plain(tiny_llama)
+    trainer = quiet_trainer(world, strategy=strategy)
+    trainer.fit(module, DataLoader(Stream(sizes, lambda: trainer.strategy), batch_size=1))
+    return {"losses": module.losses, "steps": trainer.global_step}
+
+
+def precision(world: int, strategy: dict[str, Any], name: str) -> dict[str, Any]:
+    """Fit two steps in a precision and return the dtypes seen."""
+    torch.manual_seed(3)
+    module = Plain(tiny_llama)
+    trainer = quiet_trainer(world, strategy=strategy, precision=name, max_steps=2)
+    trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
+    optimizer = trainer.optimizers[0]
+    return {
+        "losses": module.losses,
+        "parameters": {str(p.dtype) for p in module.parameters()},
+        "grads": {str(g.dtype) for g in module.raw_grads[0].values()},
+        "optimizer": {
+            str(v.dtype) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()
+        },
+    }
+
+
+def sanity_then_fit_under_inference_mode(world: int) -> int:
+    """Force the branch that Lightning takes on NCCL, with a sanity check first."""
+    import lightning.pytorch.loops.utilities as loops
+
+    original = loops.dist.get_backend
+    loops.dist.get_backend = lambda *args: "nccl"  # only the loops' question is answered so
+    try:
+        module = Evaluated(tiny_llama)
+        trainer = quiet_trainer(world, num_sanity_val_steps=2, max_steps=2)
+        data = DataLoader(TokenDataset(4), batch_size=2)
+        used = []
+        module.on_validation_batch_start = lambda *a: used.append(torch.is_inference_mode_enabled())  # type: ignore[method-assign]
+        # The strategy's own barriers must go on asking the true backend.
+        trainer.strategy.barrier = lambda name=None: dist.all_reduce(torch.zeros(1))  # type: ignore[method-assign]
+        trainer.fit(module, data, data)
+        assert used
+        assert not any(used)
+        return trainer.global_step
+    finally:
+        loops.dist.get_backend = original
+
+
+class NoAttention(nn.Module):
+    """Mixes no tokens through anything that could be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(input_ids))
+
+
+def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
+    """Fit something that must be refused."""
+    torch.manual_seed(3)
+    module = Plain(NoAttention if change == "no attention" else tiny_llama)
+    data: Any = TokenDataset(4)
+    options: dict[str, Any] = {}
+    if change == "no sequence":
+        data = [{"values": torch.zeros(3)} for _ in range(4)]
+    if change == "unnamed sequence":
+        data = [{**TokenDataset(4)[i], "mystery": torch.zeros(32)} for i in range(4)]
+    if change == "labels":
+        data = [
+            {"input_ids": TokenDataset(4)[i]["input_ids"], "labels": TokenDataset(4)[i]["input_ids"]} for i in range(4)
+        ]
+    if change == "padding":
+        data = [{**TokenDataset(4)[i], "attention_mask": (torch.arange(32) < 30).long()} for i in range(4)]
+    if change == "fp16":
+        options["precision"] = "16-true"
+    if change == "one rank fails" and dist.get_rank() == 1:
+        data = [{"values": torch.zeros(3)} for _ in range(4)]
+    if change == "different samples":
+        data = [
+            {**TokenDataset(4)[i], "input_ids": (TokenDataset(4)[i]["input_ids"] + dist.get_rank()) % 61}
+            for i in range(4)
+        ]
+    if change == "local mse":
+        step = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> torch.Tensor:
+            return step(batch, batch_idx) + 0.1 * module.logits(batch).square().mean()
+
+        module.training_step = training_step  # type: ignore[method-assign]
+        strategy = {**strategy, "preflight": False}
+    if change == "mse alone":
+        module.training_step = lambda batch, batch_idx: module.logits(batch).sum() * 0.0  # type: ignore[method-assign]
+        strategy = {**strategy, "preflight": False}
+    quiet_trainer(world, strategy=strategy, **options).fit(module, DataLoader(data, batch_size=2))
+
+
+def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> dict[str, Any]:
+    """Count kernel calls and collectives of one step, with and without activation checkpointing."""
+    from lightning_sp import comm
+    from lightning_sp.attention import kernel
+
+    counts = {"kernel": 0, "exchange": 0, "transfer": 0}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    import lightning_sp.attention.ring as ring
+    import lightning_sp.attention.ulysses as ulysses
+
+    saved = kernel.TorchCpuKernel.forward, ulysses.exchange, ring.Transfer
+    kernel.TorchCpuKernel.forward = counted("kernel", saved[0])
+    ulysses.exchange, ring.Transfer = counted("exchange", saved[1]), counted("transfer", saved[2])
+    try:
+        result = fit(
+            "llama",
+            world,
+            {**strategy, "activation_checkpointing": enabled, "preflight": False},
+            {"size": 2},
+            max_steps=1,
+        )
+    finally:
+        kernel.TorchCpuKernel.forward, ulysses.exchange, ring.Transfer = saved
+    assert comm is not None
+    assert Llama is not None
+    return {**counts, "grads": result["grads"]}

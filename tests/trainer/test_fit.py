@@ -1,0 +1,149 @@
+"""The whole through the real Trainer: what several ranks train is what one process trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp.testing import max_error
+from tests.trainer import scenarios
+
+TINY = 1e-12
+
+
+def same_run(actual, expected):
+    assert len(actual["losses"]) == len(expected["losses"])
+    for a, b in zip(actual["losses"], expected["losses"], strict=True):
+        assert a == pytest.approx(b, abs=TINY)
+    for step, (a, b) in enumerate(zip(actual["grads"], expected["grads"], strict=True)):
+        for name in b:
+            assert max_error(a[name], b[name]) < TINY, f"gradient of {name} in step {step}"
+    for name, weight in expected["weights"].items():
+        assert max_error(actual["weights"][name], weight) < 1e-10, name
+
+
+LAYOUTS = {
+    2: [dict(ulysses_size=2), dict(ring_size=2), dict(data_parallel_size=2), dict(ring_size=2, shard_size=1)],
+    4: [
+        dict(ulysses_size=2, ring_size=2, shard_size=1),
+        dict(ulysses_size=4, shard_size=2),
+        dict(ring_size=4, shard_size=4),
+        dict(data_parallel_size=2, ulysses_size=2),
+        dict(data_parallel_size=2, ring_size=2, shard_size=2),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_fit_is_the_same_in_every_layout(pools, world):
+    """Uneven masks, accumulation with a short last window, clipping, shuffling off; losses, raw gradients, final weights."""
+    options = dict(accumulate_grad_batches=2, gradient_clip_val=0.5, max_epochs=1)
+    cases = []
+    for layout in LAYOUTS[world]:
+        micro = 4 // layout.get("data_parallel_size", 1)
+        cases.append(dict(model="gpt", world=world, strategy=layout, data=dict(size=12), micro=micro, **options))
+    expected = pools(1).run(
+        scenarios.fits, [dict(model="gpt", world=1, strategy={}, data=dict(size=12), micro=4, **options)]
+    )[0][0]
+    for answers in pools(world).run(scenarios.fits, cases):
+        for answer in answers:
+            same_run(answer, expected)
+
+
+def test_packed_and_padded_sequences_through_the_trainer(pools):
+    datas = [dict(packed=True), dict(length=29), dict(length=29, packed=True)]
+    expected = pools(1).run(scenarios.fits, [dict(model="llama", world=1, strategy={}, data=d) for d in datas])[0]
+    layouts = [dict(ulysses_size=2, ring_size=2), dict(ring_size=4)]
+    for layout in layouts:
+        cases = [dict(model="llama", world=4, strategy=layout, data=d) for d in datas]
+        for answers in pools(4).run(scenarios.fits, cases):
+            for answer, one in zip(answers, expected, strict=True):
+                same_run(answer, one)
+
+
+def test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences(pools):
+    expected = pools(1).run(scenarios.evaluate, 1, {}, 7, 29, 1)[0]
+    for strategy in (
+        dict(data_parallel_size=2, ring_size=2),
+        dict(data_parallel_size=2, ulysses_size=2),
+        dict(ulysses_size=2, ring_size=2),
+    ):
+        for answer in pools(4).run(scenarios.evaluate, 4, strategy, 7, 29, 1):
+            assert answer["metrics"][0]["val_loss"] == pytest.approx(expected["metrics"][0]["val_loss"], abs=1e-12)
+            assert torch.equal(answer["tokens"], answer["whole"])
+            assert torch.equal(answer["best"], expected["best"])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_initial_weights_are_rank_zeros_bit_for_bit(pools, eager):
+    expected = pools(1).run(scenarios.initial_weights, 1, {}, False, eager)[0]
+    for strategy in (dict(ring_size=4), dict(data_parallel_size=2, shard_size=2)):
+        for per_rank_seed in (False, True):
+            for answer in pools(4).run(scenarios.initial_weights, 4, strategy, per_rank_seed, eager):
+                assert answer.keys() == expected.keys()
+                assert all(torch.equal(answer[name], expected[name]) for name in expected)
+
+
+def test_streams_are_read_by_one_rank_and_end_together(pools):
+    for answer in pools(4).run(scenarios.stream, 4, dict(data_parallel_size=2, ring_size=2), [3, 5]):
+        assert answer["steps"] == 5
+        assert len(answer["losses"]) == 5
+        assert all(loss == loss for loss in answer["losses"])
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "grads", "optimizer"),
+    [
+        ("64-true", "torch.float64", "torch.float64", "torch.float64"),
+        ("32-true", "torch.float32", "torch.float32", "torch.float32"),
+        ("bf16-true", "torch.bfloat16", "torch.bfloat16", "torch.bfloat16"),
+        ("bf16-mixed", "torch.float32", "torch.float32", "torch.float32"),
+    ],
+)
+def test_precision(pools, name, parameters, grads, optimizer):
+    # In the same precision: initial weights are drawn in the parameters' dtype.
+    expected = pools(1).run(scenarios.precision, 1, {}, name)[0]["losses"]
+    tolerance = {"64-true": 1e-12, "32-true": 1e-5}.get(name, 2e-2)
+    for answer in pools(2).run(scenarios.precision, 2, dict(ring_size=2), name):
+        assert (answer["parameters"], answer["grads"], answer["optimizer"]) == ({parameters}, {grads}, {optimizer})
+        assert answer["losses"] == pytest.approx(expected, abs=tolerance)
+
+
+def test_evaluation_never_enters_inference_mode(pools):
+    assert pools(2).run(scenarios.sanity_then_fit_under_inference_mode, 2) == [2, 2]
+
+
+@pytest.mark.parametrize("strategy", [dict(ulysses_size=2, ring_size=2), dict(ulysses_size=4)])
+def test_activation_checkpointing_repeats_neither_kernel_nor_communication(pools, strategy):
+    plain = pools(4).run(scenarios.checkpointed_calls, 4, strategy, False)
+    checkpointed = pools(4).run(scenarios.checkpointed_calls, 4, strategy, True)
+    for a, b in zip(plain, checkpointed, strict=True):
+        assert a["kernel"] > 0
+        assert {k: a[k] for k in ("kernel", "exchange", "transfer")} == {
+            k: b[k] for k in ("kernel", "exchange", "transfer")
+        }
+        for name, grad in a["grads"][0].items():
+            assert torch.equal(grad, b["grads"][0][name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("no attention", ["0 attention calls", "F.scaled_dot_product_attention"]),
+        ("no sequence", ["no sequence dimension", "values: (2, 3)", "sequence_dims"]),
+        ("unnamed sequence", ["mystery", "32 tokens", "sequence_dims"]),
+        ("labels", ["labels_shifted=True", "shift_labels"]),
+        ("padding", ["attention_mask", "hides 4 tokens"]),
+        ("fp16", ["16-true", "64-true, 32-true, bf16-true, bf16-mixed"]),
+        ("one rank fails", ["rank 1", "no sequence dimension"]),
+        ("different samples", ["share one sequence but read different samples"]),
+        ("local mse", ["differs between ranks", "sharded_cross_entropy"]),
+        ("mse alone", ["without F.cross_entropy"]),
+    ],
+)
+def test_refused_by_name_on_all_ranks(pools, change, words):
+    answers = pools(2).run(scenarios.refusal, "fit_with", 2, dict(ring_size=2), change)
+    for answer in answers:
+        assert not answer.startswith("NOT REFUSED"), answer
+        for word in words:
+            assert word in answer, answer

@@ -30,6 +30,18 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_sp import comm
+from lightning_sp.checkpoint import (
+    derived_seed,
+    load_checkpoint,
+    load_model_state,
+    load_optimizer_state,
+    local_path,
+    model_state,
+    optimizer_state,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context import BatchInfo, SequenceContext, Step
 from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch, unshard
@@ -42,6 +54,7 @@ from lightning_sp.data.loader import (
     is_ours,
     replace_sampler,
 )
+from lightning_sp.data.resume import align_loops, check_global_batch, loader_position, take_up
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
@@ -52,6 +65,7 @@ from lightning_sp.parallelize import (
     materialize_meta,
     num_query_heads,
     receive_weights,
+    reshard,
     shard_model,
     start_root,
     tied_parameters,
@@ -59,10 +73,12 @@ from lightning_sp.parallelize import (
     whole_state,
     without_gradient_sync,
 )
-from lightning_sp.preflight import run_preflight
+from lightning_sp.preflight import run_preflight, traceless
 from lightning_sp.processes import ProcessStrategy
 from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
 
+# Of what this strategy adds to Lightning's checkpoint.
+CHECKPOINT_KEY = "lightning_sp"
 PRECISIONS = ("64-true", "32-true", "bf16-true", "bf16-mixed")
 
 
@@ -127,6 +143,12 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._options = ShardOptions()
         self._batch: BatchInfo | None = None
         self._window = TokenWindow()
+        self._seed = 0
+        self._trained_rows = 0
+        self._trained_epoch = 0
+        self._position: dict[str, Any] | None = None
+        self._global_batch_due: dict[str, Any] | None = None
+        self._random_due: dict[str, Any] | None = None
         self._preflight_due = False
         self._first_batch: Any = None
 
@@ -299,31 +321,39 @@ class SequenceParallelStrategy(ProcessStrategy):
 
     def _seed_ranks(self, step: int) -> None:
         """Give every rank its own stream of elementwise dropout, derived from rank 0's seed; one process keeps its own."""
-        if self.world_size == 1:
-            return
-        seed = int(self.broadcast(torch.initial_seed()))
-        place = self.data_parallel_rank * self.sequence_parallel_size + self.sequence_mesh.sequence_rank
-        torch.manual_seed((seed * 1_000_003 + step * 65_537 + place) % 2**63)
+        self._seed = int(self.broadcast(torch.initial_seed()))
+        if self.world_size > 1:
+            torch.manual_seed(derived_seed(self._seed, step, self._place))
+
+    @property
+    def _place(self) -> int:
+        """Return this rank's number among all, samples first."""
+        return self.data_parallel_rank * self.sequence_parallel_size + self.sequence_mesh.sequence_rank
 
     # ---- batch
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Give all ranks of a sequence the same samples: by the order where the sampler can be replaced, else by one reader."""
+        """Give all ranks of a sequence the same samples, from the resumed position on."""
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.training
+        loader = self._same_samples(dataloader, training=training)
+        if training and self._position is not None:
+            take_up(loader, self._position)
+        return loader
+
+    def _same_samples(self, dataloader: object, *, training: bool) -> object:
+        """Replace the order where the sampler can be replaced, else let one rank of each sequence read."""
         if is_ours(dataloader):
             return dataloader
-        module = self.lightning_module
-        assert module is not None
         group = self._sequence_control_group or self.device_mesh.get_group("sequence_parallel")
         place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)
         if can_replace_sampler(dataloader):
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
             loader = cast("DataLoader[Any]", dataloader)
-            return replace_sampler(
-                loader, place, training=module.trainer.training, accumulation=self._accumulate, seed=seed
-            )
+            return replace_sampler(loader, place, training=training, accumulation=self._accumulate, seed=seed)
         if self.world_size == 1:
-            return dataloader
+            return BroadcastLoader(cast("Iterable[Any]", dataloader), place) if training else dataloader
         rank_zero_info(
             f"sequence_parallel: the order of {type(dataloader).__name__} cannot be replaced, so one rank of each sequence's group reads it and "
             f"sends the batches to its peers; split the data over {self.data_parallel_size} data-parallel groups by "
@@ -334,16 +364,26 @@ class SequenceParallelStrategy(ProcessStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         mesh = self.sequence_mesh
-        error, local, info = None, batch, None
+        fault: Exception | None = None
+        local, info = batch, None
         try:
             if is_sharded(batch) or not self.config.shard_batch:
                 info = hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, self._options)
             else:
                 local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, self._options)
-        except SequenceParallelError as refusal:
-            error = str(refusal)
-        whole = digest(batch) if error is None and local is not batch else 0
-        comm.check_same_batch(error, whole, (mesh.data_parallel_rank, mesh.sequence_rank), self._control_group)
+        except Exception as caught:  # told to the other ranks, which would wait for ever
+            fault = caught
+        error = (
+            str(fault)
+            if isinstance(fault, SequenceParallelError) or fault is None
+            else f"{type(fault).__name__}: {fault}"
+        )
+        whole = digest(batch) if fault is None and local is not batch else 0
+        try:
+            place = (mesh.data_parallel_rank, mesh.sequence_rank)
+            comm.check_same_batch(error if fault else None, whole, place, self._control_group)
+        except SequenceParallelError as agreed:
+            raise agreed from fault
         assert info is not None
         module = self.lightning_module
         if self._preflight_due and module is not None and module.trainer.training:
@@ -427,12 +467,27 @@ class SequenceParallelStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_micro_batch()
         output = self._sharded_step(*args, **kwargs)
         assert self._context is not None
         assert self.lightning_module is not None
         if output is None or not self.lightning_module.automatic_optimization:
             self._context.step = None
         return output
+
+    def _note_micro_batch(self) -> None:
+        """Remember what a checkpoint says of the data; after a resume, check it and go on with the stored random states."""
+        assert self._batch is not None
+        assert self.lightning_module is not None
+        rows, self._trained_epoch = self._batch.rows, self.lightning_module.trainer.current_epoch
+        self._trained_rows = max(self._trained_rows, rows)
+        if self._global_batch_due is not None:
+            due, self._global_batch_due = self._global_batch_due, None
+            check_global_batch(due, rows=rows, dp_size=self.data_parallel_size, accumulation=self._accumulate)
+        if self._random_due is not None:
+            # Again: making the loader's iterator has drawn from it, which the uninterrupted run did not.
+            restore_random_state(self._random_due)
+            self._random_due = None
 
     def _sharded_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a step, which lasts until its backward has ended, and run training_step in it."""
@@ -485,13 +540,25 @@ class SequenceParallelStrategy(ProcessStrategy):
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left."""
         assert self._context is not None
+        module = self.lightning_module
+        assert module is not None
         step = self._begin(self.sequence_mesh.sequence_group)
         try:
-            output = run(*args, **kwargs)
+            # A filler keeps the other ranks' collectives company: it must not reach a log or a metric.
+            with traceless(module, self.root_device) if self._is_filler(*args[1:]) else nullcontext():
+                output = run(*args, **kwargs)
         finally:
             self._context.step = None
         self._check_reached(step)
         return output
+
+    def _is_filler(self, batch_idx: int = 0, dataloader_idx: int = 0) -> bool:
+        if self.data_parallel_size == 1 or self.lightning_module is None:
+            return False
+        trainer = self.lightning_module.trainer
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        loaders = loop._combined_loader
+        return loaders is not None and filler_batch(loaders.flattened[dataloader_idx], batch_idx)
 
     def _begin(self, loss_group: dist.ProcessGroup | None) -> Step:
         assert self._context is not None
@@ -578,6 +645,141 @@ class SequenceParallelStrategy(ProcessStrategy):
         module = self.lightning_module
         return int(module.trainer.accumulate_grad_batches) if module is not None else 1
 
+    # ---- checkpoint
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's sharded state, by the user's names."""
+        assert self.lightning_module is not None
+        # After an evaluation forward the root stays gathered.
+        reshard(self.lightning_module)
+        return model_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's sharded state, by the user's parameter names."""
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        return optimizer_state(self.lightning_module, getattr(optimizer, "optimizer", optimizer))
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise SequenceParallelError(
+                f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
+            )
+        path = local_path(self.broadcast(os.fspath(filepath))).absolute()
+        checkpoint[CHECKPOINT_KEY] = self._run_state()
+        described = save_checkpoint(
+            checkpoint, path, as_folder=self.config.save_distributed_checkpoint, group=self._control_group
+        )
+        if described and not self._described:
+            self._described = True
+            rank_zero_info(
+                f"sequence_parallel: hyperparameters that are no plain values are stored as text: {'; '.join(described)}"
+            )
+
+    _described = False
+
+    def _run_state(self) -> dict[str, Any]:
+        """Return what a resume needs besides Lightning's own state."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return {
+            "format": 1,
+            "degrees": self._degrees(),
+            "shard_size": resolve_shard_size(self.config, self.world_size),
+            "seed": self._seed,
+            "step": trainer.global_step,
+            "random": comm.gather_objects(random_state(), self._control_group),
+            "position": loader_position(
+                trainer, epoch=self._trained_epoch, rows=self._trained_rows, dp_size=self.data_parallel_size
+            ),
+            "global_batch_size": self._trained_rows * self._accumulate * self.data_parallel_size,
+        }
+
+    def _degrees(self) -> dict[str, int]:
+        layout = self.sequence_mesh.layout
+        return {
+            "data_parallel_size": self.data_parallel_size,
+            "ring_size": layout.ring_size,
+            "ulysses_size": layout.ulysses_size,
+        }
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        reshard(module)
+        checkpoint = load_checkpoint(
+            local_path(self.broadcast(os.fspath(checkpoint_path))),
+            module,
+            self.optimizers if fitting else None,
+            strict=module.strict_loading,
+            weights_only=weights_only is not False,
+            group=self._control_group,
+        )
+        if fitting:
+            self._take_up_position((checkpoint.get(CHECKPOINT_KEY) or {}).get("position"), checkpoint, module.trainer)
+        return checkpoint
+
+    def _take_up_position(self, position: dict[str, Any] | None, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+        self._position = position
+        if position is None:
+            return
+        align_loops(position, checkpoint["loops"]["fit_loop"], trainer, dp_size=self.data_parallel_size)
+        self._global_batch_due = position if position["kind"] == "read" else None
+        # Reading `estimated_stepping_batches` in configure_optimizers makes the loader before the checkpoint is read.
+        for loader in trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader else ():
+            take_up(loader, position)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            load_optimizer_state(self.lightning_module, optimizer, state, index=index)
+        self._restore_random(checkpoint.get(CHECKPOINT_KEY))
+
+    def _restore_random(self, stored: dict[str, Any] | None) -> None:
+        """Go on with each rank's random states at equal degrees, else with streams derived from the stored seed."""
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        if stored is None:
+            self._seed_ranks(self.lightning_module.trainer.global_step)
+            return
+        self._seed = stored["seed"]
+        if stored["degrees"] == self._degrees():
+            state = stored["random"][self.global_rank]
+            restore_random_state(state)
+            epochs: Any = loop.epoch_progress.current
+            batches = loop.epoch_loop.batch_progress
+            within_epoch = epochs.ready > epochs.processed and batches.current.ready > 0 and not batches.is_last_batch
+            self._random_due = state if within_epoch else None
+            return
+        torch.manual_seed(derived_seed(self._seed, stored["step"], self._place))
+        was, now = (
+            ", ".join(f"{name} {size}" for name, size in each.items()) for each in (stored["degrees"], self._degrees())
+        )
+        rank_zero_info(
+            f"sequence_parallel: the checkpoint is of {was}; this run of {now} draws its random numbers (dropout) from streams derived from "
+            f"(seed {self._seed}, step {stored['step']}, data-parallel rank, sequence-parallel rank)"
+        )
+
     # ---- end
 
     @override
@@ -585,6 +787,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._interceptions.close()
         if self._context is not None:
             self._context.step = None
+        self._position = self._global_batch_due = self._random_due = None
         super().teardown()
 
     @classmethod

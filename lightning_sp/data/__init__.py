@@ -2,8 +2,9 @@
 
 from lightning_sp.data.collate import Batches, FillerAware, stack
 from lightning_sp.data.corpus import Corpus, MemoryCorpus, split_by_name, unigram_perplexity
-from lightning_sp.data.datamodule import LateDataLoader, SequenceShardingDataModule
+from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.documents import Document, Documents
+from lightning_sp.data.late import LateDataLoader
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, epoch_permutation
 from lightning_sp.data.prepare import PreparedTokens, open_prepared, prepare
 from lightning_sp.data.source import Source

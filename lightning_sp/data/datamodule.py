@@ -8,7 +8,6 @@ ranks of a sequence-parallel group read the same samples; under others each proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -17,35 +16,17 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from lightning_sp.data.collate import Batches, FillerAware
 from lightning_sp.data.corpus import Corpus, split_by_name, unigram_perplexity
+from lightning_sp.data.late import LateDataLoader
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
-from lightning_sp.data.position import align_loop_state, finished_epoch
+from lightning_sp.data.position import align_loop_state, sampler_position
 from lightning_sp.data.source import Source
 from lightning_sp.data.tokenizer import load_tokenizer
-from lightning_sp.data.windows import Packing, Remainder, Sample, Windows
+from lightning_sp.data.windows import Packing, Remainder, Windows
 from lightning_sp.errors import SequenceParallelError
-
-
-class LateDataLoader(DataLoader[Sample]):
-    """A loader that starts at its first batch, not when the iterator is made.
-
-    Lightning makes the iterator before it restores a checkpoint when `configure_optimizers` reads
-    `trainer.estimated_stepping_batches`; workers would have fetched the epoch's first samples by then.
-    """
-
-    def __iter__(self) -> Iterator[Sample]:  # type: ignore[override]
-        """Yield the batches that are left in the epoch."""
-        yield from super().__iter__()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Say where the position is kept. That there is a state tells Lightning that a resume in an epoch is exact."""
-        return {"position_kept_by": SequenceShardingDataModule.__qualname__}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take nothing: the DataModule has set the sampler."""
 
 
 class SequenceShardingDataModule(LightningDataModule):
@@ -274,24 +255,7 @@ class SequenceShardingDataModule(LightningDataModule):
         """Return the position: global samples consumed at an optimizer-step boundary, and what it depends on."""
         if self.trainer is None or self._sampler is None:
             return {}
-        epoch = self._sampler.started_epoch
-        if epoch is None:
-            steps = self._sampler.global_samples_skipped // self._sampler.split.global_batch_size
-            return self._position(self._sampler.epoch, steps * self._sampler.split.accumulation)
-        loop: Any = self.trainer.fit_loop
-        progress = loop.epoch_loop.batch_progress
-        finished = finished_epoch(
-            batches_done=progress.current.processed,
-            num_batches=loop.max_batches,
-            is_last_batch=progress.is_last_batch,
-            epochs_done=loop.epoch_progress.current.processed,
-            epoch=epoch,
-        )
-        return self._position(epoch + 1, 0) if finished else self._position(epoch, progress.current.processed)
-
-    def _position(self, epoch: int, batches: int) -> dict[str, Any]:
-        assert self._sampler is not None
-        position = self._sampler.state_dict(batches, epoch)
+        position = sampler_position(self._sampler, self.trainer.fit_loop)
         return position | {"accumulation": self._sampler.split.accumulation, "data": dict(self._data)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from lightning_sp import comm
+from lightning_sp.data.late import LateDataLoader
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
 from lightning_sp.data.windows import IGNORE_INDEX
 from lightning_sp.errors import SequenceParallelError
@@ -94,7 +95,7 @@ def replace_sampler(
         sampler = EvaluationBatchSampler(num_samples, loader.batch_size, place.dp_rank, place.dp_size)
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
-    return DataLoader(
+    return LateDataLoader(
         _Marked(loader.dataset),
         batch_sampler=batch_sampler,
         collate_fn=_MaskFillers(loader.collate_fn),
@@ -107,6 +108,14 @@ def replace_sampler(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def training_sampler(loader: Any) -> GlobalBatchSampler | None:
+    """Return the global order that a training loader follows, None where it has one of its own."""
+    for sampler in (_inner_sampler(loader), getattr(loader, "sampler", None)):
+        if isinstance(sampler, GlobalBatchSampler) and not isinstance(loader, BroadcastLoader):
+            return sampler
+    return None
 
 
 def filler_batch(loader: Any, batch_idx: int) -> bool:
@@ -173,11 +182,14 @@ class BroadcastLoader:
     Args:
         loader: the user's; iterated on the reading rank alone.
         place: this rank's.
+
+    `skip` micro-batches of the next epoch are read and discarded: the position that a checkpoint stored.
     """
 
     def __init__(self, loader: Iterable[Any], place: LoaderPlace) -> None:
         self.loader, self.place = loader, place
         self.fillers_from: int | None = None
+        self.skip = 0
 
     def __len__(self) -> int:
         """Return the length of the user's loader."""
@@ -189,11 +201,20 @@ class BroadcastLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Say where the position is kept: as a count of micro-batches, by the strategy."""
+        return {"position_kept_by": "lightning_sp"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take nothing: the strategy has set `skip`."""
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the reading rank's batches on every rank of the group."""
         self.fillers_from = None
         reader = comm.rank_in(self.place.sequence_group) == 0
         source = iter(self.loader) if reader else iter(())
+        # Of the epoch that a checkpoint ended in; the next ones are read from their start.
+        skip, self.skip = self.skip, 0
         count, last = 0, None
         while True:
             message = self._read(source) if reader else None
@@ -215,7 +236,8 @@ class BroadcastLoader:
                 value = mask_targets(last)
             last = value
             count += 1
-            yield value
+            if count > skip:
+                yield value
 
     @staticmethod
     def _read(source: Iterator[Any]) -> tuple[str, Any]:

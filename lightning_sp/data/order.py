@@ -138,6 +138,11 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
                 first = global_batch * size + (micro_step * dp_size + self.dp_rank) * m
                 yield [self._sample_at(place, order) for place in range(first, first + m)]
 
+    @property
+    def sampler(self) -> GlobalBatchSampler:
+        """Return itself: of a loader's batch sampler Lightning turns the epochs of its ``sampler`` alone."""
+        return self
+
     def _sample_at(self, place: int, order: NDArray[np.int64] | None) -> int:
         index = place % self.num_samples
         sample = index if order is None else int(order[index])

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_sp.data.order import GlobalBatchSampler
+
 _COUNTERS = ("ready", "started", "processed", "completed")
 
 
@@ -26,6 +28,23 @@ def finished_epoch(*, batches_done: int, num_batches: float, is_last_batch: bool
         epoch: The epoch whose samples were fetched last.
     """
     return batches_done >= num_batches or (is_last_batch and epochs_done > epoch)
+
+
+def sampler_position(sampler: GlobalBatchSampler, fit_loop: Any) -> dict[str, Any]:
+    """Return the position of a training order at an optimizer-step boundary, from the counters of the loop that reads it."""
+    epoch = sampler.started_epoch
+    if epoch is None:
+        steps = sampler.global_samples_skipped // sampler.split.global_batch_size
+        return sampler.state_dict(steps * sampler.split.accumulation, sampler.epoch)
+    progress = fit_loop.epoch_loop.batch_progress
+    finished = finished_epoch(
+        batches_done=progress.current.processed,
+        num_batches=fit_loop.max_batches,
+        is_last_batch=progress.is_last_batch,
+        epochs_done=fit_loop.epoch_progress.current.processed,
+        epoch=epoch,
+    )
+    return sampler.state_dict(0, epoch + 1) if finished else sampler.state_dict(progress.current.processed, epoch)
 
 
 def align_loop_state(

@@ -1,0 +1,22 @@
+"""Checkpoints: a DCP directory that is the same for every mesh, or one whole file; resumed on any degrees, exported for one process."""
+
+from lightning_sp.checkpoint.export import export_checkpoint
+from lightning_sp.checkpoint.folder import local_path
+from lightning_sp.checkpoint.load import load_checkpoint
+from lightning_sp.checkpoint.rng import derived_seed, random_state, restore_random_state
+from lightning_sp.checkpoint.save import save_checkpoint
+from lightning_sp.checkpoint.state import load_model_state, load_optimizer_state, model_state, optimizer_state
+
+__all__ = [
+    "derived_seed",
+    "export_checkpoint",
+    "load_checkpoint",
+    "load_model_state",
+    "load_optimizer_state",
+    "local_path",
+    "model_state",
+    "optimizer_state",
+    "random_state",
+    "restore_random_state",
+    "save_checkpoint",
+]

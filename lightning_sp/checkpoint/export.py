@@ -1,0 +1,86 @@
+"""Export: a checkpoint as a plain state dict, in one process without a GPU or a process group."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from lightning_sp.checkpoint.folder import damage, local_path, partial_path, read_manifest
+from lightning_sp.checkpoint.load import read_file, read_folder
+from lightning_sp.errors import SequenceParallelError
+
+FORMATS = (".pt", ".safetensors")
+
+
+def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dtype: torch.dtype | None = None) -> Path:
+    """Write a checkpoint's model as a plain state dict that loads into the unwrapped model with ``strict=True``.
+
+    Args:
+        path: a checkpoint folder or file of any degrees.
+        out: a .pt file (torch.save of a dict of tensors) or a .safetensors file; replaced when it is there.
+        prefix: keep only the tensors of that part of the LightningModule, and strip it: ``"model."`` gives the state dict of
+            ``module.model``.
+        dtype: cast floating-point tensors; None keeps them as trained.
+
+    Returns:
+        The path written. Tied weights stand under each of their names, each with its own memory.
+
+    Raises:
+        SequenceParallelError: the checkpoint is missing, half-written or damaged; nothing has that prefix; `out` has another suffix.
+    """
+    source, target = local_path(path), local_path(out)
+    if target.suffix not in FORMATS:
+        raise SequenceParallelError(f"export to {target.name!r}: must end in one of {', '.join(FORMATS)}")
+    state = read_model(source, prefix)
+    if dtype is not None:
+        state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = partial_path(target)
+    if target.suffix == ".pt":
+        torch.save(state, temporary)
+    else:
+        from safetensors.torch import save_file  # noqa: PLC0415 - its import takes a while, and export alone needs it
+
+        save_file({name: value.contiguous() for name, value in state.items()}, temporary, metadata={"format": "pt"})
+    temporary.replace(target)
+    return target
+
+
+def read_model(source: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Return the whole model of a checkpoint folder or file, each tensor in memory of its own."""
+    if source.is_file():
+        values: dict[str, Any] = read_file(source)["state_dict"]
+        whole = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+        return _strip(source, whole, prefix)
+    _, metadata = read_folder(source)
+    files = read_manifest(source)
+    if wrong := damage(source, files, files):
+        raise SequenceParallelError(wrong)
+    key = "state_dict."
+    stored = {name: of for name, of in metadata.state_dict_metadata.items() if name.startswith(key)}
+    _strip(source, {name[len(key) :]: name for name in stored}, prefix)  # refuse before reading
+    wanted = {
+        name: torch.empty(tuple(of.size), dtype=of.properties.dtype)  # type: ignore[union-attr]
+        for name, of in stored.items()
+        if name[len(key) :].startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp_load(wanted, storage_reader=FileSystemReader(source), no_dist=True)
+    return _strip(source, {name[len(key) :]: value for name, value in wanted.items()}, prefix)
+
+
+def _strip(source: Path, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    kept = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+    if not kept:
+        heads = sorted({name.split(".")[0] + "." for name in state})
+        raise SequenceParallelError(
+            f"checkpoint {source}: no tensor's name begins with {prefix!r}; prefixes: {', '.join(heads[:8])}"
+        )
+    return kept

@@ -1,0 +1,158 @@
+"""The folder of a checkpoint on disk: its files, how it becomes whole at one moment, and how damage is found.
+
+    NAME/
+      .metadata, __<rank>_0.distcp    torch.distributed.checkpoint: the model's and the optimizers' tensors
+      meta.pt                         everything else, plain containers (Lightning's name for it)
+      manifest.json                   written last: size and CRC-32 of every file; a folder without it is half-written
+
+It is written as NAME.partial and renamed when complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning_sp.errors import SequenceParallelError
+
+META, MANIFEST, PARTIAL, REPLACED = "meta.pt", "manifest.json", ".partial", ".replaced"
+FORMAT = 1
+_CHUNK_BYTES = 1 << 24
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path on a local or mounted file system.
+
+    Raises:
+        SequenceParallelError: an address.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise SequenceParallelError(
+            f"checkpoint path {text!r}: addresses are not supported, give a path that all nodes see"
+        )
+    return Path(text)
+
+
+def partial_path(path: Path) -> Path:
+    """Return where a checkpoint stands while it is written."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def checksum(file: Path) -> tuple[int, int]:
+    """Return a file's bytes and CRC-32."""
+    size = crc = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def write_manifest(folder: Path, files: dict[str, tuple[int, int]]) -> None:
+    """Write the manifest, whole or not at all.
+
+    Raises:
+        SequenceParallelError: this process does not see a file that another has written.
+    """
+    missing = [
+        name
+        for name, (size, _) in files.items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]
+    if missing:
+        raise SequenceParallelError(
+            f"checkpoint {folder}: rank 0 does not see {len(missing)} of {len(files)} files that other ranks wrote ({missing[0]}, ...): the "
+            "folder must be on a file system that all nodes share"
+        )
+    temporary = folder / (MANIFEST + ".tmp")
+    with temporary.open("w") as stream:
+        json.dump({"format": FORMAT, "files": {name: list(of) for name, of in sorted(files.items())}}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(folder / MANIFEST)
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Rename what was written to its own name, replacing an older checkpoint there.
+
+    Raises:
+        SequenceParallelError: a folder of that name is no checkpoint.
+    """
+    old = path.with_name(path.name + REPLACED)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        if not is_folder_checkpoint(path) and any(path.iterdir()):
+            raise SequenceParallelError(
+                f"checkpoint {path}: a folder of that name is there and is no checkpoint; it is not overwritten"
+            )
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    written.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def is_folder_checkpoint(path: Path) -> bool:
+    """Return whether a folder holds a checkpoint, complete or not."""
+    return any((path / name).exists() for name in (MANIFEST, META, ".metadata"))
+
+
+def read_manifest(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the files of a complete checkpoint folder.
+
+    Raises:
+        SequenceParallelError: there is none, it is half-written, or of a newer format.
+    """
+    if not path.exists():
+        partial = partial_path(path)
+        if partial.is_dir():
+            found = len(list(partial.iterdir()))
+            raise SequenceParallelError(
+                f"checkpoint {path} was never completed: {partial.name} holds {found} files of a save that did not end; resume from an earlier "
+                f"checkpoint, and delete {partial}"
+            )
+        raise SequenceParallelError(f"checkpoint {path} does not exist")
+    if not (path / MANIFEST).is_file():
+        if is_folder_checkpoint(path) or any(path.glob("*.distcp")):
+            raise SequenceParallelError(
+                f"checkpoint {path} is half-written: it holds {len(list(path.iterdir()))} files and no {MANIFEST}, which a save writes last (or "
+                "it is a distributed checkpoint of another strategy); resume from an earlier checkpoint"
+            )
+        raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST})")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        number, files = manifest["format"], {name: (size, crc) for name, (size, crc) in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SequenceParallelError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({error})") from error
+    if number != FORMAT:
+        raise SequenceParallelError(
+            f"checkpoint {path} is of format {number}, this version of lightning_sp reads {FORMAT}"
+        )
+    return files
+
+
+def damage(path: Path, files: dict[str, tuple[int, int]], names: Iterable[str]) -> str | None:
+    """Return what is wrong with some of a checkpoint's files, None if nothing."""
+    for name in names:
+        size, crc = files[name]
+        if not (path / name).is_file():
+            return f"checkpoint {path} is damaged: {name} ({size} bytes) is missing; resume from another checkpoint"
+        found = (path / name).stat().st_size
+        if found != size:
+            return f"checkpoint {path} is damaged: {name} has {found} bytes, {size} were written; resume from another checkpoint"
+        if checksum(path / name)[1] != crc:
+            return f"checkpoint {path} is damaged: the checksum of {name} ({size} bytes) is not the one written; resume from another checkpoint"
+    return None
+
+
+def first_failure(error: BaseException) -> str:
+    """Return the first rank's failure of a collective save or load of torch.distributed.checkpoint."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = min(failures.items(), key=lambda item: int(item[0]))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"

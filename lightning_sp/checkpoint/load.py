@@ -1,0 +1,206 @@
+"""Loading: all checks first, on all ranks together, then each rank reads its part of whatever degrees wrote it."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import empty as empty_dtensor
+from torch.optim import Optimizer
+
+from lightning_sp import comm
+from lightning_sp.checkpoint.folder import META, damage, first_failure, read_manifest
+from lightning_sp.checkpoint.state import model_state, user_name
+from lightning_sp.errors import SequenceParallelError
+
+_STATE = "state_dict."
+
+
+def load_checkpoint(
+    path: Path,
+    module: nn.Module,
+    optimizers: list[Optimizer] | None,
+    *,
+    strict: bool = True,
+    weights_only: bool = True,
+    group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Read a checkpoint for a model on any degrees; every rank calls it. Nothing of the model is changed yet.
+
+    Args:
+        path: a folder or file that `save_checkpoint` wrote, or a file of plain Lightning; equal on all ranks.
+        module: the resharded module: its tensors say which part this rank reads.
+        optimizers: those that will take the stored state; None to read the model alone (evaluation).
+        strict: refuse names that are only in the checkpoint or only in the model.
+        weights_only: what `torch.load` is told for the part that is not tensors.
+        group: the world, on a backend for host objects.
+
+    Communicates: DCP's plan; agreement on errors.
+
+    Returns:
+        Lightning's checkpoint: sharded tensors in ``state_dict`` and ``optimizer_states``; whole ones when read from a file.
+
+    Raises:
+        SequenceParallelError: missing, half-written, damaged, of another model, or of other optimizers.
+    """
+    error, checkpoint, metadata = None, {}, None
+    try:
+        if path.is_file():
+            checkpoint = read_file(path, weights_only)
+            shapes = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
+        else:
+            checkpoint, metadata = read_folder(path, weights_only)
+            shapes = stored_shapes(metadata)
+        own = {name: tuple(t.shape) for name, t in model_state(module).items() if isinstance(t, Tensor)}
+        check_model(path, shapes, own, strict=strict)
+        if optimizers is not None:
+            _check_optimizers(path, checkpoint, len(optimizers))
+    except SequenceParallelError as refusal:
+        error = str(refusal)
+    comm.agree(error, group)
+    if metadata is None:
+        return checkpoint
+    _check_files(path, group)
+    return _read_tensors(path, checkpoint, metadata, module, optimizers, group)
+
+
+def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint in a single file, its tensors mapped from it.
+
+    Raises:
+        SequenceParallelError: the file is damaged, or no checkpoint of a Trainer.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SequenceParallelError(
+            f"checkpoint {path} ({path.stat().st_size} bytes) cannot be read: damaged, half-written or not plain values alone: {reason}"
+        ) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "loops" not in checkpoint:
+        raise SequenceParallelError(
+            f"{path} is no checkpoint of a Trainer (it has no state_dict and loops): to start from exported weights, load them into the model "
+            "before the Trainer gets it, with model.load_state_dict"
+        )
+    return checkpoint
+
+
+def read_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], Metadata]:
+    """Return what a checkpoint folder holds besides tensors, and DCP's description of these.
+
+    Raises:
+        SequenceParallelError: the folder is missing, half-written or damaged.
+    """
+    files = read_manifest(path)
+    if wrong := damage(path, files, [name for name in (META, ".metadata") if name in files]):
+        raise SequenceParallelError(wrong)
+    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
+    return checkpoint, FileSystemReader(path).read_metadata()
+
+
+def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's tensors in a checkpoint folder."""
+    return {
+        key[len(_STATE) :]: tuple(value.size)
+        for key, value in metadata.state_dict_metadata.items()
+        if key.startswith(_STATE) and isinstance(value, TensorStorageMetadata)
+    }
+
+
+def check_model(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> None:
+    """Refuse a checkpoint of another model, with counts and the first names."""
+    differing = [f"{n} is {stored[n]} there and {own[n]} here" for n in own if n in stored and stored[n] != own[n]]
+    only_own = [name for name in own if name not in stored]
+    only_stored = [name for name in stored if name not in own]
+    parts = []
+    if differing:
+        parts.append(f"{len(differing)} of {len(own)} tensors differ in shape ({_first(differing, '; ')})")
+    if strict and only_own:
+        parts.append(f"{len(only_own)} are only in this model ({_first(only_own)})")
+    if strict and only_stored:
+        parts.append(f"{len(only_stored)} are only in the checkpoint ({_first(only_stored)})")
+    if parts:
+        fix = "" if differing else ", or set strict_loading=False on the LightningModule"
+        raise SequenceParallelError(
+            f"checkpoint {path} is of another model: {'; '.join(parts)}; build the model with the options it was trained with{fix}"
+        )
+
+
+def _first(names: list[str], separator: str = ", ") -> str:
+    return separator.join(names[:3]) + (f"{separator}..." if len(names) > 3 else "")
+
+
+def _check_optimizers(path: Path, checkpoint: Mapping[str, Any], count: int) -> None:
+    if "optimizer_states" not in checkpoint:
+        raise SequenceParallelError(
+            f"checkpoint {path} holds weights alone (save_weights_only=True), and fit(ckpt_path=...) needs the optimizers' state: give another "
+            "checkpoint, or export it and load the weights into the model"
+        )
+    stored = len(checkpoint["optimizer_states"])
+    if stored != count:
+        raise SequenceParallelError(
+            f"checkpoint {path} holds the state of {stored} optimizers, configure_optimizers returned {count} in this run: return the same"
+        )
+
+
+def _check_files(path: Path, group: ProcessGroup | None) -> None:
+    """Verify the tensors' files, each by one rank."""
+    files = read_manifest(path)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    comm.agree(damage(path, files, sorted(files)[rank::size]), group)
+
+
+def _read_tensors(
+    path: Path,
+    checkpoint: dict[str, Any],
+    metadata: Metadata,
+    module: nn.Module,
+    optimizers: list[Optimizer] | None,
+    group: ProcessGroup | None,
+) -> dict[str, Any]:
+    stored = metadata.state_dict_metadata
+    state = {
+        name: _empty_like(value, stored[_STATE + name])
+        for name, value in model_state(module).items()
+        if _STATE + name in stored
+    }
+    wanted = {_STATE + name: value for name, value in state.items()}
+    if optimizers is not None:
+        parameters = {user_name(name): parameter for name, parameter in module.named_parameters()}
+        for optimizer_values in checkpoint["optimizer_states"]:
+            for name, values in optimizer_values["state"].items():
+                for entry, value in values.items():
+                    if isinstance(value, Mapping) and set(value) == {"stored_as"} and name in parameters:
+                        key = value["stored_as"]
+                        values[entry] = wanted[key] = _empty_like(parameters[name], stored[key])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            dcp_load(wanted, storage_reader=FileSystemReader(path), process_group=group)
+        except Exception as error:  # DCP raises on all ranks, with each rank's failure
+            raise SequenceParallelError(f"checkpoint {path} could not be read: {first_failure(error)}") from error
+    checkpoint["state_dict"] = {**state, **checkpoint.pop("state_dict_objects")}
+    return checkpoint
+
+
+def _empty_like(target: Tensor, stored: Any) -> Tensor:
+    """Return memory for a stored tensor: split as `target` where the shapes agree, on every rank whole otherwise."""
+    size, dtype = tuple(stored.size), stored.properties.dtype
+    if size == tuple(target.shape):
+        return torch.empty_like(target, dtype=dtype, requires_grad=False)
+    if isinstance(target, DTensor):
+        placements = [Replicate()] * target.device_mesh.ndim
+        return empty_dtensor(*size, dtype=dtype, device_mesh=target.device_mesh, placements=placements)
+    return torch.empty(size, dtype=dtype, device=target.device)

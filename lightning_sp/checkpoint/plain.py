@@ -1,0 +1,65 @@
+"""A checkpoint's values as plain containers, so that `torch.load(weights_only=True)`, Lightning's choice on resume, reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def plain_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the checkpoint in plain containers, what was refused and which hyperparameters became text.
+
+    Hyperparameters of any type are for people to read: what is not plain there becomes its repr. Elsewhere a value that would not load
+    again is refused. Sharded tensors are gathered, so that all ranks must call this together, with the same entries.
+
+    Communicates: an all_gather for each sharded tensor.
+    """
+    refused: list[str] = []
+    described: list[str] = []
+    plain = {}
+    for key, value in checkpoint.items():
+        if key == "hparams_type":  # OmegaConf's class, for what is a dict now
+            continue
+        plain[str(key)] = _plain(value, str(key), described if key in HYPER_PARAMETERS else refused)
+    return plain, refused, described
+
+
+def _plain(value: Any, where: str, strange: list[str]) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().cpu()
+    if isinstance(value, Tensor):
+        # A clone: torch.save writes the whole storage of a view.
+        return value.detach().cpu().clone()
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):  # OmegaConf's are no Mapping
+        return {_key(k): _plain(v, f"{where}[{k!r}]", strange) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return {_plain(v, where, strange) for v in value}
+    if isinstance(value, tuple):
+        return tuple(_plain(v, f"{where}[{i}]", strange) for i, v in enumerate(value))
+    if isinstance(value, list) or type(value).__name__ == "ListConfig":
+        return [_plain(v, f"{where}[{i}]", strange) for i, v in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    # An Enum of strings or numpy's float64 is a str or float by class, and does not load as what it is.
+    for base in (int, float, str):
+        if isinstance(value, base):
+            return getattr(value, "value", value) if isinstance(value, Enum) else base(value)
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+        return value.item()  # numpy's scalars
+    strange.append(f"{where} is {type(value).__module__}.{type(value).__qualname__}")
+    return repr(value)
+
+
+def _key(key: Any) -> Any:
+    return key if type(key) in (str, int, float, bool, tuple, type(None)) else str(key)

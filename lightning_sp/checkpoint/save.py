@@ -1,0 +1,188 @@
+"""Saving: a DCP folder written by all ranks, or one whole file written by rank 0."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+
+from lightning_sp import comm
+from lightning_sp.checkpoint.folder import (
+    META,
+    checksum,
+    first_failure,
+    is_folder_checkpoint,
+    partial_path,
+    put_in_place,
+    write_manifest,
+)
+from lightning_sp.checkpoint.plain import plain_checkpoint
+from lightning_sp.errors import SequenceParallelError
+
+
+def save_checkpoint(
+    checkpoint: dict[str, Any], path: Path, *, as_folder: bool, group: ProcessGroup | None = None
+) -> list[str]:
+    """Write Lightning's checkpoint; every rank calls it. What stands at `path` is the old one or the new one, never a part.
+
+    Args:
+        checkpoint: from ``dump_checkpoint``, its model and optimizers as `state` returns them.
+        path: on a file system that all ranks share; equal on all ranks.
+        as_folder: a DCP folder (each rank writes its part), else one file in plain Lightning's format.
+        group: the world, on a backend for host objects.
+
+    Communicates: DCP's plan; for a file every sharded tensor, gathered one by one.
+
+    Returns:
+        The hyperparameters that were not plain and became text.
+
+    Raises:
+        SequenceParallelError: an entry cannot be stored, or a rank could not write.
+    """
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    plain, refused, described = plain_checkpoint(rest)
+    comm.agree(_refusal(path, refused), group)
+    if as_folder:
+        _save_folder(checkpoint, plain, path, group)
+    else:
+        _save_file(checkpoint, plain, path, group)
+    return described
+
+
+def _refusal(path: Path, refused: list[str]) -> str | None:
+    if not refused:
+        return None
+    shown = "; ".join(refused[:3]) + (f"; and {len(refused) - 3} more" if len(refused) > 3 else "")
+    return (
+        f"checkpoint {path}: {len(refused)} entries are no plain values and would not load again (weights_only=True): {shown}; return numbers, "
+        "strings, tensors and containers of these from state_dict and on_save_checkpoint"
+    )
+
+
+def _save_folder(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
+    staging, is_writer = partial_path(path), comm.rank_in(group) == 0 if group else _is_rank_zero()
+    tensors: dict[str, Any] = {"state_dict": {}}
+    plain["state_dict_objects"] = {}
+    for name, value in checkpoint["state_dict"].items():
+        (tensors["state_dict"] if isinstance(value, Tensor) else plain["state_dict_objects"])[name] = value
+    if "optimizer_states" in checkpoint:
+        plain["optimizer_states"] = [
+            _put_aside(state, f"optimizer_{index}", tensors)
+            for index, state in enumerate(checkpoint["optimizer_states"])
+        ]
+
+    def prepare() -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    def complete() -> None:
+        torch.save(plain, staging / META)
+        write_manifest(staging, {**files, META: checksum(staging / META)})
+        put_in_place(staging, path)
+
+    _on(is_writer, prepare, path, group)
+    written: dict[str, tuple[int, int]] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            dcp_save(tensors, storage_writer=FileSystemWriter(staging), process_group=group)
+        except Exception as error:  # DCP raises on all ranks, with each rank's failure
+            raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
+    prefix = f"__{dist.get_rank() if dist.is_initialized() else 0}_"
+    written = {file.name: checksum(file) for file in staging.iterdir() if file.name.startswith(prefix)}
+    if is_writer:
+        written[".metadata"] = checksum(staging / ".metadata")
+    files = {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}
+    _on(is_writer, complete, path, group)
+
+
+def _put_aside(state: dict[str, Any], key: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with its sharded tensors replaced by where they are stored; small ones (steps) stay."""
+    left: dict[str, Any] = {}
+    for name, values in state["state"].items():
+        left[name] = {}
+        for entry, value in values.items():
+            if isinstance(value, DTensor):
+                tensors.setdefault(key, {}).setdefault(name, {})[entry] = value
+                left[name][entry] = {"stored_as": f"{key}.{name}.{entry}"}
+            else:
+                left[name][entry] = value.detach().cpu() if isinstance(value, Tensor) else value
+    plain, refused, _ = plain_checkpoint(
+        {"class": state["class"], "state": left, "param_groups": state["param_groups"]}
+    )
+    if refused:
+        raise SequenceParallelError(
+            f"{key}: {refused[0]}, which would not load again: keep numbers, tensors and containers in optimizer state"
+        )
+    return plain
+
+
+def _save_file(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
+    is_writer = comm.rank_in(group) == 0 if group else _is_rank_zero()
+    plain["state_dict"] = {name: _whole(value, is_writer) for name, value in checkpoint["state_dict"].items()}
+    if "optimizer_states" in checkpoint:
+        plain["optimizer_states"] = [_numbered(state, is_writer) for state in checkpoint["optimizer_states"]]
+    temporary = partial_path(path)
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as stream:
+            torch.save(plain, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if path.is_dir() and not path.is_symlink() and is_folder_checkpoint(path):
+            shutil.rmtree(path)
+        temporary.replace(path)
+
+    _on(is_writer, write, path, group)
+
+
+def _whole(value: Any, keep: bool) -> Any:
+    """Gather a sharded tensor on all ranks; those that do not write let it go at once."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(whole, Tensor):
+        return whole
+    return whole.detach().cpu().clone() if keep else None
+
+
+def _numbered(state: dict[str, Any], keep: bool) -> dict[str, Any]:
+    """Return an optimizer's state as torch's own state_dict has it: whole tensors, parameters by number."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        "state": {
+            numbers[name]: {entry: _whole(value, keep) for entry, value in values.items()}
+            for name, values in sorted(state["state"].items(), key=lambda item: numbers[item[0]])
+        },
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def _on(is_writer: bool, act: Callable[[], None], path: Path, group: ProcessGroup | None) -> None:
+    """Let rank 0 act; its failure is every rank's."""
+    error = None
+    if is_writer:
+        try:
+            act()
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+        except OSError as failure:
+            error = f"checkpoint {path} could not be written: {failure}"
+    comm.agree(error, group)
+
+
+def _is_rank_zero() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

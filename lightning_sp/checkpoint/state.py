@@ -1,0 +1,147 @@
+"""What a checkpoint says of the model and its optimizers: tensors by the names that the user knows, whatever wraps the modules.
+
+The optimizers' state is read from the optimizer and not through `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`: where
+the state is still empty, that takes a step of its own to fill it, which counts in Adam's bias correction, and it raises for plain SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_sp.errors import SequenceParallelError
+
+
+def user_name(name: str) -> str:
+    """Return a parameter's name without those of wrappers (checkpointing, compilation)."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def model_state(module: nn.Module) -> dict[str, Any]:
+    """Return references to the module's sharded state. The caller has resharded the module.
+
+    A parameter with several names (tied weights) stands under each of them, as a strict load wants.
+    """
+    return {user_name(name): value for name, value in module.state_dict().items()}
+
+
+def load_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load sharded or whole tensors into the resharded module.
+
+    A whole tensor must be the same on all ranks: each takes its own part of it, without communication.
+    """
+    own = {user_name(name): (name, value) for name, value in module.state_dict().items()}
+    named = {}
+    for name, value in state.items():
+        module_name, target = own.get(name, (name, None))
+        named[module_name] = _sharded_like(value, target)
+    module.load_state_dict(named, strict=strict)
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state by parameter name: ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``.
+
+    Raises:
+        SequenceParallelError: the optimizer holds a parameter that is not the module's.
+    """
+    names = _names(module)
+    groups = [
+        {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {_name_of(parameter, names): dict(values) for parameter, values in optimizer.state.items()}
+    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
+
+
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any], *, index: int) -> None:
+    """Load what `optimizer_state` returned, or a plain optimizer's state dict (parameters by number, whole tensors).
+
+    Args:
+        module: holds the parameters.
+        optimizer: of this run, its state empty.
+        stored: the state; sharded tensors may be of other degrees' shape, whole ones are split here.
+        index: the optimizer's number, for messages.
+
+    Raises:
+        SequenceParallelError: another class of optimizer, or other parameter groups, with their names.
+    """
+    names = _names(module)
+    own_groups = [[_name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
+    parameters = {_name_of(p, names): p for group in optimizer.param_groups for p in group["params"]}
+    stored_groups = [list(group["params"]) for group in stored["param_groups"]]
+    if all(isinstance(name, int) for group in stored_groups for name in group):
+        # A plain Lightning checkpoint: parameters are numbered in the order of the groups.
+        _check_groups(index, [len(group) for group in own_groups], [len(group) for group in stored_groups])
+        by_number = dict(zip(chain(*stored_groups), chain(*own_groups), strict=True))
+        values = {by_number[number]: state for number, state in stored["state"].items()}
+    else:
+        kind = stored.get("class", type(optimizer).__name__)
+        if kind != type(optimizer).__name__:
+            raise SequenceParallelError(
+                f"optimizer {index} of the checkpoint is {kind}, this run's is {type(optimizer).__name__}: its state would not fit; configure "
+                f"{kind}, or load the weights alone (lightning_sp.export_checkpoint)"
+            )
+        _check_groups(index, [sorted(group) for group in own_groups], [sorted(group) for group in stored_groups])
+        values = dict(stored["state"])
+    numbers = {name: number for number, name in enumerate(parameters)}
+    optimizer.load_state_dict(
+        {
+            "state": {
+                numbers[name]: {key: _sharded_like(value, parameters[name]) for key, value in state.items()}
+                for name, state in values.items()
+            },
+            "param_groups": [
+                {**group, "params": [numbers[name] for name in own]}
+                for group, own in zip(stored["param_groups"], own_groups, strict=True)
+            ],
+        }
+    )
+
+
+def _check_groups(index: int, own: list[Any], stored: list[Any]) -> None:
+    """Refuse other parameter groups than the stored ones: lists of sizes, or of sorted names."""
+    if own == stored:
+        return
+    named = bool(own) and isinstance(own[0], list)
+    message = f"optimizer {index}: the checkpoint's parameter groups hold {_sizes(stored)} parameters, this run's {_sizes(own)}"
+    if named:
+        here, there = ({name for group in groups for name in group} for groups in (own, stored))
+        for where, names in (("in this run", here - there), ("in the checkpoint", there - here)):
+            message += f"; only {where}: {', '.join(sorted(names)[:3])}" if names else ""
+    raise SequenceParallelError(f"{message}; configure the optimizer with the same groups, in the same order")
+
+
+def _sizes(groups: list[Any]) -> list[int]:
+    return [len(group) if isinstance(group, list) else group for group in groups]
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): user_name(name) for name, parameter in module.named_parameters()}
+
+
+def _name_of(parameter: Any, names: Mapping[int, str]) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise SequenceParallelError(
+            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the module's: parameters must be those of the "
+            "LightningModule when configure_optimizers is called"
+        )
+    return name
+
+
+def _sharded_like(value: Any, target: Any) -> Any:
+    """Split a whole tensor as `target` is split; return anything else as it is."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(target, DTensor):
+        return value
+    if value.shape != target.shape:
+        return value
+    with torch.no_grad():
+        local = value.detach().to(target.to_local().device)
+        # src_data_rank=None: every rank holds the whole and keeps its part.
+        return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)

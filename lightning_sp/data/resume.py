@@ -1,0 +1,145 @@
+"""The data position of users' own training loaders, kept by the strategy; `SequenceShardingDataModule` keeps its own.
+
+Where the loader follows our order the position is global samples consumed, and holds for any degrees of the same global batch. A loader
+that is read by one rank is a sequence without an address: it is read again from the epoch's start, and what was consumed is discarded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_sp.data.datamodule import SequenceShardingDataModule
+from lightning_sp.data.loader import BroadcastLoader, training_sampler
+from lightning_sp.data.position import align_loop_state, finished_epoch, sampler_position
+from lightning_sp.errors import SequenceParallelError
+
+# A loader without a length: longer than any epoch.
+_ENDLESS = 2**62
+
+
+def loader_position(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dict[str, Any] | None:
+    """Return the training loader's position in plain values, None where a DataModule keeps it or nothing was read.
+
+    Args:
+        trainer: the one that saves.
+        epoch: of the last micro-batch.
+        rows: samples in a micro-batch.
+        dp_size: data-parallel ranks.
+    """
+    combined = trainer.fit_loop._combined_loader
+    if combined is None or isinstance(trainer.datamodule, SequenceShardingDataModule):
+        return None
+    loaders, accumulation = combined.flattened, trainer.accumulate_grad_batches
+    sampler = training_sampler(loaders[0]) if len(loaders) == 1 else None
+    if sampler is not None:
+        position = sampler_position(sampler, trainer.fit_loop)
+        return {
+            "kind": "order",
+            **position,
+            "accumulation": accumulation,
+            "loader_steps": sampler.num_global_batches,
+        }
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    finished = finished_epoch(
+        batches_done=progress.current.processed,
+        num_batches=trainer.fit_loop.max_batches,
+        is_last_batch=progress.is_last_batch,
+        epochs_done=trainer.fit_loop.epoch_progress.current.processed,
+        epoch=epoch,
+    )
+    steps = 0 if finished else progress.current.processed // accumulation
+    return {
+        "kind": "read",
+        "loaders": len(loaders),
+        "epoch": epoch + 1 if finished else epoch,
+        "steps": steps,
+        "rows": rows,
+        "dp_size": dp_size,
+        "accumulation": accumulation,
+        "global_batch_size": rows * dp_size * accumulation,
+    }
+
+
+def align_loops(position: dict[str, Any], fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
+    """Make the stored loop counters agree with the position, in place, before Lightning loads them.
+
+    Raises:
+        SequenceParallelError: the position cannot be taken up at these degrees.
+    """
+    steps, length = position.get("steps", 0), _ENDLESS
+    if position["kind"] == "order":
+        steps = position["global_samples_consumed"] // position["global_batch_size"]
+        length = position["loader_steps"] * trainer.accumulate_grad_batches
+    elif steps:
+        if position["loaders"] > 1:
+            raise SequenceParallelError(
+                f"the checkpoint was stored within an epoch ({steps} steps) over {position['loaders']} training loaders, of which only the "
+                "common count is known: resume from a checkpoint of an epoch's end, or train from one loader"
+            )
+        if (dp_size, trainer.accumulate_grad_batches) != (position["dp_size"], position["accumulation"]):
+            raise SequenceParallelError(
+                f"the checkpoint was stored within an epoch ({steps} steps) of a loader whose order cannot be replaced, with data_parallel_size="
+                f"{position['dp_size']} and accumulate_grad_batches={position['accumulation']}; this run has {dp_size} and "
+                f"{trainer.accumulate_grad_batches}, which read it otherwise: use the same, or resume from a checkpoint of an epoch's end"
+            )
+    align_loop_state(
+        fit_loop,
+        trainer,
+        epoch=position["epoch"],
+        steps=steps,
+        stored_accumulation=position["accumulation"],
+        loader_length=length,
+    )
+
+
+def take_up(loader: Any, position: dict[str, Any]) -> None:
+    """Set a processed training loader to a stored position.
+
+    Raises:
+        SequenceParallelError: the loader, its order or the global batch differ from the stored ones.
+    """
+    sampler = training_sampler(loader)
+    if position["kind"] == "order":
+        if sampler is None:
+            raise SequenceParallelError(
+                f"the checkpoint's data position is of a loader whose order lightning_sp gives ({position['num_samples']} samples), this "
+                f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or start without the position"
+            )
+        sampler.load_state_dict(position)
+    elif position["steps"]:
+        if not isinstance(loader, BroadcastLoader):
+            raise SequenceParallelError(
+                "the checkpoint's data position is of a loader that one rank reads, this run's training loader follows lightning_sp's order: "
+                "give the same loader, or resume from a checkpoint of an epoch's end"
+            )
+        loader.skip = position["steps"] * position["accumulation"]
+        rank_zero_warn(
+            f"sequence_parallel: {loader.skip} micro-batches of {type(loader.loader).__name__} are read again and discarded, to continue "
+            f"within epoch {position['epoch']}: exact if the loader gives them in the same order as before"
+        )
+
+
+def check_global_batch(position: dict[str, Any], *, rows: int, dp_size: int, accumulation: int) -> None:
+    """Refuse a first micro-batch that does not make the stored global batch.
+
+    Raises:
+        SequenceParallelError: with the numbers, and the micro-batches that do.
+    """
+    size, stored = rows * dp_size * accumulation, position["global_batch_size"]
+    if size == stored or (
+        rows < position["rows"] and dp_size * accumulation == position["dp_size"] * position["accumulation"]
+    ):
+        return
+    per_rank, rest = divmod(stored, dp_size)
+    pairs = [(m, per_rank // m) for m in range(1, per_rank + 1) if per_rank % m == 0] if not rest else []
+    fix = (
+        f"at dp {dp_size} these (micro-batch, accumulate_grad_batches) do: {pairs}"
+        if pairs
+        else f"{stored} is not a multiple of dp {dp_size}"
+    )
+    raise SequenceParallelError(
+        f"micro-batch {rows} x accumulate_grad_batches {accumulation} x dp {dp_size} = {size} samples a step, but the checkpoint's global batch "
+        f"is {stored}: {fix}"
+    )

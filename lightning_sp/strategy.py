@@ -556,7 +556,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         if self.data_parallel_size == 1 or self.lightning_module is None:
             return False
         trainer = self.lightning_module.trainer
-        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         loaders = loop._combined_loader
         return loaders is not None and filler_batch(loaders.flattened[dataloader_idx], batch_idx)
 

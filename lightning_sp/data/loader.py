@@ -59,13 +59,15 @@ def is_ours(loader: Any) -> bool:
 
 def can_replace_sampler(loader: Any) -> bool:
     """Return whether a loader's sampler says no more than its order: sequential or shuffled, in plain batches."""
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return False
-    sampler = loader.sampler
-    plain = type(sampler) in (SequentialSampler, DistributedSampler) or (
+    batches = _innermost(loader.batch_sampler)
+    if type(batches) is not BatchSampler:
+        return False
+    sampler = batches.sampler
+    return type(sampler) in (SequentialSampler, DistributedSampler) or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
-    return plain and type(_innermost(loader.batch_sampler)) is BatchSampler
 
 
 def replace_sampler(
@@ -81,18 +83,18 @@ def replace_sampler(
         seed: of the shuffle.
     """
     num_samples = len(loader.dataset)  # type: ignore[arg-type]
-    assert loader.batch_size is not None
+    batches: Any = _innermost(loader.batch_sampler)
     sampler: GlobalBatchSampler | EvaluationBatchSampler
     if training:
-        split = BatchSplit(loader.batch_size, accumulation, place.dp_size)
-        last: Any = "drop" if loader.drop_last else "pad"
-        shuffle = isinstance(loader.sampler, RandomSampler) or getattr(loader.sampler, "shuffle", False)
+        split = BatchSplit(batches.batch_size, accumulation, place.dp_size)
+        last: Any = "drop" if batches.drop_last else "pad"
+        shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)
         if shuffle:
             sampler = GlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, shuffle=True, last=last)
         else:
             sampler = SequentialGlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, last=last)
     else:
-        sampler = EvaluationBatchSampler(num_samples, loader.batch_size, place.dp_rank, place.dp_size)
+        sampler = EvaluationBatchSampler(num_samples, batches.batch_size, place.dp_rank, place.dp_size)
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
     return LateDataLoader(

@@ -37,7 +37,7 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
             each.gradient_checkpointing_disable()  # type: ignore[operator]
     for block in blocks:
         # On the instance: a wrapper module would put its own name into every parameter's.
-        block.forward = partial(_checkpointed, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(_checkpointed, block.forward)
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
-from lightning_sp.attention.kernel import TorchCudaKernel, TorchMathCudaKernel, check_kernel
+from lightning_sp.attention.kernel import TorchCudaKernel, TorchMathCudaKernel, _bhsd, _bshd, check_kernel
 from lightning_sp.attention.operator import attention_backward_op, attention_op
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.errors import SequenceParallelError
@@ -116,6 +116,15 @@ def test_the_cuda_calls_fit_their_operators_schemas(dim, kv_heads):
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     gradients = kernel.backward(out, q, k, k, out, lse, causal=False, scale=0.1)
     assert [t.shape for t in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize(("dim", "taken"), [(64, 64), (20, 24), (3, 8)])
+def test_head_dims_are_padded_with_zeros_to_what_flash_takes(dim, taken):
+    (q,) = tensors((2, 4, 10, dim))
+    padded = _bshd(q)
+    assert padded.shape == (2, 10, 4, taken)
+    assert torch.equal(padded[..., dim:], torch.zeros(2, 10, 4, taken - dim, dtype=q.dtype))
+    assert torch.equal(_bhsd(padded, dim), q)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,0 +1,88 @@
+"""What each rank runs in test_comm.py: importable by name in the spawned processes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.traffic import counted
+from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
+
+
+def agreement(errors):
+    """Return what `agree` raised on this rank when rank i holds `errors[i]`, and how long it took; then prove the group still works."""
+    start = time.perf_counter()
+    message = None
+    try:
+        comm.agree(errors[dist.get_rank()])
+    except SequenceParallelError as error:
+        message = str(error)
+    elapsed = time.perf_counter() - start
+    assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
+    return message, elapsed
+
+
+def agreement_calls():
+    with counted() as sent:
+        comm.agree(None)
+    return dict(sent.calls)
+
+
+def collectives():
+    """Return this rank's results of each plain collective."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    mine = torch.full((2,), float(rank))
+    pairs = [comm.all_equal(torch.tensor([3, 4])), comm.all_equal(torch.tensor([3, rank]))]
+    return {
+        "gather": torch.stack(comm.gather(mine, world)),
+        "gather_strided": torch.stack(comm.gather(torch.arange(4.0).view(2, 2).t() + rank, world)),
+        "gather_objects": comm.gather_objects({"rank": rank}),
+        "broadcast_object": comm.broadcast_object(f"from {rank}", world, source=1),
+        "broadcast": comm.broadcast(mine.clone(), world, source=size - 1),
+        "reduce_sum": comm.reduce_sum(mine),
+        "untouched": mine,
+        "all_equal": pairs,
+        "names": (comm.group_by_name(comm.group_name(world)) is world, comm.size_of(world), comm.rank_in(world)),
+        "none": (comm.group_by_name(""), comm.group_name(None), comm.size_of(None), comm.rank_in(None)),
+    }
+
+
+def uneven_exchange():
+    """Rank r sends i + 1 elements of value 10 r + i to rank i."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = [i + 1 for i in range(size)]
+    buffer = torch.cat([torch.full((n,), 10.0 * rank + i) for i, n in enumerate(sent)])
+    return comm.exchange(buffer, sent, [rank + 1] * size, dist.group.WORLD)
+
+
+def half_empty_transfers():
+    """Even ranks alone send to their next rank; then nobody sends anything."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    even = rank % 2 == 0
+    sent, received = (torch.full((3,), float(rank)), torch.empty(0)) if even else (torch.empty(0), torch.empty(3))
+    result = comm.Transfer(sent, (rank + 1) % size, received, (rank - 1) % size, world).wait()
+    nothing = comm.Transfer(torch.empty(0), (rank + 1) % size, torch.empty(0), (rank - 1) % size, world).wait()
+    return result, nothing
+
+
+def summed_loss():
+    """Return a loss that is the same number everywhere, built from every rank's part, and this rank's gradient."""
+    rank = dist.get_rank()
+    x = torch.tensor(float(rank + 1), dtype=torch.float64, requires_grad=True)
+    total = comm.sum_over_ranks(x.square())
+    loss = total.log()
+    loss.backward()
+    return loss.item(), x.grad.item()
+
+
+def same_batch(errors, digests, places):
+    """Return what `check_same_batch` raised on this rank, None where it let the batch pass."""
+    rank = dist.get_rank()
+    try:
+        comm.check_same_batch(errors[rank], digests[rank], places[rank])
+    except SequenceParallelError as error:
+        return str(error)
+    return None

@@ -1,0 +1,107 @@
+"""Every layout of four ranks on ONE device, through the production code: proven on the CPU, then asked of each CUDA kernel.
+
+What this shows of a GPU kernel: its log-sum-exp layout, its causal alignment, its GQA and head dims, a backward from a global (out, lse).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.kernel import TorchMathCudaKernel
+from lightning_sp.attention.reference import reference_attention
+from lightning_sp.testing import assert_sharded_equals_unsharded
+from tests.dist.attention_ranks import inputs
+from tests.gpu.emulated_ranks import emulate
+
+NAMES = ("out", "dq", "dk", "dv")
+DEGREES = [(2, 2), (4, 1), (1, 4)]
+HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
+LENGTHS = [None, [[100, 3, 409], [512]]]
+
+on_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU kernels were not run here"),
+]
+FLASH_ATTN = pytest.param(
+    "flash_attn",
+    marks=pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"),
+)
+
+
+def expected(whole, mask):
+    q, k, v, grad = (t.clone() for t in whole)
+    for t in (q, k, v):
+        t.requires_grad_(True)
+    out = reference_attention(q, k, v, mask)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def mask_of(causal, lengths):
+    return AttentionMask(causal, boundaries_from_lengths(lengths) if lengths else None)
+
+
+def compare_with_unsharded(whole, degrees, mask, kernel):
+    """Assert that the sharded RMS error is at most twice the unsharded kernel's, both against float32."""
+    exact = expected([t.float() for t in whole], mask)
+    unsharded, _ = emulate(whole, ulysses_size=1, ring_size=1, mask=mask, kernel=kernel)
+    sharded, _ = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, kernel=kernel)
+    for name, ours, theirs, true in zip(NAMES, sharded, unsharded, exact, strict=True):
+        own, kernels = ((t.float() - true).square().mean().sqrt().item() for t in (ours, theirs))
+        assert own <= 2 * kernels, f"{name}: RMS error {own:.2e}, the unsharded kernel's {kernels:.2e}"
+        # The unsharded kernel itself must be right, or twice its error means nothing.
+        assert kernels <= 2e-2 * true.square().mean().sqrt().item(), f"{name}: {kernels:.2e}"
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["dense", "packed"])
+def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths):
+    for heads in [(8, 2), (6, 2)]:
+        whole = inputs(*heads, 512, dim=20, dtype=torch.bfloat16)
+        compare_with_unsharded(whole, degrees, mask_of(True, lengths), "auto")
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
+@pytest.mark.parametrize("local_kernel", [None, TorchMathCudaKernel()], ids=["torch cpu", "tiled"])
+def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel):
+    for heads in HEADS:
+        for lengths in (None, [[5, 20, 7], [32]]):
+            for causal in (True, False):
+                whole, mask = inputs(*heads, 32), mask_of(causal, lengths)
+                actual, messages = emulate(
+                    whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, local_kernel=local_kernel
+                )
+                assert messages > 0
+                assert_sharded_equals_unsharded(actual, expected(whole, mask), NAMES)
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
+@pytest.mark.parametrize("kernel", [pytest.param("torch"), FLASH_ATTN])
+@pytest.mark.parametrize("dim", [64, 128, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+class TestHalfPrecisionOnCuda:
+    pytestmark = on_cuda
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("lengths", LENGTHS, ids=["dense", "packed"])
+    def test_error_is_at_most_twice_the_unsharded_kernels(self, degrees, kernel, dim, dtype, causal, lengths):
+        for heads in HEADS:
+            whole = [t.cuda() for t in inputs(*heads, 512, dim=dim, dtype=dtype)]
+            compare_with_unsharded(whole, degrees, mask_of(causal, lengths), kernel)
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
+class TestExactOnCuda:
+    pytestmark = on_cuda
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("lengths", LENGTHS, ids=["dense", "packed"])
+    def test_float64_keeps_the_law(self, degrees, causal, lengths):
+        for heads in HEADS:
+            whole, mask = [t.cuda() for t in inputs(*heads, 512)], mask_of(causal, lengths)
+            actual, _ = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask)
+            assert_sharded_equals_unsharded(actual, expected(whole, mask), NAMES)

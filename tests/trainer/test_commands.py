@@ -1,0 +1,116 @@
+"""The two commands as a user starts them: what they write, and that two processes say what one says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=2", "experiment=quick"]
+
+
+def script(folder, name, function):
+    """Write what installing the package writes: Lightning's launcher runs this file again for the other ranks."""
+    path = folder / name
+    path.write_text(f"from lightning_sp.cli import {function}\n\nif __name__ == '__main__':\n    {function}()\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Start every command at once and return their folder, each command's output by name."""
+    folder = tmp_path_factory.mktemp("commands")
+    train, main = script(folder, "lightning-sp-train", "train"), script(folder, "lightning-sp", "main")
+    small_data = ["--data.source", str(ROOT / "lightning_sp" / "*.py"), "--data.sequence_length", "512"]
+    commands = {
+        "one": [train, *SHORT, "strategy=single_device", f"hydra.run.dir={folder}/one"],
+        "two": [train, *SHORT, f"hydra.run.dir={folder}/two"],
+        "sweep": [
+            train,
+            "--multirun",
+            *SHORT,
+            "seed=1,2",
+            "trainer.max_steps=1",
+            "trainer.val_check_interval=1",
+            "strategy=single_device",
+            f"hydra.sweep.dir={folder}/sweep",
+        ],
+        "fit": [
+            main,
+            "fit",
+            *("--trainer.strategy", "lightning_sp.SequenceParallelStrategy", "--trainer.strategy.ring_size", "2"),
+            *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.max_steps", "3"),
+            *("--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "1", *small_data),
+        ],
+    }
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for name, command in commands.items()
+    }
+    outputs = {name: process.communicate(timeout=240)[0] for name, process in running.items()}
+    for name, process in running.items():
+        assert process.returncode == 0, outputs[name]
+    return folder, outputs
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_two_processes_report_what_one_reports(started):
+    folder, outputs = started
+    one, two = summary(folder / "one"), summary(folder / "two")
+    assert two["mesh"] == "dp 1 x ring 1 x ulysses 2"
+    assert one["tokens_seen"] == two["tokens_seen"] == 4 * 1024
+    assert one["unigram_perplexity"] == pytest.approx(two["unigram_perplexity"], rel=1e-12)
+    for name in ("perplexity_before", "perplexity_after"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4)
+    assert (len(one["peak_memory_bytes"]), len(two["peak_memory_bytes"])) == (1, 2)
+    assert outputs["two"].count("What this run did") == 1
+
+
+def test_a_run_folder_holds_configuration_metrics_picture_and_checkpoint(started):
+    folder, _ = started
+    run = folder / "two"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert (config["vocab_size"], config["model"]["model"]["vocab_size"]) == (257, 257)
+    assert config["data"]["sequence_length"] == 1024
+    header = (run / "logs" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train_loss", "val_loss", "val_perplexity", "tokens_per_s", "peak_memory_max_gib"} <= set(header)
+    assert (run / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert summary(run)["checkpoint"] == str(run / "checkpoints" / "step-4.ckpt")
+    assert (run / "checkpoints" / "step-4.ckpt").is_dir()
+
+
+def test_a_sweep_runs_each_job_once_in_its_folder(started):
+    folder, outputs = started
+    jobs = sorted(path.name for path in (folder / "sweep").iterdir() if path.is_dir())
+    assert jobs == ["0", "1"]
+    assert [yaml.safe_load((folder / "sweep" / job / "config.yaml").read_text())["seed"] for job in jobs] == [1, 2]
+    assert summary(folder / "sweep" / "0")["perplexity_after"] != summary(folder / "sweep" / "1")["perplexity_after"]
+    assert outputs["sweep"].count("What this run did") == 2
+    assert outputs["sweep"].count("Launching") == 1
+
+
+def test_lightnings_cli_fits_with_the_strategy(started):
+    folder, _ = started
+    (run,) = (folder / "runs" / "lightning_logs").iterdir()
+    assert summary(run)["mesh"] == "dp 1 x ring 2 x ulysses 1"
+    assert summary(run)["tokens_seen"] == 3 * 512
+    assert f"fit --config {run}/config.yaml --ckpt_path" in summary(run)["resume"]
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["strategy"]["init_args"]["ring_size"] == 2

@@ -40,7 +40,8 @@ def sharded_cross_entropy(
     Args:
         logits: this rank's, in any floating dtype; summed in float32 or more.
         shift_labels: the target of each position of this rank, `ignore_index` where none. Already shifted.
-        group: the ranks whose tokens make up the mean; None for the world.
+        group: the ranks whose tokens make up the mean; None for those of the strategy's step in progress (the world in training, the
+            sequence's ranks in evaluation), the world outside of one.
         ignore_index: label of positions without a target.
         reduction: "mean" or "sum" over the tokens of all ranks.
 
@@ -50,9 +51,12 @@ def sharded_cross_entropy(
         The same number on all ranks; exactly 0 when no rank has a target. Its gradient carries the factor `group size`, for a data-parallel
         average over that group.
     """
-    total, count = _sum_and_count(
-        F.cross_entropy, logits.flatten(0, -2), shift_labels.flatten(), None, ignore_index, 0.0
-    )
+    logits, target = logits.flatten(0, -2), shift_labels.flatten()
+    interception = getattr(F.cross_entropy, "__self__", None)
+    if isinstance(interception, CrossEntropyInterception):
+        interception.check(logits, target)
+        return interception.reduce(logits, target, group, ignore_index=ignore_index, reduction=reduction)
+    total, count = _sum_and_count(F.cross_entropy, logits, target, None, ignore_index, 0.0)
     return reduce_loss(total, count, group, reduction)
 
 
@@ -62,7 +66,12 @@ def reduce_loss(total: Tensor, count: Tensor, group: ProcessGroup | None, reduct
     Communicates: one all_reduce of two numbers. A count of zero everywhere gives exactly 0.
     """
     both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)
-    return both[0] if reduction == "sum" else both[0] / both[1].detach().clamp(min=1)
+    return both[0] if reduction == "sum" else both[0] / _or_one(both[1].detach())
+
+
+def _or_one(count: Tensor) -> Tensor:
+    """Return the count, 1 where it is zero: what no token adds to is exactly 0. Class weights may add up to less than 1."""
+    return torch.where(count == 0, torch.ones_like(count), count)
 
 
 def _sum_and_count(
@@ -118,23 +127,57 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         step = self.context.step
         if step is None or reduction == "none":
             return self._original(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self._check(input, target)
+        self.check(input, target)
         if label_smoothing and weight is not None:
             raise SequenceParallelError(
                 "cross_entropy with both class weights and label smoothing is not supported on shards: use one"
             )
         logits = input if input.dim() == 2 else input.movedim(1, -1).flatten(0, -2)
-        total, count = _sum_and_count(self._original, logits, target.flatten(), weight, ignore_index, label_smoothing)
-        step.num_losses += 1
-        if reduction == "sum":
-            return reduce_loss(total, count, step.loss_group, "sum")
-        both = comm.sum_over_ranks(torch.stack([total, count]), step.loss_group)
-        step.token_counts.append(both[1].detach())
-        return both[0] / both[1].detach().clamp(min=1)
+        return self.reduce(
+            logits,
+            target.flatten(),
+            None,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
 
-    def _check(self, input: Tensor, target: Tensor) -> None:
+    def reduce(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        group: ProcessGroup | None,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a whole run.
+
+        Shapes: (tokens, V), (tokens,) -> ().
+        """
+        assert self._original is not None
+        total, count = _sum_and_count(self._original, logits, target, weight, ignore_index, label_smoothing)
         step = self.context.step
-        assert step is not None
+        if step is None and self.context.reference is not None:
+            return total if reduction == "sum" else total / _or_one(count)
+        if step is not None:
+            group = step.loss_group if group is None else group
+            step.num_losses += 1
+        if reduction == "sum":
+            return reduce_loss(total, count, group, "sum")
+        both = comm.sum_over_ranks(torch.stack([total, count]), group)
+        if step is not None:
+            step.token_counts.append(both[1].detach())
+        return both[0] / _or_one(both[1].detach())
+
+    def check(self, input: Tensor, target: Tensor) -> None:
+        """Refuse targets that are no part of the step's tokens; outside of a step there is nothing to refuse."""
+        step = self.context.step
+        if step is None:
+            return
         rows, local = step.batch.rows, self.context.local_length
         if target.is_floating_point():
             raise SequenceParallelError(
@@ -187,9 +230,8 @@ class TokenWindow:
             )
         count = token_counts[0]
         if self._first is None or self._total is None:
-            self._first = self._total = count.clamp(min=1)
             # A first micro-batch without tokens weighs nothing, but divides the others by 1 and not by 0.
-            self._total = count
+            self._first, self._total = _or_one(count), count
             return loss * (count / self._first)
         self._total = self._total + count
         return loss * (count / self._first)
@@ -201,7 +243,7 @@ class TokenWindow:
         self._micro_batches = 0
         if first is None or total is None or accumulate == 1:
             return None
-        return accumulate * first / total.clamp(min=1)
+        return accumulate * first / _or_one(total)
 
 
 def loss_of(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Tensor] | None]:

@@ -446,7 +446,9 @@ class SequenceParallelStrategy(ProcessStrategy):
 
         def run_sharded() -> Any:
             self._batch = self._on_device(info)
-            return self._sharded_step(super(SequenceParallelStrategy, self).batch_to_device(local), *index)
+            # Every group has the same crop: its own ranks hold all tokens, and a sum over the world would count them again.
+            device_batch = super(SequenceParallelStrategy, self).batch_to_device(local)
+            return self._sharded_step(mesh.sequence_group, device_batch, *index)
 
         try:
             found = run_preflight(
@@ -468,7 +470,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._note_micro_batch()
-        output = self._sharded_step(*args, **kwargs)
+        output = self._sharded_step(None, *args, **kwargs)
         assert self._context is not None
         assert self.lightning_module is not None
         if output is None or not self.lightning_module.automatic_optimization:
@@ -489,12 +491,12 @@ class SequenceParallelStrategy(ProcessStrategy):
             restore_random_state(self._random_due)
             self._random_due = None
 
-    def _sharded_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _sharded_step(self, loss_group: dist.ProcessGroup | None, /, *args: Any, **kwargs: Any) -> Any:
         """Begin a step, which lasts until its backward has ended, and run training_step in it."""
-        step = self._begin(None)
+        step = self._begin(loss_group)
         output = super().training_step(*args, **kwargs)
         self._check_reached(step)
-        output, counts = loss_of(output, None)
+        output, counts = loss_of(output, loss_group)
         if counts is not None:
             step.token_counts = counts
         self._check_loss(step, output)

@@ -23,6 +23,7 @@ from lightning_sp.rewrite.functional import attend, check_dropout
 _numbers = itertools.count()
 # Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
 _CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
 _WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
 _REFUSED_ARGUMENTS = (
@@ -142,13 +143,23 @@ def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **
     step = context.step
     if step is None:
         return original(*args, **kwargs)
-    names = _mask_names(kwargs.get("mask_function"))
-    unknown = [name for name in names if name not in (_CAUSAL, _FULL)]
-    if unknown:
-        raise SequenceParallelError(
-            f"the model asks for a mask made of {', '.join(names)}: {unknown[0]} cannot be carried yet; without it the model would be silently "
-            "wrong (a sliding window: set config.sliding_window=None to train with full causal attention, knowingly)"
-        )
+    length = step.batch.padded_length
+    # A window that holds the whole sequence hides nothing.
+    parts = [
+        (name, window) for name, window in _mask_parts(kwargs.get("mask_function")) if window is None or window < length
+    ]
+    names = [name for name, _ in parts]
+    for name, window in parts:
+        if window is not None:
+            raise SequenceParallelError(
+                f"the model asks for a sliding window of {window} tokens and the sequence has {length}: windows cannot be carried yet; set "
+                "config.sliding_window=None to train with full causal attention, knowingly"
+            )
+        if name not in (_CAUSAL, _FULL):
+            raise SequenceParallelError(
+                f"the model asks for a mask made of {', '.join(names)}: {name} cannot be carried yet; without it the model would be "
+                "silently wrong"
+            )
     padding = kwargs.get("attention_mask")
     if padding is not None and not step.batch.mask_is_full and not bool(padding.all()):
         raise SequenceParallelError(
@@ -157,18 +168,20 @@ def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **
     step.causal_masks.add(_CAUSAL in names)
 
 
-def _mask_names(function: Any) -> list[str]:
-    """Return the names of the elementary masks that a mask function is the intersection of."""
+def _mask_parts(function: Any) -> list[tuple[str, int | None]]:
+    """Return the elementary masks that a mask function is the intersection of: their names, and the window of a sliding one."""
     name = getattr(function, "__qualname__", repr(function))
     if name in _PACKED:
         return []
-    if not name.startswith(_WRAPPERS):
-        return [name]
     inner: list[Any] = []
-    for cell in function.__closure__ or ():
+    for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents
         inner += list(content) if isinstance(content, tuple) else [content]
-    return [each for content in inner if callable(content) for each in _mask_names(content)]
+    if name == _WINDOW and len(inner) == 1 and isinstance(inner[0], int):
+        return [(name, inner[0])]
+    if not name.startswith(_WRAPPERS):
+        return [(name, None)]
+    return [each for content in inner if callable(content) for each in _mask_parts(content)]
 
 
 def _hand_in_positions(

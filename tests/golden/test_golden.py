@@ -1,0 +1,97 @@
+"""Twenty steps of one process, reproduced by every layout and by resumes on other degrees; and by plain Lightning without the strategy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.golden.ranks import HERE, NUM_STEPS, golden, several
+
+STOP = 10
+TWO = [(1, 2, 1), (1, 1, 2)]
+FOUR = [(1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 2, 1), (2, 1, 2)]
+RESUMES = [((1, 1, 4), (2, 2, 1)), ((1, 2, 2), (1, 1, 1))]
+# Every window full and one document: the only data on which a plain model and a mean over micro-batches are right without the strategy.
+PLAIN = {"packing": "document", "last_batch": "drop"}
+
+
+def size(layout: tuple[int, int, int]) -> int:
+    return layout[0] * layout[1] * layout[2]
+
+
+@pytest.fixture(scope="module")
+def results(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+    """Run everything, in one call for each world."""
+    folder = tmp_path_factory.mktemp("golden")
+    stops: list[dict[str, Any]] = [
+        {"layout": first, "until": STOP, "save": f"{folder}/{n}"} for n, (first, _) in enumerate(RESUMES)
+    ]
+    goes_on: dict[Any, dict[str, Any]] = {
+        (first, second): {"layout": second, "resume": f"{folder}/{n}"} for n, (first, second) in enumerate(RESUMES)
+    }
+    runs: dict[int, dict[Any, dict[str, Any]]] = {
+        4: {
+            **{layout: {"layout": layout} for layout in FOUR},
+            **{("stop", n): stop for n, stop in enumerate(stops)},
+            **{key: run for key, run in goes_on.items() if size(key[1]) == 4},
+            "document": {"layout": (2, 1, 2), "options": PLAIN},
+            "shard 2": {"layout": (1, 2, 2), "strategy": {"shard_size": 2}},
+        },
+        2: {layout: {"layout": layout} for layout in TWO},
+        1: {
+            (1, 1, 1): {"layout": (1, 1, 1)},
+            "plain": {"layout": None, "options": PLAIN},
+            **{key: run for key, run in goes_on.items() if size(key[1]) == 1},
+        },
+    }
+    found: dict[Any, dict[str, Any]] = {}
+    for world, named in runs.items():
+        found.update(zip(named, pools(world).run(several, list(named.values()))[0], strict=True))
+    return found
+
+
+def assert_equal(losses: dict[int, float], expected: list[float], first: int = 0) -> None:
+    assert sorted(losses) == list(range(first, NUM_STEPS))
+    worst = max(range(first, NUM_STEPS), key=lambda step: abs(losses[step] - expected[step]))
+    assert abs(losses[worst] - expected[worst]) <= 1e-8, f"step {worst}: {losses[worst]} against {expected[worst]}"
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), *TWO, *FOUR, "shard 2"])
+def test_a_layout_gives_the_golden_losses(results: dict[Any, dict[str, Any]], layout: Any) -> None:
+    assert_equal(results[layout]["losses"], golden())
+
+
+@pytest.mark.parametrize("change", RESUMES)
+def test_a_resume_on_other_degrees_goes_on_with_the_golden_losses(
+    results: dict[Any, dict[str, Any]], change: Any
+) -> None:
+    stopped = results["stop", RESUMES.index(change)]["losses"]
+    assert sorted(stopped) == list(range(STOP))
+    assert_equal({**stopped, **results[change]["losses"]}, golden())
+    assert min(results[change]["losses"]) == STOP
+
+
+def test_the_run_crosses_an_epoch_after_the_stop(results: dict[Any, dict[str, Any]]) -> None:
+    # Lightning counts the epoch in which max_steps ended the loop as done.
+    assert results["stop", 0]["epochs"] == 1
+    assert results[1, 1, 1]["epochs"] == 2
+
+
+@pytest.mark.parametrize("layout", [*TWO, *FOUR, "shard 2"])
+def test_initial_weights_are_bit_equal(results: dict[Any, dict[str, Any]], layout: Any) -> None:
+    made = json.loads((HERE / "losses.json").read_text())["made"]
+    assert results[layout]["initial"] == results[1, 1, 1]["initial"] == made["initial_weights_sha256"]
+
+
+def test_plain_lightning_on_one_device_gives_the_same_losses(results: dict[Any, dict[str, Any]]) -> None:
+    plain = results["plain"]
+    assert plain["initial"] == results["document"]["initial"]
+    assert_equal(results["document"]["losses"], [plain["losses"][step] for step in range(NUM_STEPS)])
+    assert abs(plain["losses"][NUM_STEPS - 1] - golden()[-1]) > 1e-3, "the two data modes must differ"
+
+
+def test_the_model_learns() -> None:
+    losses = golden()
+    assert losses[-1] < losses[0] - 2

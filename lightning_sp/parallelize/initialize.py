@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torchmetrics import Metric
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -64,11 +65,21 @@ def receive_weights(
 
     Communicates: a broadcast of each parameter and buffer from rank 0.
     """
+    metrics = [each for each in module.modules() if isinstance(each, Metric)]
+    # A metric's states and their defaults are plain attributes that to_empty would leave without values.
+    states = [
+        ({n: _host(v) for n, v in m._defaults.items()}, {n: _host(getattr(m, n)) for n in m._defaults}) for m in metrics
+    ]
+    states = comm.broadcast_object(states, None) if metrics else states
     if any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
         module.to_empty(device=device)
         for (first, name), *others in ties:
             for each, other in others:
                 setattr(each, other, getattr(first, name))
+    for metric, (defaults, current) in zip(metrics, states, strict=True):
+        metric._defaults = {name: _to(value, device) for name, value in defaults.items()}
+        for name, value in current.items():
+            setattr(metric, name, _to(value, device))
     names = {_clean(name) for name, _ in module.named_parameters()}
     is_source = dist.get_rank() == 0
     full: dict[str, Any] = (
@@ -81,6 +92,17 @@ def receive_weights(
         whole = value.contiguous().clone()
         comm.broadcast(whole.reshape(-1).view(torch.uint8) if whole.numel() else whole)
         buffer.data.copy_(whole)
+
+
+def _host(value: Any) -> Any:
+    """Return a metric's state so that it can be sent; a rank that has it on the meta device sends nothing."""
+    if isinstance(value, list):
+        return [_host(each) for each in value]
+    return None if value.is_meta else value.detach().cpu()
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return [_to(each, device) for each in value] if isinstance(value, list) else value.to(device)
 
 
 def _clean(name: str) -> str:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+from torchmetrics.text import Perplexity
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.models import Llama
@@ -33,11 +35,24 @@ def refusal(function: str, *args: Any) -> str:
 
 
 class Evaluated(Plain):
-    """Logs a validation loss and collects predictions."""
+    """Logs a validation loss, by a number and by token metrics, and collects predictions."""
+
+    def __init__(self, build: Any) -> None:
+        super().__init__(build)
+        self.mean = MeanMetric()
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "perplexity"):
+            self.perplexity = Perplexity(ignore_index=-100)  # on the meta device on ranks other than 0
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
         self.log("val_loss", loss, on_epoch=True, batch_size=len(batch["input_ids"]), sync_dist=True)
+        self.mean.update(loss, weight=batch["shift_labels"].ne(-100).sum())
+        self.perplexity.update(self.logits(batch), batch["shift_labels"])
+        self.log("mean", self.mean)
+        self.log("perplexity", self.perplexity)
 
     test_step = validation_step
 

@@ -69,6 +69,8 @@ def test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences(
         dict(ulysses_size=2, ring_size=2),
     ):
         for answer in pools(4).run(scenarios.evaluate, 4, strategy, 7, 29, 1):
+            for name in ("val_loss", "mean", "perplexity"):
+                assert answer["metrics"][0][name] == pytest.approx(expected["metrics"][0][name], rel=1e-6), name
             assert answer["metrics"][0]["val_loss"] == pytest.approx(expected["metrics"][0]["val_loss"], abs=1e-12)
             assert torch.equal(answer["tokens"], answer["whole"])
             assert torch.equal(answer["best"], expected["best"])

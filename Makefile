@@ -35,7 +35,7 @@ format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 
 matrix: $(STAMP)  ## the suite under the oldest and the newest versions; ARGS="oldest" chooses
-	$(BIN)/python -m tools.matrix $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m tools.matrix $(ARGS)
 
 wheel: $(STAMP)  ## build the wheel, install it outside this folder, try it there
 	$(BIN)/python -m tools.wheel_elsewhere $(ARGS)

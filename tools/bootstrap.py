@@ -202,7 +202,9 @@ def bootstrap(venv: Path, *, constraints: Path, extras: str, same_python: bool =
     pip_install(venv, ["-c", str(constraints), *source.pip_arguments, "torch", "setuptools>=77"], log=log)
     project = f"{Path(__file__).resolve().parents[1]}[{extras}]"
     print(f"lightning-sp [{extras}] and what it needs, from your package index", flush=True)
-    pip_install(venv, ["-c", str(constraints), "--no-build-isolation", "-e", project], log=log)
+    # Editable by path: setuptools' default, a finder, hides hydra_plugins from Hydra's search for plugins.
+    editable = ["--no-build-isolation", "--config-settings", "editable_mode=compat", "-e", project]
+    pip_install(venv, ["-c", str(constraints), *editable], log=log)
     print(f"environment ready in {time.monotonic() - start_s:.0f} s: {venv}", flush=True)
 
 

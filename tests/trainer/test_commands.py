@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 SHORT = ["trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=2", "experiment=quick"]
 
@@ -62,7 +63,7 @@ def started(tmp_path_factory):
         )
         for name, command in commands.items()
     }
-    outputs = {name: process.communicate(timeout=240)[0] for name, process in running.items()}
+    outputs = {name: process.communicate(timeout=560)[0] for name, process in running.items()}
     for name, process in running.items():
         assert process.returncode == 0, outputs[name]
     return folder, outputs

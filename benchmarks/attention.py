@@ -9,6 +9,7 @@ the ratios within a repeat is reported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
@@ -127,9 +128,8 @@ def _peak(inputs: list[Tensor], attend: Attend) -> float:
 def compare(problem: Problem, layouts: list[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
     """Return one row per layout; the sides of a repeat run one after the other, so that they meet the same machine."""
     threads = os.cpu_count() or 1
-    sizes = sorted({ulysses * ring for ulysses, ring in layouts})
-    pools = {size: RankPool(size) for size in {1, *sizes}}
-    try:
+    with contextlib.ExitStack() as stack:
+        pools = {size: stack.enter_context(RankPool(size)) for size in {1, *(u * r for u, r in layouts)}}
         pools[1].run(step_whole, problem, threads)  # warm-up
         for ulysses, ring in layouts:
             pools[ulysses * ring].run(step, problem, ulysses, ring)
@@ -139,14 +139,23 @@ def compare(problem: Problem, layouts: list[tuple[int, int]], repeats: int) -> l
             base.append(pools[1].run(step_whole, problem, threads)[0])
             for ulysses, ring in layouts:
                 runs[ulysses, ring].append(pools[ulysses * ring].run(step, problem, ulysses, ring))
-        peaks = [pools[1].run(peak_whole, problem)]
-        peaks += [pools[ulysses * ring].run(peak, problem, ulysses, ring) for ulysses, ring in layouts]
-    finally:
-        for pool in pools.values():
-            pool.close()
     rows = [_row("whole", [[each] for each in base], base)]
     rows += [_row(f"{u}x{r}", runs[u, r], base) for u, r in layouts]
-    return [row | {"peak_mib": max(each) / 2**20} for row, each in zip(rows, peaks, strict=True)]
+    peaks = _peaks(problem, layouts)
+    return [row | {"peak_mib": peaks[row["layout"]]} for row in rows]
+
+
+def _peaks(problem: Problem, layouts: list[tuple[int, int]]) -> dict[str, float]:
+    """Return the largest rank's peak per layout in MiB, from new processes: what earlier runs left in the allocator's free lists would count."""
+    peaks = {}
+    for size in sorted({1, *(u * r for u, r in layouts)}):
+        with RankPool(size) as pool:
+            if size == 1:
+                peaks["whole"] = max(pool.run(peak_whole, problem)) / 2**20
+            for ulysses, ring in layouts:
+                if ulysses * ring == size:
+                    peaks[f"{ulysses}x{ring}"] = max(pool.run(peak, problem, ulysses, ring)) / 2**20
+    return peaks
 
 
 def _row(name: str, runs: list[list[dict[str, float]]], base: list[dict[str, float]]) -> dict[str, Any]:

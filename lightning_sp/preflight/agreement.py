@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_sp import comm
 from lightning_sp.context import BatchInfo, SequenceContext
@@ -94,9 +95,10 @@ def run_preflight(
     started = time.perf_counter()
     # Compiling for the shapes of a crop would take minutes: what is compared is the eager step.
     with traceless(module, device), torch.compiler.set_stance("force_eager"):
-        with context.inactive(whole_batch), _same_stream_everywhere(device), _lowest_dtype(module) as seen:
+        with context.inactive(whole_batch), _same_stream_everywhere(device):
             try:
-                reference = _loss_of_whole(whole())
+                with _Dtypes(module) as precision:
+                    reference = _loss_of_whole(whole())
             except SequenceParallelError:
                 raise
             except Exception as error:
@@ -117,7 +119,7 @@ def run_preflight(
         )
     if loss is None or reference is None:
         return None
-    lowest = min((*seen, reference.dtype), key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps))
+    lowest = min(precision.seen, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps))
     tolerance = TOLERANCES.get(lowest, max(TOLERANCES.values()))
     found = _differences(reference, loss, whole_gradients, gradients)
     difference, worst = _judge(module, found, (float(reference), float(loss)), crop, tolerance)
@@ -231,22 +233,21 @@ def _same_stream_everywhere(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _lowest_dtype(module: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Collect the floating dtypes of the module's parameters and of what its parts return: the precision of the step."""
-    seen = {p.dtype for p in module.parameters() if p.is_floating_point()}
+class _Dtypes(TorchFunctionMode):
+    """Collects the floating dtypes of what gradients flow through: the precision of the step, a model's inner upcasts included."""
 
-    def look(_: nn.Module, __: Any, output: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.seen = {p.dtype for p in module.parameters() if p.is_floating_point()}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
         for each in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(each, Tensor) and each.is_floating_point():
-                seen.add(each.dtype)
-
-    hooks = [each.register_forward_hook(look) for each in module.modules()]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+            if isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad:
+                self.seen.add(each.dtype)
+        return output
 
 
 def _which(loss: Tensor | None) -> str:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.context import SequenceContext
 from lightning_sp.errors import SequenceParallelError
@@ -72,11 +73,11 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
         if not self.models:
             return
         # The interface refuses names with "sdpa", "flash", "flex" or "/".
-        name = f"sequence_parallel_{next(_numbers)}"
-        _register(name, self.context, self._undo)
         for model in self.models:
             _check_model(model)
             previous = model.config._attn_implementation
+            name = f"sequence_parallel_{next(_numbers)}"
+            _register(name, self.context, previous, self._undo)
             model.set_attn_implementation(name)
             self._undo.callback(model.set_attn_implementation, previous)
             hook = model.register_forward_pre_hook(
@@ -90,13 +91,25 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
         self._undo.close()
 
 
-def _register(name: str, context: SequenceContext, undo: ExitStack) -> None:
+def _register(name: str, context: SequenceContext, previous: str, undo: ExitStack) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
     from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
 
-    AttentionInterface.register(name, partial(_attention, context, sdpa_attention_forward))
-    AttentionMaskInterface.register(name, partial(_mask, context, sdpa_mask))
+    masks = AttentionMaskInterface()
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if context.reference is not None:
+            # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
+            return sdpa_attention_forward(module, *args, **kwargs)
+        eager = getattr(sys.modules[_own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+        return AttentionInterface().get_interface(previous, eager)(module, *args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return (sdpa_mask if context.reference is not None else masks[previous])(*args, **kwargs)
+
+    AttentionInterface.register(name, partial(_attention, context, attention))
+    AttentionMaskInterface.register(name, partial(_mask, context, mask))
     for interface in (AttentionInterface, AttentionMaskInterface):
         undo.callback(interface._global_mapping.pop, name, None)
 
@@ -249,9 +262,14 @@ def _delete(target: Any, name: str) -> None:
         delattr(target, name)
 
 
+def _own_class(module: nn.Module) -> type:
+    """Return a module's class from before FSDP2 put a subclass of its own, in torch's own source file, in its place."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+
+
 def _check_model(model: Any) -> None:
-    name = type(model).__name__
-    can_set = getattr(model, "_can_set_attn_implementation", None)
+    # Transformers reads the source file of the class to know.
+    name, can_set = _own_class(model).__name__, getattr(_own_class(model), "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         raise SequenceParallelError(
             f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "

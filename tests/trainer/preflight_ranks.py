@@ -1,0 +1,394 @@
+"""What each rank runs in test_preflight.py: importable by name in the spawned ranks; returns plain values."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as bound_attention
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.models import GPT, GPTConfig
+from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt, tiny_llama
+
+
+def dropout_gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64, dropout=0.2))
+
+
+def hf(kind: str, **options: Any) -> nn.Module:
+    """A tiny Hugging Face model with fresh weights."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # fmt: skip
+
+    config = CONFIG_MAPPING[kind](**{"vocab_size": VOCAB, **options})
+    return AutoModelForCausalLM.from_config(config)
+
+
+LLAMA = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
+)  # fmt: skip
+QWEN2 = {**LLAMA, "use_sliding_window": False}
+
+
+class OwnPositions(nn.Module):
+    """Positions made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = tiny_gpt()
+
+    def forward(self, ids: Tensor, _: Tensor) -> Tensor:
+        return self.gpt(ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+
+
+class Mixed(nn.Module):
+    """A Llama with one more part that mixes tokens."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.llama, self.part = tiny_llama(), part
+        self.embedding, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.llama(ids, positions) + self.head(self.part(self.embedding(ids)))
+
+
+class CausalConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 3)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return self.conv(F.pad(x_BSE.mT, (2, 0))).mT
+
+
+class Recurrence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return self.gru(x_BSE)[0]
+
+
+class HandWritten(nn.Module):
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        scores = x_BSE @ x_BSE.mT
+        above = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        return scores.masked_fill(above, -torch.inf).softmax(-1) @ x_BSE
+
+
+class Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return self.norm(x_BSE.mT).mT
+
+
+class Attending(nn.Module):
+    """One layer of attention by a function of choice."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+        self.embedding, self.qkv, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, 48), nn.Linear(16, VOCAB)
+
+    def forward(self, ids: Tensor, _: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embedding(ids)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.head(self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def hand_written(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    scores = q @ k.mT / 8**0.5
+    above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(above, -torch.inf).softmax(-1) @ v
+
+
+class Penalised(nn.Module):
+    """An L2 penalty on a weight, computed where FSDP holds it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = tiny_gpt()
+        self.scale = nn.Parameter(torch.full((VOCAB,), 1.5))
+        self.penalty: Tensor | None = None
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        self.penalty = self.scale.square().sum()
+        return self.gpt(ids, positions) * self.scale
+
+
+def _ce(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Step(Plain):
+    """A Plain with a training step of choice."""
+
+    def __init__(self, build: Any, kind: str = "plain") -> None:
+        super().__init__(build)
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return getattr(self, f"_{self.kind}")(batch)
+
+    def _plain(self, batch: Any) -> Tensor:
+        return _ce(self.logits(batch), batch["shift_labels"])
+
+    def _tuple(self, batch: Any) -> Tensor:
+        tokens, targets, positions = batch
+        return _ce(self.model(tokens, positions), targets)
+
+    def _hf(self, batch: Any) -> Tensor:
+        return _ce(self.model(batch["input_ids"], position_ids=batch["position_ids"]).logits, batch["shift_labels"])
+
+    def _hf_loss(self, batch: Any) -> Tensor:
+        return self.model(**batch).loss
+
+    def _shifts(self, batch: Any) -> Tensor:
+        return _ce(self.logits(batch)[:, :-1], batch["input_ids"][:, 1:])
+
+    def _shifts_by_roll(self, batch: Any) -> Tensor:
+        return _ce(self.logits(batch), batch["input_ids"].roll(-1, 1))
+
+    def _pooled(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.logits(batch).mean(1), batch["input_ids"][:, 0] % 7)
+
+    def _mse(self, batch: Any) -> Tensor:
+        return self._plain(batch) + 0.1 * self.logits(batch).square().mean()
+
+    def _penalised(self, batch: Any) -> Tensor:
+        return self._plain(batch) + 0.3 * self.model.penalty
+
+    def _counted(self, batch: Any) -> dict[str, Tensor]:
+        each = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten(), reduction="none")
+        return {"loss": each.sum(), "num_tokens": (batch["shift_labels"] != -100).sum()}
+
+    def _summed(self, batch: Any) -> Tensor:
+        labels = batch["shift_labels"].flatten()
+        return F.cross_entropy(self.logits(batch).flatten(0, 1), labels, reduction="sum") / 128
+
+    def _random(self, batch: Any) -> Tensor:
+        logits = self.logits(batch)
+        return _ce(logits + 0.1 * torch.randn_like(logits), batch["shift_labels"])
+
+    def _nan(self, batch: Any) -> Tensor:
+        return self._plain(batch) * torch.nan
+
+    def _fixed_length(self, batch: Any) -> Tensor:
+        if batch["input_ids"].shape[1] not in (96, 48):
+            raise RuntimeError("only 96 tokens fit")
+        return self._plain(batch)
+
+
+class Manual(Step):
+    """Moves its optimizer itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self._plain(batch))
+        optimizer.step()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def lines() -> Iterator[list[str]]:
+    """Collect what rank 0 tells the user."""
+    found: list[str] = []
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+BUILDS: dict[str, Any] = {
+    "llama": tiny_llama,
+    "gpt": tiny_gpt,
+    "dropout gpt": dropout_gpt,
+    "hf llama": partial(hf, "llama", **LLAMA),
+    "hf qwen2": partial(hf, "qwen2", **QWEN2),
+    "hf gpt2": partial(hf, "gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=128, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
+    "hf gemma2": partial(hf, "gemma2", **LLAMA, head_dim=8, attn_logit_softcapping=None, pad_token_id=0),
+    "own positions": OwnPositions,
+    "convolution": lambda: Mixed(CausalConvolution()),
+    "recurrence": lambda: Mixed(Recurrence()),
+    "statistics": lambda: Mixed(Statistics()),
+    "hand-written too": lambda: Mixed(HandWritten()),
+    "bound name": lambda: Attending(bound_attention),
+    "hand-written": lambda: Attending(hand_written),
+    "penalised": Penalised,
+}  # fmt: skip
+
+
+def preflights(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fit one step of each case and return what was said, or the refusal."""
+    answers = []
+    for case in cases:
+        with lines() as said:
+            try:
+                _fit(**case)
+                answers.append({"said": said, "error": ""})
+            except SequenceParallelError as error:
+                answers.append({"said": said, "error": str(error)})
+            except Exception as error:
+                answers.append({"said": said, "error": f"NOT BY NAME {error!r}: {traceback.format_exc()}"})
+    return answers
+
+
+def _fit(
+    build: str, world: int = 2, kind: str = "plain", strategy: Any = None, data: Any = None, batch: str = "", **options: Any
+) -> None:  # fmt: skip
+    torch.manual_seed(3)
+    module = (Manual if kind == "manual" else Step)(BUILDS[build], "plain" if kind == "manual" else kind)
+    samples: Any = TokenDataset(**{"size": 4, "length": 96, **(data or {})})
+    if build in ("gpt", "dropout gpt", "own positions", "penalised"):
+        samples = TokenDataset(**{"size": 4, "length": 64, **(data or {})})
+    rows = [dict(samples[i]) for i in range(len(samples))]
+    if batch == "tuple":
+        rows = [(r["input_ids"], r["shift_labels"], r["position_ids"]) for r in rows]  # type: ignore[misc]
+        strategy = {**(strategy or {}), "sequence_dims": {"0": 1, "1": 1, "2": 1}}
+    if batch == "hf":
+        rows = [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in rows]
+    if batch == "ignored":
+        for r in rows:
+            r["shift_labels"] = torch.full_like(r["shift_labels"], -100)
+    if batch == "late targets":
+        for r in rows:
+            r["shift_labels"] = r["shift_labels"].clone()
+            r["shift_labels"][:70] = -100
+    trainer = quiet_trainer(world, strategy=strategy, **{"max_steps": 1, **options})
+    trainer.fit(module, DataLoader(rows, batch_size=2))
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int | None, dict[str, float]]] = []
+
+    name, version = "memory", 0  # type: ignore[assignment]
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen.append((step, {k: float(v) for k, v in metrics.items()}))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Traces(Step):
+    """Leaves traces wherever a step can."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout_gpt)
+        self.mean = MeanMetric()
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+        self.register_buffer("running", torch.zeros(2))
+        self.generator = torch.Generator().manual_seed(1)
+        self.random = random.Random(2)
+        self.steps, self.history = 0, {"draws": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._plain(batch)
+        if not hasattr(self, "cache"):
+            self.cache = batch["input_ids"].shape
+        self.steps += 1
+        self.count += batch["input_ids"].numel()
+        self.running = self.running * 0.9 + 0.1 * loss.detach()
+        self.mean.update(loss.detach())
+        draws = (random.random(), np.random.rand(), torch.rand(()).item())
+        self.history["draws"].append((*draws, torch.rand((), generator=self.generator).item(), self.random.random()))
+        self.losses.append(float(loss.detach()))
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"mean": self.mean, "steps": float(self.steps)}, on_step=False, on_epoch=True)
+        if self.logger is not None:
+            self.logger.log_metrics({"by hand": float(self.steps)})
+        return loss
+
+
+def traces(world: int, preflight: bool, accumulate: int) -> dict[str, Any]:
+    """Fit and return everything that a preflight might have touched."""
+    torch.manual_seed(3)
+    random.seed(4)
+    np.random.seed(5)
+    module, memory = Traces(), Memory()
+    module.configure_model()
+    trainer = quiet_trainer(
+        world, strategy={"preflight": preflight}, logger=memory, log_every_n_steps=1, accumulate_grad_batches=accumulate
+    )
+    with lines() as said:
+        trainer.fit(module, DataLoader(TokenDataset(8, 64), batch_size=2))
+    return {
+        "said": [line for line in said if "preflight" in line],
+        "losses": module.losses,
+        "weights": {n: p.full_tensor().detach() for n, p in module.named_parameters()},
+        "gradients": module.raw_grads,
+        "buffers": dict(module.named_buffers()),
+        "plain": (module.steps, module.history, tuple(module.cache)),
+        "logged": (memory.seen, {k: float(v) for k, v in trainer.callback_metrics.items()}),
+        "streams": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        "progress": (trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.state_dict()),
+    }
+
+
+def traces_with_and_without(world: int, accumulate: int) -> list[dict[str, Any]]:
+    return [traces(world, preflight, accumulate) for preflight in (True, False)]
+
+
+def hand_sharded(world: int) -> dict[str, Any]:
+    """A loader that shards by hand."""
+    import torch.distributed as dist  # fmt: skip
+
+    from lightning_sp.layout import SequenceLayout, shard
+
+    torch.manual_seed(3)
+    layout, data = SequenceLayout(ring_size=world), TokenDataset(4, 96)
+    rows = [{n: shard(t, layout, dist.get_rank(), dim=0) for n, t in data[i].items()} for i in range(4)]
+    with lines() as said:
+        trainer = quiet_trainer(world, strategy={"shard_batch": False, "ring_size": world}, max_steps=1)
+        trainer.fit(Step(tiny_llama), DataLoader(rows, batch_size=2))
+    return {"said": said, "error": ""}
+
+
+def warnings_of(case: dict[str, Any]) -> list[str]:
+    """Fit and return the warnings of the preflight."""
+    import warnings
+
+    found: list[str] = []
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+        quiet = warnings.filterwarnings
+        try:
+            warnings.showwarning = lambda message, *_, **__: found.append(str(message))  # type: ignore[assignment]
+            warnings.filterwarnings = lambda *_, **__: None  # type: ignore[assignment]
+            warnings.simplefilter("always")
+            _fit(**case)
+        finally:
+            warnings.showwarning, warnings.filterwarnings = show, quiet
+    return [each for each in found if each.startswith("preflight")]

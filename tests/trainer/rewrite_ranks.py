@@ -1,0 +1,358 @@
+"""What each rank runs in test_rewrite.py, and the same on one process in plain torch; returns plain values."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_sp import SequenceParallelError, SequenceParallelStrategy, sharded_cross_entropy
+from lightning_sp.attention import AttentionMask
+from lightning_sp.context import BatchInfo
+from lightning_sp.rewrite import hugging_face
+from tests.trainer.preflight_ranks import LLAMA, hf
+from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
+
+GPT2 = dict(
+    n_embd=32, n_layer=2, n_head=4, n_positions=128, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0
+)  # fmt: skip
+GEMMA2 = {
+    **LLAMA,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "layer_types": ["full_attention"] * 2,
+    "final_logit_softcapping": None,
+}
+WINDOWED = {**LLAMA, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+
+
+class TorchEncoder(nn.Module):
+    """torch's own encoder; positions from outside."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.embedding, self.positions = nn.Embedding(VOCAB, 32), nn.Embedding(128, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.positions(position_ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype) if self.causal else None
+        return self.head(self.encoder(x, mask=mask, is_causal=self.causal))
+
+
+class TorchAttention(nn.Module):
+    """nn.MultiheadAttention."""
+
+    def __init__(self, need_weights: bool = False) -> None:
+        super().__init__()
+        self.need_weights = need_weights
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        return self.head(self.attention(x, x, x, need_weights=self.need_weights)[0])
+
+
+class Masked(nn.Module):
+    """Calls scaled_dot_product_attention with an option of choice."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids).unflatten(-1, (4, 8)).transpose(1, 2)
+        options = dict(self.options)
+        if options.pop("flat", False):
+            return self.head(
+                F.scaled_dot_product_attention(*(x.flatten(0, 1),) * 3).unflatten(0, (-1, 4)).transpose(1, 2).flatten(2)
+            )
+        if options.pop("mask", False):
+            options["attn_mask"] = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()
+        keys = x[:, :, : options.pop("keys", x.shape[2])]
+        return self.head(F.scaled_dot_product_attention(x, keys, keys, **options).transpose(1, 2).flatten(2))
+
+
+BUILDS: dict[str, Any] = {
+    "gpt": tiny_gpt,
+    "llama": partial(hf, "llama", **LLAMA),
+    "llama tied": partial(hf, "llama", **LLAMA, tie_word_embeddings=True),
+    "llama dropout": partial(hf, "llama", **LLAMA, attention_dropout=0.1),
+    "gpt2": partial(hf, "gpt2", **GPT2),
+    "qwen2": partial(hf, "qwen2", **LLAMA, use_sliding_window=False),
+    "qwen2 window": partial(hf, "qwen2", **WINDOWED),
+    "qwen2 wide window": partial(hf, "qwen2", **{**WINDOWED, "sliding_window": 64}),
+    "mistral": partial(hf, "mistral", **LLAMA, sliding_window=None),
+    "mistral window": partial(hf, "mistral", **LLAMA, sliding_window=16),
+    "gemma2": partial(hf, "gemma2", **GEMMA2, attn_logit_softcapping=None),
+    "gemma2 softcap": partial(hf, "gemma2", **GEMMA2, attn_logit_softcapping=0.01),
+    "gptj": partial(hf, "gptj", n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=128),
+    "encoder": partial(TorchEncoder, True),
+    "full encoder": partial(TorchEncoder, False),
+    "multihead": TorchAttention,
+    "multihead weights": partial(TorchAttention, True),
+    "explicit mask": partial(Masked, mask=True),
+    "attention dropout": partial(Masked, dropout_p=0.1, is_causal=True),
+    "cross": partial(Masked, keys=4),
+    "flat": partial(Masked, flat=True),
+    "scaled": partial(Masked, is_causal=True, scale=0.9, enable_gqa=True),
+}  # fmt: skip
+
+
+class Model(Plain):
+    """A model with a training step of choice; built at once, so that its weights are those of plain torch."""
+
+    def __init__(self, build: str, kind: str = "logits") -> None:
+        super().__init__(None)
+        torch.manual_seed(3)
+        self.model = BUILDS[build]()
+        self.kind = kind
+        self.cross_entropy = sharded_cross_entropy
+        self.evaluated: list[float] = []
+        self.generated: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = getattr(self, f"_{self.kind}")(batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def _logits(self, batch: Any) -> Tensor:
+        output = self.model(batch["input_ids"], position_ids=batch["position_ids"])
+        logits = output if isinstance(output, Tensor) else output.logits
+        return self.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def _no_positions(self, batch: Any) -> Tensor:
+        return self.cross_entropy(self.model(batch["input_ids"]).logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def _hf_logits(self, batch: Any) -> Tensor:
+        labels = batch.pop("shift_labels")
+        return self.cross_entropy(self.model(**batch).logits.flatten(0, 1), labels.flatten())
+
+    def _hf_loss(self, batch: Any) -> Tensor:
+        return self.model(**batch).loss
+
+    def _inner_mask(self, batch: Any) -> Tensor:
+        mask = batch["input_ids"] % 3 != 0
+        return self.cross_entropy(
+            self.model(batch["input_ids"], attention_mask=mask).logits.flatten(0, 1), batch["shift_labels"].flatten()
+        )
+
+    def _inner_ones(self, batch: Any) -> Tensor:
+        output = self.model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
+        return self.cross_entropy(output.logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def _generates(self, batch: Any) -> Tensor:
+        self.model.generate(batch["input_ids"], max_new_tokens=2)
+        return self._logits(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self._logits(batch)
+        self.evaluated.append(float(loss))
+
+    def on_validation_epoch_end(self) -> None:
+        if hasattr(self.model, "generate"):
+            self.generated.append(generate(self.model))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def generate(model: Any) -> list[int]:
+    prompt = torch.arange(5)[None]
+    return model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)[0].tolist()
+
+
+def rows_of(kind: str = "", length: int = 32, packed: bool = False) -> list[dict[str, Tensor]]:
+    """Two samples; a kind of batch of choice."""
+    data = TokenDataset(2, length, packed)
+    rows = [dict(data[i]) for i in range(2)]
+    for row in rows:
+        tokens, targets = row["input_ids"], row["shift_labels"]
+        # Hugging Face's unshifted labels: labels[t + 1] is the target of t.
+        labels = torch.cat([torch.tensor([-100]), targets[:-1]])
+        if kind == "labels":
+            row.clear()
+            row.update(input_ids=tokens, labels=labels)
+        if kind in ("both", "count"):
+            targets[-1] = -100
+            row.update(labels=labels)
+        if kind == "ones":
+            row.update(attention_mask=torch.ones_like(tokens))
+        if kind == "padding":
+            row.update(attention_mask=(torch.arange(length) < length - 3).long())
+    if kind == "count":
+        count = sum(int((row["shift_labels"] != -100).sum()) for row in rows)
+        for row in rows:
+            row.update(num_items_in_batch=torch.tensor(count))
+    return rows
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = default_collate(rows)
+    if "num_items_in_batch" in batch:
+        batch["num_items_in_batch"] = batch["num_items_in_batch"][0]
+    return batch
+
+
+def one_process(build: str, kind: str = "logits", data: Any = None, **_: Any) -> dict[str, Any]:
+    """Return loss and gradients of plain torch and plain transformers."""
+    torch.set_num_threads(1)
+    module = Model(build, kind).double()
+    module.cross_entropy = F.cross_entropy
+    batch = collate(rows_of(**(data or {})))
+    if (data or {}).get("packed") and build != "gpt":
+        # Transformers' own documents: they need the cache off.
+        module.model.config.use_cache = False
+    if "labels" in batch and "shift_labels" in batch:
+        batch.pop("shift_labels")
+    loss = module.training_step(batch, 0)
+    loss.backward()
+    grads = {n: p.grad for n, p in module.named_parameters()}
+    with torch.no_grad():
+        evaluated = float(module._logits({"position_ids": None, **batch})) if kind == "logits" else 0.0
+    tokens = generate(module.model) if hasattr(module.model, "generate") else []
+    return {"loss": float(loss.detach()), "grads": grads, "evaluated": evaluated, "generated": tokens}
+
+
+def sharded(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fit one step of each case under the strategy; the loss, the raw gradients, or the refusal."""
+    return [_sharded(**case) for case in cases]
+
+
+def _sharded(
+    build: str, kind: str = "logits", data: Any = None, strategy: Any = None, fault: str = "", validate: bool = False, world: int = 2
+) -> dict[str, Any]:  # fmt: skip
+    module = Model(build, kind)
+    strategy = {**(strategy or {}), "preflight": not fault and (strategy or {}).get("preflight", False)}
+    loader = DataLoader(rows_of(**(data or {})), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    after: list[int] = []
+    before = _globals(module)
+    try:
+        with FAULTS[fault]() if fault else nullcontext():
+            trainer = quiet_trainer(world, strategy=strategy, max_steps=1, limit_val_batches=int(validate))
+            trainer.fit(module, loader, loader if validate else None)
+        if validate and hasattr(module.model, "generate"):
+            after = generate(module.model)
+        error = ""
+    except SequenceParallelError as refusal:
+        error = str(refusal)
+    except Exception as other:
+        error = f"NOT BY NAME {other!r}: {traceback.format_exc()}"
+    return {
+        "error": error,
+        "losses": module.losses,
+        "grads": module.raw_grads[0] if module.raw_grads else {},
+        "evaluated": module.evaluated,
+        "generated": [*module.generated, after] if validate else [],
+        "restored": [name for name, value in _globals(module).items() if value != before[name]],
+    }
+
+
+def _globals(module: Model) -> dict[str, Any]:
+    """What a strategy replaces and must put back."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    return {
+        "scaled_dot_product_attention": F.scaled_dot_product_attention,
+        "cross_entropy": F.cross_entropy,
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "attention names": sorted(AttentionInterface._global_mapping),
+        "mask names": sorted(AttentionMaskInterface._global_mapping),
+        "implementation": getattr(getattr(module.model, "config", None), "_attn_implementation", None),
+        "on the model": sorted(n for n in ("generate", "loss_function", "_loss_function") if n in vars(module.model)),
+        "hooks": sum("_hand_in_positions" in repr(hook) for hook in module.model._forward_pre_hooks.values()),
+    }
+
+
+# ---- what goes silently wrong elsewhere, put back
+
+
+def _edges(context: Any, *args: Any) -> Any:
+    """Labels shifted on the shard: the target at its edge is lost."""
+    info = args[-1]
+    if info.shift_labels is not None:
+        labels = info.shift_labels.clone()
+        labels[:, -1] = -100
+        object.__setattr__(info, "shift_labels", labels)
+    return info
+
+
+def _local_edges() -> AbstractContextManager[Any]:
+    original = SequenceParallelStrategy._on_device
+    return patch.object(SequenceParallelStrategy, "_on_device", lambda self, info: _edges(self, original(self, info)))
+
+
+def _no_documents() -> AbstractContextManager[Any]:
+    return patch.object(BatchInfo, "mask", lambda self, causal: AttentionMask(causal, None))
+
+
+def _no_positions() -> AbstractContextManager[Any]:
+    return patch.object(hugging_face, "_hand_in_positions", lambda *_: None)
+
+
+def _no_mask_function() -> AbstractContextManager[Any]:
+    return patch.object(hugging_face, "_mask", lambda *_, **__: None)
+
+
+def _no_window_check() -> AbstractContextManager[Any]:
+    original = hugging_face._attention
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("sliding_window", None)
+        return original(*args, **kwargs)
+
+    return _both(_no_mask_function(), patch.object(hugging_face, "_attention", attention))
+
+
+def _no_softcap_check() -> AbstractContextManager[Any]:
+    return patch.object(hugging_face, "_REFUSED_ARGUMENTS", ())
+
+
+def _both(*managers: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    for each in managers:
+        stack.enter_context(each)
+    return stack
+
+
+FAULTS: dict[str, Any] = {
+    "labels shifted after sharding": _local_edges,
+    "document boundaries ignored": _no_documents,
+    "positions not given": _no_positions,
+    "padding mask dropped": _no_mask_function,
+    "sliding window as full causal": _no_window_check,
+    "softcap dropped": _no_softcap_check,
+}
+
+
+def two_models(world: int) -> list[Any]:
+    """Two trainers with other layouts in one process, one after the other, then the first again."""
+    first = Model("llama")
+    loader = DataLoader(rows_of(), batch_size=2)
+    one = quiet_trainer(world, strategy={"ring_size": world}, max_steps=1)
+    one.fit(first, loader)
+    second = Model("gpt2")
+    two = quiet_trainer(world, strategy={"ulysses_size": world}, max_steps=1)
+    two.fit(second, loader)
+    one.fit_loop.max_epochs, one.fit_loop.epoch_loop.max_steps = 2, 2
+    one.fit(first, loader)
+    try:
+        quiet_trainer(world, max_steps=1).fit(first, loader)
+        refusal = "NOT REFUSED"
+    except SequenceParallelError as error:
+        refusal = str(error)
+    return [first.losses, second.losses, refusal]

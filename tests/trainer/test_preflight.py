@@ -1,0 +1,236 @@
+"""The preflight: passes what is exact, stops what is not, leaves no trace."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sp.data.batch import ShardOptions
+from lightning_sp.data.crop import crop_batch, crop_tokens
+from lightning_sp.layout import SequenceLayout
+from lightning_sp.preflight import traceless
+from tests.trainer import preflight_ranks as ranks
+
+AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"
+# case -> (rows, tokens, tolerance) of the crop
+PASSES = [
+    (dict(build="llama"), (2, 64, 1e-8)),
+    (dict(build="gpt", strategy={"ring_size": 2}), (2, 64, 1e-8)),
+    (dict(build="llama", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-8)),
+    (dict(build="llama", data={"length": 97}, strategy={"ring_size": 2}), (2, 61, 1e-8)),
+    (dict(build="llama", data={"length": 31, "packed": True}), (2, 31, 1e-8)),
+    (dict(build="llama", strategy={"preflight_tokens": 21}), (2, 22, 1e-8)),
+    (dict(build="llama", strategy={"data_parallel_size": 1, "activation_checkpointing": True}, accumulate_grad_batches=2), (2, 64, 1e-8)),
+    (dict(build="llama", strategy={"shard_size": 1}, batch="late targets"), (2, 64, 1e-8)),
+    (dict(build="dropout gpt"), (2, 64, 1e-8)),
+    (dict(build="penalised", kind="penalised"), (2, 64, 1e-8)),
+    (dict(build="llama", kind="counted", strategy={"ring_size": 2}), (2, 64, 1e-8)),
+    (dict(build="llama", kind="summed", strategy={"ring_size": 2}), (2, 64, 1e-8)),
+    (dict(build="llama", kind="tuple", batch="tuple"), (2, 64, 1e-8)),
+    (dict(build="hf llama", kind="hf", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-3)),
+    (dict(build="hf llama", kind="hf_loss", batch="hf", strategy={"ring_size": 2}), (2, 64, 1e-3)),
+    (dict(build="llama", precision="32-true"), (2, 64, 1e-3)),
+    (dict(build="llama", precision="bf16-mixed", strategy={"ring_size": 2}), (2, 64, 5e-2)),
+    (dict(build="hf gemma2", kind="hf"), (2, 64, 1e-3)),
+    (dict(build="hf qwen2", kind="hf", precision="bf16-true", strategy={"ring_size": 2}), (2, 64, 5e-2)),
+    (dict(build="hf gpt2", kind="hf", precision="bf16-mixed", strategy={"ring_size": 2}), (2, 64, 5e-2)),
+    (dict(build="hf gpt2", kind="hf", precision="64-true", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-8)),
+]  # fmt: skip
+# case -> what the message says
+STOPS = [
+    (dict(build="own positions"), ["gives another result", "positions made inside the model", "model.gpt.positions.weight"]),
+    (dict(build="own positions", precision="bf16-mixed"), ["gives another result"]),
+    (dict(build="llama", kind="shifts"), ["cross_entropy over 62 targets = 2 rows x (32 - 1): the labels seem to be shifted inside"]),
+    (dict(build="llama", kind="shifts_by_roll"), ["gives another result", "labels shifted inside the model"]),
+    (dict(build="convolution"), ["gives another result", "(1) a convolution along the sequence: model.part.conv (Conv1d)"]),
+    (dict(build="recurrence"), ["gives another result", "(1) a recurrence along the sequence: model.part.gru (GRU)"]),
+    (dict(build="statistics"), ["gives another result", "(1) statistics over this rank's tokens alone: model.part.norm (BatchNorm1d)"]),
+    (dict(build="hand-written too"), ["gives another result", "attention that lightning_sp did not see"]),
+    (dict(build="llama", kind="pooled"), ["cross_entropy over 2 targets, one for each of 2 rows: a pooled head"]),
+    (dict(build="llama", kind="mse"), ["training_step's loss differs between ranks"]),
+    (dict(build="bound name"), ["0 attention calls"]),
+    (dict(build="hand-written"), ["0 attention calls"]),
+    (dict(build="llama", kind="random"), ["gives another result", "random numbers drawn in training_step"]),
+    (dict(build="llama", kind="fixed_length"), ["fails on a crop of 2 x 64 tokens: RuntimeError: only 96 tokens fit", "set preflight_tokens"]),
+]  # fmt: skip
+
+
+def answers(pools, cases):
+    found = pools(2).run(ranks.preflights, cases)
+    assert [a["error"] for a in found[0]] == [a["error"] for a in found[1]], "ranks decide alike"
+    return found[0]
+
+
+def test_what_is_exact_passes(pools):
+    found = answers(pools, [case for case, _ in PASSES])
+    for (case, crop), answer in zip(PASSES, found, strict=True):
+        assert not answer["error"], (case, answer["error"])
+        said = [re.search(AGREE, line) for line in answer["said"] if line.startswith("preflight")]
+        assert len(said) == 1, (case, answer["said"])
+        assert said[0], (case, answer["said"])
+        assert (int(said[0][1]), int(said[0][2]), float(said[0][5])) == crop, case
+        # Far below what is allowed: the tolerance is no excuse.
+        assert float(said[0][3]) < {1e-8: 1e-12, 1e-3: 1e-5, 5e-2: 2.5e-2}[crop[2]], (case, said[0][0])
+
+
+def test_what_is_not_exact_is_stopped(pools):
+    found = answers(pools, [case for case, _ in STOPS])
+    for (case, parts), answer in zip(STOPS, found, strict=True):
+        for part in parts:
+            assert part in answer["error"], (case, answer["error"])
+        if "gives another result" in answer["error"]:
+            numbers = re.search(r"Loss (\S+) whole, (\S+) sharded\. (\d+) of (\d+) gradients differ", answer["error"])
+            assert numbers, answer["error"]
+            assert int(numbers[3]) > 0
+
+
+def test_where_nothing_can_be_compared_it_says_so(pools):
+    cases = [
+        dict(build="llama", kind="manual"),
+        dict(build="llama", kind="nan"),
+        dict(build="llama", kind="fixed_length", strategy={"preflight_tokens": 96}),
+        dict(build="convolution", strategy={"preflight": False}),
+    ]
+    manual, nan, fixed, off = answers(pools, cases)
+    assert not any(a["error"] for a in (manual, nan, fixed, off)), [a["error"] for a in (manual, nan, fixed, off)]
+    assert any(line.startswith("preflight: skipped, for with manual optimization") for line in manual["said"])
+    assert any("cannot be compared: whole, the loss is nan" in line for line in nan["said"])
+    assert any("a crop of 2 x 96 tokens, whole and sharded, agree" in line for line in fixed["said"])
+    assert not any("preflight" in line for line in off["said"])
+
+
+def test_a_first_batch_without_targets_is_said(pools):
+    answer = pools(2).run(ranks.warnings_of, dict(build="llama", batch="ignored"))[0]
+    assert answer == ["preflight: not possible, for every target of the first batch is ignored: nothing was compared"]
+
+
+def test_data_parallel_ranks_compare_the_same_crop(pools):
+    strategy = dict(data_parallel_size=2, ring_size=2, shard_size=2)
+    cases = [dict(build="gpt", world=4, strategy=strategy), dict(build="own positions", world=4, strategy=strategy)]
+    for good, bad in pools(4).run(ranks.preflights, cases):
+        assert not good["error"]
+        assert "gives another result" in bad["error"]
+
+
+def test_a_batch_sharded_by_hand_is_gathered(pools):
+    said = pools(2).run(ranks.hand_sharded, 2)[0]["said"]
+    assert any(re.search(AGREE, line) for line in said), said
+
+
+def test_one_process_has_nothing_to_compare(pools):
+    answer = pools(1).run(ranks.preflights, [dict(build="convolution", world=1)])[0][0]
+    assert not answer["error"]
+    assert not any("preflight" in line for line in answer["said"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_trace(pools, accumulate):
+    """Bit for bit: a run with the preflight is the run without."""
+    for on, off in pools(2).run(ranks.traces_with_and_without, 2, accumulate):
+        assert not off.pop("said")
+        said = on.pop("said")
+        assert on["plain"][0] == 4
+        assert torch.equal(on["buffers"]["count"], torch.tensor([256.0], dtype=torch.float64)), "4 steps, nothing else"
+        for key in on:
+            assert repr_of(on[key]) == repr_of(off[key]), key
+    assert said is not None
+
+
+def repr_of(value):
+    """Every bit of nested containers of tensors."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: repr_of(each) for key, each in value.items()}
+    return [repr_of(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+class Hoarder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.drop = nn.Dropout(0.5)
+        self.names, self.queue, self.table, self.kinds = ["a"], deque([1], maxlen=3), {"x": [1]}, {1}
+        self.tensor, self.number, self.late = torch.zeros(2), 1, None
+        self.register_buffer("buffer", torch.zeros(2))
+        self.shared = self.table["x"]
+
+    def log(self, *args: object) -> None:
+        raise AssertionError("logged")
+
+
+def test_traceless_puts_back_what_a_step_writes():
+    module = Hoarder()
+    module.weight.grad = torch.full((2,), 5.0)
+    grad, shared = module.weight.grad, module.shared
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with traceless(module, torch.device("cpu")):
+        assert module.weight.grad is None
+        module.weight.sum().backward()
+        module.names.append("b")
+        module.queue.extend([2, 3, 4])
+        module.table["y"], module.table["x"] = 2, module.table["x"]
+        module.shared.append(7)
+        module.kinds.add(2)
+        module.tensor += 1
+        module.buffer = torch.ones(3)
+        module.number += 1
+        module.late, module.later = torch.ones(1), 3
+        module.log("x", 1)
+        assert torch.equal(module.drop(torch.ones(50)), torch.ones(50))
+        assert torch.equal(nn.functional.dropout(torch.ones(50), 0.9), torch.ones(50))
+        torch.rand(3)
+    assert module.weight.grad is grad
+    assert (module.names, list(module.queue), module.table, module.kinds) == (["a"], [1], {"x": [1]}, {1})
+    assert module.table["x"] is shared
+    assert module.queue.maxlen == 3
+    assert module.tensor.tolist() == [0, 0]
+    assert module.buffer.tolist() == [0, 0]
+    assert (module.number, module.late, hasattr(module, "later"), module.drop.p) == (1, None, False, 0.5)
+    assert torch.equal(torch.rand(2), expected)
+    with pytest.raises(AssertionError, match="logged"):
+        module.log("x")
+    assert not torch.equal(nn.functional.dropout(torch.ones(50), 0.9), torch.ones(50))
+
+
+@pytest.mark.parametrize(
+    ("length", "layout", "wanted", "tokens"),
+    [
+        (8192, (2, 2), None, 64),
+        (8191, (2, 2), None, 63),
+        (40, (2, 1), None, 40),
+        (8192, (8, 2), None, 128),
+        (8190, (1, 4), 5, 6),
+        (9, (1, 4), 100, 9),
+    ],
+)
+def test_a_crop_is_padded_as_the_sequence_is(length, layout, wanted, tokens):
+    layout = SequenceLayout(*layout)
+    assert crop_tokens(length, layout, wanted) == tokens
+    assert layout.padded_length(tokens) - tokens == layout.padded_length(length) - length
+
+
+def test_a_crop_holds_targets_and_the_edge_of_two_documents():
+    ids = torch.arange(4 * 200).view(4, 200)
+    labels = torch.full((4, 200), -100)
+    labels[3, 199] = 1
+    places = torch.cat([torch.arange(130), torch.arange(70)]).expand(4, 200)
+    batch = {"input_ids": ids, "shift_labels": labels, "names": ["a", "b", "c", "d"], "scale": torch.tensor(3.0)}
+    crop = crop_batch(batch, ShardOptions(), SequenceLayout(2, 1))
+    assert (crop.rows, crop.tokens, crop.num_targets) == (2, 64, 1)
+    assert torch.equal(crop.batch["input_ids"], ids[2:, 136:])
+    assert crop.batch["names"] == ["c", "d"]
+    assert crop.batch["scale"] == 3
+    assert crop.batch["input_ids"].untyped_storage().nbytes() == 2 * 64 * 8, "a copy, not a view of the whole batch"
+    labels[0, 100] = 1
+    edge = crop_batch({**batch, "position_ids": places}, ShardOptions(), SequenceLayout(2, 1))
+    assert torch.equal(edge.batch["input_ids"], ids[:2, 98:162])
+    assert edge.batch["position_ids"][0, 31:33].tolist() == [129, 0]
+    labels[:] = -100
+    assert crop_batch(batch, ShardOptions(), SequenceLayout(2, 1)).num_targets == 0

@@ -68,7 +68,7 @@ def python(site, script, **env):
         cwd=site.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,  # seconds on an idle machine, minutes on a crowded one
         check=False,
     )
     assert result.returncode == 0, result.stderr

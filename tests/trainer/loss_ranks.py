@@ -1,0 +1,204 @@
+"""What each rank runs in test_loss.py, and the token means by hand, in plain torch; returns plain values."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError, SequenceParallelStrategy, comm, loss, sharded_cross_entropy
+from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
+
+WEIGHTS = torch.linspace(0.001, 0.009, VOCAB, dtype=torch.float64)
+
+
+class Loss(Plain):
+    """A GPT with a loss of choice, written as one writes it for one process."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(None)
+        torch.manual_seed(3)
+        self.model, self.kind = tiny_gpt(), kind
+        self.cross_entropy = nn.CrossEntropyLoss()
+        self.logged: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = getattr(self, f"_{self.kind}")(self.logits(batch), batch["shift_labels"])
+        if isinstance(output, Tensor):
+            self.log("train_loss", output)
+            self.losses.append(float(output.detach()))
+        return output
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.logged.append(float(self.trainer.callback_metrics.get("train_loss", torch.nan)))
+
+    def _plain(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def _module(self, logits: Tensor, labels: Tensor) -> Any:
+        return self.cross_entropy(logits.movedim(-1, 1), labels)
+
+    def _by_hand(self, logits: Tensor, labels: Tensor) -> Any:
+        return sharded_cross_entropy(logits, labels)
+
+    def _summed_by_hand(self, logits: Tensor, labels: Tensor) -> Any:
+        return sharded_cross_entropy(logits, labels, reduction="sum") / 256
+
+    def _counted(self, logits: Tensor, labels: Tensor) -> Any:
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return {"loss": each.sum(), "num_tokens": (labels != -100).sum()}
+
+    def _weighted(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), WEIGHTS)
+
+    def _smoothed(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
+
+    def _summed(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 256
+
+    def _ignore_zero(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), ignore_index=0)
+
+    def _two(self, logits: Tensor, labels: Tensor) -> Any:
+        second = torch.where(labels % 2 == 0, labels, -100)
+        return self._plain(logits, labels) + 0.5 * self._plain(logits * 0.5, second)
+
+    def _two_alike(self, logits: Tensor, labels: Tensor) -> Any:
+        return self._plain(logits, labels) + 0.5 * self._plain(logits * 0.5, labels)
+
+    def _smoothed_and_weighted(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), WEIGHTS, label_smoothing=0.2)
+
+    def _probabilities(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), F.one_hot(labels.clamp(min=0).flatten(), VOCAB).double())
+
+    def _nll(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.nll_loss(logits.flatten(0, 1).log_softmax(-1), labels.flatten())
+
+    def _auxiliary(self, logits: Tensor, labels: Tensor) -> Any:
+        return self._plain(logits, labels) + 1e-3 * logits.square().mean()
+
+    def _shifted_by_hand(self, logits: Tensor, labels: Tensor) -> Any:
+        return sharded_cross_entropy(logits[:, :-1], labels[:, 1:])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def rows_of(masks: str, size: int = 8) -> list[dict[str, Tensor]]:
+    """Samples of 32 tokens whose targets are masked in a way of choice."""
+    data = TokenDataset(size, 32)
+    rows = [dict(data[i]) for i in range(size)]
+    for index, row in enumerate(rows):
+        targets = data.tokens[index, 1:].clone()
+        if masks == "uneven":
+            targets[: (7 * index) % 31] = -100
+        if masks == "empty shards":
+            # The second half of a row lies on one rank of a contiguous layout.
+            targets[16:] = -100
+        if (
+            masks == "ignored"
+            or (masks == "first ignored" and index < 4)
+            or (masks == "some ignored" and index in (4, 5))
+        ):
+            targets[:] = -100
+        row["shift_labels"] = targets
+    return rows
+
+
+def by_hand(kind: str, masks: str, micro: int = 2, accumulate: int = 1, size: int = 8, **_: Any) -> dict[str, Any]:
+    """Return each global batch's loss and each optimizer step's gradient: the mean over all its tokens."""
+    torch.set_num_threads(1)
+    module = Loss(kind).double()
+    rows = rows_of(masks, size)
+    batches = [{n: torch.stack([r[n] for r in rows[i : i + micro]]) for n in rows[0]} for i in range(0, size, micro)]
+    losses = [_mean(module, [batch])[0] for batch in batches]
+    grads = [_mean(module, batches[i : i + accumulate])[1] for i in range(0, len(batches), accumulate)]
+    return {"losses": losses, "grads": grads}
+
+
+def _mean(module: Loss, batches: list[Any]) -> tuple[float, dict[str, Tensor]]:
+    """The loss over the concatenated batches is that over all their tokens: they have one length."""
+    whole = {n: torch.cat([batch[n] for batch in batches]) for n in batches[0]}
+    module.zero_grad(set_to_none=True)
+    output = getattr(module, f"_{module.kind}")(module.logits(whole), whole["shift_labels"])
+    total = output["loss"] / output["num_tokens"] if isinstance(output, dict) else output
+    if not bool((whole["shift_labels"] != -100).any()):
+        # torch says nan for a mean over nothing; what nothing adds is zero.
+        total = module.logits(whole).sum() * 0.0
+    total.backward()
+    return float(total.detach()), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def fits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_fit(**case) for case in cases]
+
+
+def _fit(
+    kind: str, masks: str, strategy: Any = None, micro: int = 2, accumulate: int = 1, size: int = 8, fault: str = "",
+    preflight: bool = False, world: int = 2,
+) -> dict[str, Any]:  # fmt: skip
+    module = Loss(kind)
+    options = {**(strategy or {}), "preflight": preflight}
+    loader = DataLoader(rows_of(masks, size), batch_size=micro // options.get("data_parallel_size", 1))  # type: ignore[arg-type]
+    error = ""
+    try:
+        with FAULTS[fault]() if fault else ExitStack():
+            quiet_trainer(world, strategy=options, accumulate_grad_batches=accumulate).fit(module, loader)
+    except SequenceParallelError as refusal:
+        error = str(refusal)
+    except Exception as other:
+        error = f"NOT BY NAME {other!r}: {traceback.format_exc()}"
+    return {"error": error, "losses": module.losses, "logged": module.logged, "grads": module.raw_grads}
+
+
+# ---- what goes silently wrong elsewhere, put back
+
+
+def _patches(*pairs: tuple[Any, str, Any]) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    for target, name, value in pairs:
+        stack.enter_context(patch.object(target, name, value))
+    return stack
+
+
+def _local_mean() -> AbstractContextManager[Any]:
+    """Each rank's own mean, averaged over the ranks."""
+
+    def cross_entropy(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return self._original(*args, **kwargs)
+
+    return _patches(
+        (loss.CrossEntropyInterception, "_cross_entropy", cross_entropy),
+        (SequenceParallelStrategy, "_check_loss", lambda *_: None),
+    )
+
+
+def _unscaled() -> AbstractContextManager[Any]:
+    """FSDP's average is not undone."""
+    mirror = staticmethod(lambda ctx, *grads: (grads[0], None))
+    return _patches((comm._SumOverRanks, "backward", mirror))
+
+
+def _unweighted() -> AbstractContextManager[Any]:
+    """The mean of the micro-batches' means."""
+    return _patches(
+        (loss.TokenWindow, "weigh", lambda self, value, counts: value),
+        (loss.TokenWindow, "close", lambda self, accumulate: None),
+    )
+
+
+FAULTS: dict[str, Any] = {
+    "local mean": _local_mean,
+    "gradients scaled by the group's size": _unscaled,
+    "mean of micro-batch means": _unweighted,
+    "nan where nothing counts": lambda: _patches((loss, "_or_one", lambda count: count)),
+    "a count of at least 1": lambda: _patches((loss, "_or_one", lambda count: count.clamp(min=1))),
+}

@@ -1,0 +1,137 @@
+"""The loss is the mean over the global batch's valid tokens, whatever each rank holds: raw gradients against plain torch by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_sp import sharded_cross_entropy
+from lightning_sp.loss import TokenWindow, loss_of
+from lightning_sp.testing import max_error
+from tests.trainer import loss_ranks as ranks
+
+RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
+CASES = [
+    dict(kind="plain", masks="uneven", strategy=RING, preflight=True),
+    dict(kind="plain", masks="empty shards", strategy=ULYSSES),
+    dict(kind="plain", masks="ignored", strategy=RING),
+    dict(kind="plain", masks="uneven", strategy=RING, accumulate=3, size=14),
+    dict(kind="plain", masks="first ignored", strategy=RING, accumulate=3, size=14),
+    dict(kind="plain", masks="some ignored", strategy=ULYSSES, accumulate=2),
+    dict(kind="plain", masks="ignored", strategy=RING, accumulate=2),
+    dict(kind="module", masks="uneven", strategy=RING, accumulate=2),
+    dict(kind="by_hand", masks="uneven", strategy=RING, accumulate=3, size=14, preflight=True),
+    dict(kind="summed_by_hand", masks="uneven", strategy=RING, preflight=True),
+    dict(kind="counted", masks="uneven", strategy=ULYSSES, accumulate=3, size=14, preflight=True),
+    dict(kind="counted", masks="empty shards", strategy=ULYSSES),
+    dict(kind="weighted", masks="uneven", strategy=RING, accumulate=3, size=14, preflight=True),
+    dict(kind="smoothed", masks="uneven", strategy=RING, accumulate=2),
+    dict(kind="summed", masks="uneven", strategy=ULYSSES, preflight=True),
+    dict(kind="ignore_zero", masks="uneven", strategy=ULYSSES, accumulate=2),
+    dict(kind="two", masks="uneven", strategy=RING, preflight=True),
+    dict(kind="two_alike", masks="uneven", strategy=RING, accumulate=3, size=14),
+]  # fmt: skip
+DATA_PARALLEL = dict(data_parallel_size=2, ring_size=2, shard_size=2)
+CASES_OF_4 = [
+    dict(kind="plain", masks="uneven", strategy=DATA_PARALLEL, micro=4, accumulate=3, size=16, preflight=True),
+    dict(kind="counted", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
+    dict(kind="summed", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
+    dict(kind="summed_by_hand", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
+    dict(kind="weighted", masks="first ignored", strategy=dict(ulysses_size=2, ring_size=2), micro=4, accumulate=2),
+]  # fmt: skip
+
+
+def worst_error(answer, expected):
+    assert len(answer["grads"]) == len(expected["grads"])
+    errors = [
+        max_error(step[name], gradient)
+        for step, one in zip(answer["grads"], expected["grads"], strict=True)
+        for name, gradient in one.items()
+    ]
+    # Fillers of the loader complete the last window; they have no target and add nothing.
+    number = len(expected["losses"])
+    for shown in (answer["losses"], answer["logged"]) if answer["losses"] else ():
+        errors += [abs(a - b) for a, b in zip(shown, expected["losses"], strict=False)]
+        errors += [abs(filler) for filler in shown[number:]]
+        assert len(shown) >= number
+    return math.inf if any(math.isnan(e) for e in errors) else max(errors)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens(pools, world):
+    cases = [{**case, "world": world} for case in (CASES if world == 2 else CASES_OF_4)]
+    for answers in pools(world).run(ranks.fits, cases):
+        for case, answer in zip(cases, answers, strict=True):
+            assert not answer["error"], (case, answer["error"])
+            expected = ranks.by_hand(**case)
+            assert worst_error(answer, expected) < 1e-12, case
+            assert bool(answer["losses"]) == (case["kind"] != "counted")
+            if case["masks"] == "ignored":
+                assert answer["losses"] == [0.0] * 4, "exactly"
+                assert all(not bool(g.any()) for step in answer["grads"] for g in step.values())
+
+
+FAULTY = [
+    ("local mean", dict(kind="plain", masks="uneven", strategy=RING)),
+    ("local mean", dict(kind="plain", masks="empty shards", strategy=ULYSSES)),
+    ("gradients scaled by the group's size", dict(kind="plain", masks="uneven", strategy=RING)),
+    ("gradients scaled by the group's size", dict(kind="counted", masks="uneven", strategy=RING)),
+    ("mean of micro-batch means", dict(kind="plain", masks="uneven", strategy=RING, accumulate=3, size=14)),
+    ("nan where nothing counts", dict(kind="plain", masks="ignored", strategy=RING)),
+    ("nan where nothing counts", dict(kind="plain", masks="first ignored", strategy=RING, accumulate=3, size=14)),
+    ("a count of at least 1", dict(kind="weighted", masks="uneven", strategy=RING)),
+]  # fmt: skip
+
+
+def test_the_cases_above_notice_the_faults_of_others(pools):
+    cases = [{**case, "fault": fault} for fault, case in FAULTY]
+    for answer, (fault, case) in zip(pools(2).run(ranks.fits, cases)[0], FAULTY, strict=True):
+        assert not answer["error"], answer["error"]
+        assert worst_error(answer, ranks.by_hand(**case)) > 1e-4, (fault, case)
+
+
+REFUSED = [
+    (dict(kind="two", masks="uneven", accumulate=2), "2 cross entropies with different token counts"),
+    (dict(kind="summed", masks="uneven", accumulate=2), "gradient accumulation needs the token count of each micro-batch"),
+    (dict(kind="smoothed_and_weighted", masks="uneven"), "both class weights and label smoothing"),
+    (dict(kind="probabilities", masks="uneven"), "class probabilities as target, (32, 61)"),
+    (dict(kind="nll", masks="uneven"), "training_step's loss differs between ranks"),
+    (dict(kind="auxiliary", masks="uneven"), "training_step's loss differs between ranks"),
+    (dict(kind="shifted_by_hand", masks="uneven"), "cross_entropy over 30 targets = 2 rows x (16 - 1)"),
+]  # fmt: skip
+
+
+def test_a_loss_that_is_no_mean_over_tokens_is_refused(pools):
+    for answers in pools(2).run(ranks.fits, [case for case, _ in REFUSED]):
+        for (case, part), answer in zip(REFUSED, answers, strict=True):
+            assert part in answer["error"], (case, answer["error"])
+            assert "NOT BY NAME" not in answer["error"]
+            assert not answer["grads"], "before the first optimizer step"
+
+
+def test_without_processes_it_is_plain_cross_entropy():
+    logits = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([[1, 2, -100, 3, 0], [-100] * 5])
+    flat = logits.flatten(0, 1), labels.flatten()
+    assert sharded_cross_entropy(logits, labels).item() == pytest.approx(F.cross_entropy(*flat).item(), abs=1e-15)
+    total = sharded_cross_entropy(logits, labels, reduction="sum").item()
+    assert total == pytest.approx(F.cross_entropy(*flat, reduction="sum").item(), abs=1e-14)
+    assert sharded_cross_entropy(logits, torch.full_like(labels, -100)).item() == 0.0
+    assert sharded_cross_entropy(logits.bfloat16(), labels).dtype == torch.float32
+
+
+def test_a_window_without_any_token_multiplies_by_no_nan():
+    window = TokenWindow()
+    zero, loss = torch.tensor(0.0), torch.tensor(0.0)
+    assert [float(window.weigh(loss, [zero])) for _ in range(2)] == [0.0, 0.0]
+    assert float(window.close(2)) == 2.0
+    assert window.close(2) is None, "a window ends once"
+
+
+def test_a_returned_sum_keeps_what_else_was_returned():
+    output, counts = loss_of({"loss": torch.tensor(6.0), "num_tokens": 4, "extra": 1}, None)
+    assert (float(output["loss"]), output["extra"], [float(c) for c in counts]) == (1.5, 1, [4.0])
+    assert loss_of(None, None) == (None, None)

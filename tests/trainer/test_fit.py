@@ -51,11 +51,11 @@ def test_a_fit_is_the_same_in_every_layout(pools, world):
 
 
 def test_packed_and_padded_sequences_through_the_trainer(pools):
-    datas = [dict(packed=True), dict(length=29), dict(length=29, packed=True)]
-    expected = pools(1).run(scenarios.fits, [dict(model="llama", world=1, strategy={}, data=d) for d in datas])[0]
+    variants = [dict(packed=True), dict(length=29), dict(length=29, packed=True)]
+    expected = pools(1).run(scenarios.fits, [dict(model="llama", world=1, strategy={}, data=d) for d in variants])[0]
     layouts = [dict(ulysses_size=2, ring_size=2), dict(ring_size=4)]
     for layout in layouts:
-        cases = [dict(model="llama", world=4, strategy=layout, data=d) for d in datas]
+        cases = [dict(model="llama", world=4, strategy=layout, data=d) for d in variants]
         for answers in pools(4).run(scenarios.fits, cases):
             for answer, one in zip(answers, expected, strict=True):
                 same_run(answer, one)

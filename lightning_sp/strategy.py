@@ -54,7 +54,7 @@ from lightning_sp.data.loader import (
     is_ours,
     replace_sampler,
 )
-from lightning_sp.data.resume import align_loops, check_global_batch, loader_position, take_up
+from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, take_up
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
@@ -738,6 +738,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     def _take_up_position(self, position: dict[str, Any] | None, checkpoint: dict[str, Any], trainer: Trainer) -> None:
         self._position = position
         if position is None:
+            check_epoch_end(checkpoint["loops"]["fit_loop"], trainer)
             return
         align_loops(position, checkpoint["loops"]["fit_loop"], trainer, dp_size=self.data_parallel_size)
         self._global_batch_due = position if position["kind"] == "read" else None

@@ -76,20 +76,24 @@ def write_manifest(folder: Path, files: dict[str, tuple[int, int]]) -> None:
     temporary.replace(folder / MANIFEST)
 
 
-def put_in_place(written: Path, path: Path) -> None:
-    """Rename what was written to its own name, replacing an older checkpoint there.
+def check_target(path: Path) -> None:
+    """Refuse to replace a folder that is no checkpoint.
 
     Raises:
-        SequenceParallelError: a folder of that name is no checkpoint.
+        SequenceParallelError: with its path.
     """
+    if path.is_dir() and not path.is_symlink() and not is_folder_checkpoint(path) and any(path.iterdir()):
+        raise SequenceParallelError(
+            f"checkpoint {path}: a folder of that name is there and is no checkpoint; it is not overwritten"
+        )
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Rename what was written to its own name, replacing an older checkpoint there."""
     old = path.with_name(path.name + REPLACED)
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
-        if not is_folder_checkpoint(path) and any(path.iterdir()):
-            raise SequenceParallelError(
-                f"checkpoint {path}: a folder of that name is there and is no checkpoint; it is not overwritten"
-            )
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
     written.rename(path)

@@ -66,7 +66,7 @@ def load_checkpoint(
         own = {name: tuple(t.shape) for name, t in model_state(module).items() if isinstance(t, Tensor)}
         check_model(path, shapes, own, strict=strict)
         if optimizers is not None:
-            _check_optimizers(path, checkpoint, len(optimizers))
+            check_optimizers(path, checkpoint, len(optimizers))
     except SequenceParallelError as refusal:
         error = str(refusal)
     comm.agree(error, group)
@@ -142,7 +142,8 @@ def _first(names: list[str], separator: str = ", ") -> str:
     return separator.join(names[:3]) + (f"{separator}..." if len(names) > 3 else "")
 
 
-def _check_optimizers(path: Path, checkpoint: Mapping[str, Any], count: int) -> None:
+def check_optimizers(path: Path, checkpoint: Mapping[str, Any], count: int) -> None:
+    """Refuse a checkpoint without optimizers' state, or of another number of them."""
     if "optimizer_states" not in checkpoint:
         raise SequenceParallelError(
             f"checkpoint {path} holds weights alone (save_weights_only=True), and fit(ckpt_path=...) needs the optimizers' state: give another "

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from lightning_sp import comm
 from lightning_sp.checkpoint.folder import (
     META,
+    check_target,
     checksum,
     first_failure,
-    is_folder_checkpoint,
     partial_path,
     put_in_place,
     write_manifest,
@@ -83,6 +83,7 @@ def _save_folder(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, 
         ]
 
     def prepare() -> None:
+        check_target(path)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
@@ -136,14 +137,13 @@ def _save_file(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, gr
     temporary = partial_path(path)
 
     def write() -> None:
+        check_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as stream:
             torch.save(plain, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        if path.is_dir() and not path.is_symlink() and is_folder_checkpoint(path):
-            shutil.rmtree(path)
-        temporary.replace(path)
+        put_in_place(temporary, path)
 
     _on(is_writer, write, path, group)
 

@@ -81,10 +81,11 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, stored: Mappin
         by_number = dict(zip(chain(*stored_groups), chain(*own_groups), strict=True))
         values = {by_number[number]: state for number, state in stored["state"].items()}
     else:
-        kind = stored.get("class", type(optimizer).__name__)
-        if kind != type(optimizer).__name__:
+        own_kind = type(optimizer).__name__
+        kind = stored.get("class", own_kind)
+        if kind != own_kind:
             raise SequenceParallelError(
-                f"optimizer {index} of the checkpoint is {kind}, this run's is {type(optimizer).__name__}: its state would not fit; configure "
+                f"optimizer {index} of the checkpoint is {kind}, this run's is {own_kind}: its state would not fit; configure "
                 f"{kind}, or load the weights alone (lightning_sp.export_checkpoint)"
             )
         _check_groups(index, [sorted(group) for group in own_groups], [sorted(group) for group in stored_groups])

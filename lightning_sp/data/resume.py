@@ -94,6 +94,22 @@ def align_loops(position: dict[str, Any], fit_loop: dict[str, Any], trainer: Any
     )
 
 
+def check_epoch_end(fit_loop: dict[str, Any], trainer: Any) -> None:
+    """Refuse a checkpoint without a data position (of another strategy) that was stored within an epoch.
+
+    Raises:
+        SequenceParallelError: with the micro-batches done.
+    """
+    epochs, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
+    done = batches["current"]["ready"]
+    if isinstance(trainer.datamodule, SequenceShardingDataModule) or not done or batches["is_last_batch"]:
+        return
+    raise SequenceParallelError(
+        f"the checkpoint was stored within epoch {epochs['processed']}, after {done} micro-batches, and holds no data position of lightning_sp: "
+        "which samples they were is not known; resume from a checkpoint of an epoch's end"
+    )
+
+
 def take_up(loader: Any, position: dict[str, Any]) -> None:
     """Set a processed training loader to a stored position.
 

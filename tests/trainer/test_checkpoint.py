@@ -1,0 +1,396 @@
+"""Checkpoints under a real Trainer: a resume on any degrees equals the run that was not interrupted; bad ones are refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.checkpoint import derived_seed, export_checkpoint
+from lightning_sp.checkpoint.load import check_optimizers
+from lightning_sp.testing import max_error
+from tests.trainer import checkpoint_ranks as ranks
+from tests.trainer.checkpoint_ranks import DP_RING, RING_ULYSSES, ULYSSES_4
+
+Runs = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(pools: Any, folder: Path) -> dict[str, list[Any]]:
+    """All runs that end well or are refused, each as the list of its ranks' results."""
+
+    def at(name: str) -> str:
+        return str(folder / name)
+
+    def pair(name: str, common: dict[str, Any], first: dict[str, Any] | None = None) -> Runs:
+        """A run that is not interrupted and one that stops after two steps and goes on."""
+        stop = {"max_steps": 2, "save": at(name), **(first or {})}
+        return {
+            f"{name} whole": common,
+            f"{name} stop": {**common, **stop},
+            f"{name} resumed": {**common, "resume": at(name)},
+        }
+
+    def four(strategy: dict[str, Any] = ULYSSES_4, micro: int = 2, **more: Any) -> dict[str, Any]:
+        return {"world": 4, "strategy": strategy, "micro": micro, **more}
+
+    def short(**more: Any) -> dict[str, Any]:
+        return four(**{"micro": 4, "max_steps": 3, "accumulate_grad_batches": 1, **more})
+
+    one_file = {"strategy": {**RING_ULYSSES, "save_distributed_checkpoint": False}}
+    in_four: Runs = {
+        **pair("folder", four(callback=7)),
+        "to dp 2 x ring 2": four({**DP_RING, "shard_size": 2}, 1, resume=at("folder"), callback=7),
+        "stop of a file": {**four(), **one_file, "max_steps": 2, "save": at("file.ckpt")},
+        "to ring 2 x ulysses 2 from a file": four(RING_ULYSSES, resume=at("file.ckpt")),
+        **{
+            name: run
+            for kind in ("sgd", "momentum", "groups")
+            for name, run in pair(kind, short(module={"optimizer": kind})).items()
+        },
+        "no optimizer": four(module={"optimizer": "none"}, max_steps=-1, max_epochs=1, save=at("none")),
+        "no optimizer resumed": four(module={"optimizer": "none"}, max_steps=-1, max_epochs=2, resume=at("none")),
+        **pair("dropout", four(RING_ULYSSES, module={"dropout": 0.2})),
+        "dropout elsewhere": four(DP_RING, 1, module={"dropout": 0.2}, resume=at("dropout")),
+        **pair("two", short(module={"optimizer": "two"}, max_steps=6), {"max_steps": 2}),
+        **pair("bf16-true", short(precision="bf16-true")),
+        **pair("bf16-mixed", short(precision="bf16-mixed")),
+        **pair("stream", four(DP_RING, 1, data="stream", size=24)),
+        "stream on other degrees": four(ULYSSES_4, 2, data="stream", size=24, resume=at("stream")),
+        "weights alone": four(max_steps=2, save=at("weights"), weights_only=True),
+        "resume of weights": four(resume=at("weights")),
+        "another global batch": four(micro=1, resume=at("folder")),
+        "another optimizer": four(module={"optimizer": "sgd"}, resume=at("folder")),
+        "other groups": four(module={"optimizer": "groups"}, resume=at("folder")),
+        "fewer optimizers": four(module={"optimizer": "none"}, resume=at("folder")),
+        "another order": four(data="sequential", resume=at("folder")),
+        "two in a row": four(DP_RING, 1, data="sequential", max_steps=4, accumulate_grad_batches=2, save=at("plain")),
+    }
+    in_one: Runs = {
+        "to one process": {"world": 1, "strategy": {}, "micro": 4, "resume": at("folder"), "accumulate_grad_batches": 1},
+        "to one process from a file": {"world": 1, "strategy": {}, "micro": 2, "resume": at("file.ckpt")},
+        "plain whole": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1},
+        "plain stop": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1,
+                       "max_steps": 4, "save": at("plain.ckpt")},
+        "plain within an epoch": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1,
+                                  "max_steps": 2, "save": at("within.ckpt")},
+    }  # fmt: skip
+    from_plain: Runs = {
+        "from plain Lightning": four(DP_RING, 1, data="sequential", resume=at("plain.ckpt")),
+        "from within a plain epoch": four(DP_RING, 1, data="sequential", resume=at("within.ckpt")),
+    }
+    found: dict[str, list[Any]] = {}
+    for world, runs in ((4, in_four), (1, in_one), (4, from_plain)):
+        # A few in one call: a pool's time limit is for a call.
+        for start in range(0, len(runs), 6):
+            part = dict(list(runs.items())[start : start + 6])
+            by_rank = pools(world).run(ranks.several, list(part.values()))
+            found.update({name: [rank[i] for rank in by_rank] for i, name in enumerate(part)})
+    return found
+
+
+def assert_same_end(resumed: dict[str, Any], whole: dict[str, Any], tolerance: float = 1e-12) -> None:
+    assert resumed["step"] == whole["step"]
+    for name, expected in whole["weights"].items():
+        assert max_error(resumed["weights"][name], expected) <= tolerance, name
+
+
+def test_a_resume_goes_on_as_if_never_stopped(results: dict[str, list[Any]]) -> None:
+    whole, resumed = results["folder whole"][0], results["folder resumed"][0]
+    assert_same_end(resumed, whole, 0)
+    assert results["folder stop"][0]["losses"] + resumed["losses"] == whole["losses"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["to dp 2 x ring 2", "to one process", "to ring 2 x ulysses 2 from a file", "to one process from a file"],
+)
+def test_a_resume_on_other_degrees_ends_in_the_same_weights(results: dict[str, list[Any]], name: str) -> None:
+    assert_same_end(results[name][0], results["folder whole"][0])
+
+
+@pytest.mark.parametrize(
+    "name", ["folder resumed", "to dp 2 x ring 2", "to one process", "to ring 2 x ulysses 2 from a file"]
+)
+def test_each_sample_of_the_epoch_is_seen_once_across_the_cut(results: dict[str, list[Any]], name: str) -> None:
+    before = results["folder stop"][0]["numbers"]
+    after = [n for rank in results[name] if rank["sp_rank"] == 0 for n in rank["numbers"]]
+    seen = before + after
+    # 16 samples, 4 a step: the first epoch ends after step 4, of 6.
+    per_rank = [rank["numbers"] for rank in results[name] if rank["sp_rank"] == 0]
+    in_epoch = [n for numbers in per_rank for n in numbers[: 8 // len(per_rank)]]
+    assert sorted(before + in_epoch) == list(range(16))
+    assert len(seen) == 24
+
+
+def test_epochs_are_shuffled_differently(results: dict[str, list[Any]]) -> None:
+    numbers = results["folder whole"][0]["numbers"]
+    assert sorted(numbers[:16]) == list(range(16))
+    assert numbers[:8] != numbers[16:24]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "groups", "two", "dropout", "bf16-true", "bf16-mixed", "stream"])
+def test_a_resume_is_exact_for(results: dict[str, list[Any]], kind: str) -> None:
+    for rank in range(4):
+        whole, stop, resumed = (results[f"{kind} {part}"][rank] for part in ("whole", "stop", "resumed"))
+        assert stop["losses"] + resumed["losses"] == whole["losses"]
+        assert stop["numbers"] + resumed["numbers"] == whole["numbers"]
+        assert_same_end(resumed, whole, 0)
+
+
+def test_dropout_is_in_force_and_differs_between_ranks(results: dict[str, list[Any]]) -> None:
+    assert results["dropout whole"][0]["losses"] != results["folder whole"][0]["losses"]
+    assert derived_seed(5, 2, 0) != derived_seed(5, 2, 1) != derived_seed(5, 3, 0)
+
+
+def test_other_degrees_draw_from_derived_streams_and_say_so_once(results: dict[str, list[Any]]) -> None:
+    said = results["dropout elsewhere"][0]["said"]
+    line = (
+        "the checkpoint is of data_parallel_size 1, ring_size 2, ulysses_size 2; "
+        "this run of data_parallel_size 2, ring_size 2, ulysses_size 1"
+    )
+    assert said.count(line) == 1
+    assert "(seed 5, step 2, data-parallel rank, sequence-parallel rank)" in said
+    assert "derived" not in results["dropout resumed"][0]["said"]
+
+
+def test_callbacks_get_their_state_back(results: dict[str, list[Any]]) -> None:
+    callback = results["to dp 2 x ring 2"][0]["callback"]
+    assert callback["path"] == "a/b"
+    assert callback["value"] == 7
+    assert callback["tensor"].tolist() == [0, 1, 2]
+    assert (callback["batches"], callback["now"]) == (4, 12)
+
+
+def test_no_optimizer_is_stored_and_resumed(results: dict[str, list[Any]]) -> None:
+    assert results["no optimizer resumed"][0]["numbers"][:16] != []
+    assert len(results["no optimizer resumed"][0]["losses"]) == len(results["no optimizer"][0]["losses"]) == 8
+
+
+def test_plain_lightnings_checkpoint_resumes_here(results: dict[str, list[Any]]) -> None:
+    whole, resumed = results["plain whole"][0], results["from plain Lightning"][0]
+    assert_same_end(resumed, whole, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stream on other degrees", "data_parallel_size=2 and accumulate_grad_batches=2; this run has 1 and 2"),
+        ("resume of weights", "holds weights alone (save_weights_only=True)"),
+        ("another global batch", "micro_batch_size 1 x accumulation 2 x dp 1 = 2 samples a step, but the global batch size of the stored "
+         "position is 4: at dp 1 these (micro_batch_size, accumulate_grad_batches) do: [(1, 4), (2, 2), (4, 1)]"),
+        ("another optimizer", "optimizer 0 of the checkpoint is AdamW, this run's is SGD"),
+        ("other groups", "hold [28] parameters, this run's [10, 18]"),
+        ("fewer optimizers", "optimizer 0 of the checkpoint is AdamW, this run's is _MockOptimizer"),
+        ("another order", "stored with shuffle True, this run has False"),
+        ("from within a plain epoch", "stored within epoch 1, after 2 micro-batches, and holds no data position"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_on_all_ranks(results: dict[str, list[Any]], name: str, message: str) -> None:
+    for rank in results[name]:
+        assert isinstance(rank, str), "not refused"
+        assert message in rank
+    assert len(set(results[name])) == 1
+
+
+def test_another_number_of_optimizers_is_refused() -> None:
+    with pytest.raises(
+        SequenceParallelError, match="the state of 1 optimizers, configure_optimizers returned 2 in this run"
+    ):
+        check_optimizers(Path("x"), {"optimizer_states": [{}]}, 2)
+
+
+@pytest.fixture(scope="module")
+def good(pools: Any, folder: Path, results: dict[str, list[Any]]) -> Path:
+    """A checkpoint folder of four ranks; made by the first fixture."""
+    return folder / "folder"
+
+
+DAMAGE: dict[str, tuple[str, str]] = {
+    "manifest deleted": ("manifest.json", "is half-written: it holds 6 files and no manifest.json"),
+    "shard deleted": ("__1_0.distcp", "is damaged: __1_0.distcp ("),
+    "shard truncated": ("__2_0.distcp", "is damaged: __2_0.distcp has 100 bytes"),
+    "shard flipped": ("__3_0.distcp", "is damaged: the checksum of __3_0.distcp ("),
+    "meta flipped": ("meta.pt", "is damaged: the checksum of meta.pt ("),
+    "manifest cut": ("manifest.json", "is damaged: manifest.json cannot be read"),
+    "newer format": ("manifest.json", "is of format 99, this version of lightning_sp reads 1"),
+}
+
+
+def damaged(good: Path, path: Path, name: str) -> Path:
+    shutil.copytree(good, path)
+    file = path / DAMAGE[name][0]
+    if name.endswith("deleted"):
+        file.unlink()
+    elif name.endswith("truncated"):
+        file.write_bytes(file.read_bytes()[:100])
+    elif name.endswith("flipped"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif name == "manifest cut":
+        file.write_text(file.read_text()[:-20])
+    else:
+        file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def refusals(pools: Any, good: Path, folder: Path) -> dict[str, list[str]]:
+    """What two ranks say of bad checkpoints."""
+    partial = folder / "unfinished.ckpt.partial"
+    shutil.copytree(good, partial)
+    (partial / "manifest.json").unlink()
+    (folder / "empty").mkdir()
+    cut = folder / "cut.ckpt"
+    cut.write_bytes((folder / "file.ckpt").read_bytes()[:5000])
+    torch.save({"a": torch.ones(1)}, folder / "weights.pt")
+    cases = {name: (str(damaged(good, folder / f"damaged {name}", name)), "") for name in DAMAGE}
+    cases |= {
+        "missing": (str(folder / "nowhere"), ""),
+        "never completed": (str(folder / "unfinished.ckpt"), ""),
+        "foreign folder": (str(folder / "empty"), ""),
+        "file cut": (str(cut), ""),
+        "an export": (str(folder / "weights.pt"), ""),
+        "another width": (str(good), json.dumps({"width": 64})),
+        "another depth": (str(good), json.dumps({"layers": 3})),
+        "an address": ("s3://bucket/x.ckpt", ""),
+    }
+    by_rank = pools(2).run(ranks.refusals, list(cases.values()))
+    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(cases)}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, message) for name, (_, message) in DAMAGE.items()),
+        ("missing", "nowhere does not exist"),
+        ("never completed", "was never completed: unfinished.ckpt.partial holds 6 files of a save that did not end"),
+        ("foreign folder", "is a folder without a checkpoint in it"),
+        ("file cut", "cut.ckpt (5000 bytes) cannot be read: damaged, half-written"),
+        ("an export", "is no checkpoint of a Trainer (it has no state_dict and loops)"),
+        ("another width", "is of another model: 29 of 29 tensors differ in shape (model.embedding.weight is (61, 32) there and (61, 64) here;"),
+        ("another depth", "is of another model: 12 are only in this model (model.layers.2.attention_norm.weight,"),
+        ("an address", "addresses are not supported"),
+    ],
+)  # fmt: skip
+def test_a_bad_checkpoint_is_refused_by_name_on_all_ranks(
+    refusals: dict[str, list[str]], name: str, message: str
+) -> None:
+    assert message in refusals[name][0]
+    assert refusals[name][0] == refusals[name][1]
+
+
+def test_model_checkpoint_early_stopping_and_evaluation_by_path(pools: Any, folder: Path) -> None:
+    found = pools(2).run(ranks.model_checkpoint, 2, str(folder / "monitored"))
+    assert found[0] == found[1]
+    result = found[0]
+    assert len(result["files"]) == 3
+    assert "last.ckpt" in result["files"]
+    assert result["measured"]["best"] == result["tested"] == result["best_score"]
+    assert result["measured"]["last"] == result["last_val"]
+    assert result["num_predictions"] == 4
+    assert (result["epochs"], result["steps"]) == (5, 20)
+
+
+def test_hyperparameters_are_plain_and_load_with_weights_only(pools: Any, folder: Path) -> None:
+    result = pools(2).run(ranks.hyper_parameters, 2, str(folder / "hyper"))[0]
+    assert result["hyper_parameters"]["options"] == {"a": [1, 2], "b": {"c": "x"}}
+    assert result["hyper_parameters"]["colour"] == "<Colour.RED: 1>"
+    assert result["step"] == 2
+    known = result["known"]
+    assert known["degrees"] == {"data_parallel_size": 1, "ring_size": 1, "ulysses_size": 2}
+    assert (known["seed"], known["step"], known["global_batch_size"], known["shard_size"]) == (5, 1, 2, 2)
+    assert known["position"]["global_samples_consumed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("strange", "['value'] is tests.trainer.checkpoint_ranks.Colour; return numbers, strings, tensors"),
+        ("storage", "storage_options={'a': 1} are not supported"),
+        ("foreign", "a folder of that name is there and is no checkpoint; it is not overwritten"),
+        ("below a file", "could not be written"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(pools: Any, folder: Path, what: str, message: str) -> None:
+    path = folder / f"refused {what}"
+    if what == "foreign":
+        path.mkdir()
+        (path / "thesis.txt").write_text("x")
+    if what == "below a file":
+        path.write_text("x")
+        path = path / "x.ckpt"
+    found = pools(2).run(ranks.save_refused, 2, str(path), what)
+    assert message in found[0]
+    assert found[0] == found[1]
+
+
+def test_a_save_replaces_the_old_one_whole(pools: Any, tmp_path: Path) -> None:
+    found = pools(2).run(ranks.replaced, 2, str(tmp_path / "x.ckpt"))
+    kinds = ("folder", "folder", "file", "folder")
+    assert found[0] == found[1] == [(f"x.ckpt {kind}", step) for step, kind in enumerate(kinds, start=1)]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("source", ["folder", "file.ckpt"])
+def test_an_export_loads_into_the_unwrapped_model(
+    results: dict[str, list[Any]], folder: Path, source: str, suffix: str
+) -> None:
+    out = export_checkpoint(folder / source, folder / f"exported{suffix}", prefix="model.")
+    state = load_file(out) if suffix == ".safetensors" else torch.load(out)
+    model = ranks.tied_gpt().double()
+    model.load_state_dict(state, strict=True)
+    assert model.head.weight is model.embedding.weight
+    for name, weight in results["folder stop"][0]["weights"].items():
+        assert torch.equal(state[name.removeprefix("model.")], weight) or source == "file.ckpt"
+        assert max_error(state[name.removeprefix("model.")], weight) <= 1e-12
+    half = torch.load(export_checkpoint(folder / source, folder / "half.pt", dtype=torch.bfloat16))
+    assert half["model.head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "prefix", "message"),
+    [
+        ("folder", "x.bin", "", "must end in one of .pt, .safetensors"),
+        ("folder", "x.pt", "net.", "no tensor's name begins with 'net.'; prefixes: model."),
+        ("damaged shard flipped", "x.pt", "", "the checksum of __3_0.distcp"),
+        ("nowhere", "x.pt", "", "does not exist"),
+    ],
+)
+def test_a_bad_export_is_refused(
+    refusals: dict[str, list[str]], folder: Path, source: str, out: str, prefix: str, message: str
+) -> None:
+    with pytest.raises(SequenceParallelError) as caught:
+        export_checkpoint(folder / source, folder / out, prefix=prefix)
+    assert message in str(caught.value)
+    assert not (folder / out).exists()
+
+
+def test_the_data_module_reads_each_window_once_across_a_cut(pools: Any, folder: Path) -> None:
+    texts = folder / "texts"
+    texts.mkdir()
+    for i in range(24):
+        (texts / f"{i:02d}.txt").write_bytes(bytes([i]) * 25)
+    cut = str(folder / "cut in an epoch")
+    before = pools(4).run(
+        ranks.epoch_samples, 4, ULYSSES_4, str(texts), {"until": 2, "micro": 2, "accumulate": 2, "save": cut}
+    )
+    after = pools(4).run(
+        ranks.epoch_samples, 4, DP_RING, str(texts), {"until": 6, "micro": 2, "accumulate": 1, "resume": cut}
+    )
+    first = before[0]["numbers"]
+    rest = [n for rank in after if rank["sp_rank"] == 0 for n in rank["numbers"]]
+    assert len(first) == 8
+    assert sorted(first + rest) == list(range(24))

@@ -22,4 +22,6 @@ def pools():
 
     yield pool
     for each in started.values():
+        each.stop()
+    for each in started.values():
         each.close()

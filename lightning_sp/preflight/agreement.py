@@ -27,8 +27,9 @@ from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.traceless import streams, traceless
 
-# By the lowest precision anywhere in the step.
-TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# By the lowest precision anywhere in the step. In bfloat16 rounding alone gave up to 3e-2 (Gemma2, 24 layers; Llama and GPT 1.6e-2; no
+# growth from 2 to 4 ranks), the weakest fault of the tests 1.1e-1; in float32 8e-7.
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 1e-2}
 FLOOR = 1e-2
 SEED = 1234
 

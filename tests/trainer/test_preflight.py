@@ -34,10 +34,10 @@ PASSES = [
     (dict(build="hf llama", kind="hf", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-3)),
     (dict(build="hf llama", kind="hf_loss", batch="hf", strategy={"ring_size": 2}), (2, 64, 1e-3)),
     (dict(build="llama", precision="32-true"), (2, 64, 1e-3)),
-    (dict(build="llama", precision="bf16-mixed", strategy={"ring_size": 2}), (2, 64, 5e-2)),
+    (dict(build="llama", precision="bf16-mixed", strategy={"ring_size": 2}), (2, 64, 8e-2)),
     (dict(build="hf gemma2", kind="hf"), (2, 64, 1e-3)),
-    (dict(build="hf qwen2", kind="hf", precision="bf16-true", strategy={"ring_size": 2}), (2, 64, 5e-2)),
-    (dict(build="hf gpt2", kind="hf", precision="bf16-mixed", strategy={"ring_size": 2}), (2, 64, 5e-2)),
+    (dict(build="hf qwen2", kind="hf", precision="bf16-true", strategy={"ring_size": 2}), (2, 64, 8e-2)),
+    (dict(build="hf gpt2", kind="hf", precision="bf16-mixed", strategy={"ring_size": 2}), (2, 64, 8e-2)),
     (dict(build="hf gpt2", kind="hf", precision="64-true", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-8)),
 ]  # fmt: skip
 # case -> what the message says
@@ -74,7 +74,7 @@ def test_what_is_exact_passes(pools):
         assert said[0], (case, answer["said"])
         assert (int(said[0][1]), int(said[0][2]), float(said[0][5])) == crop, case
         # Far below what is allowed: the tolerance is no excuse.
-        assert float(said[0][3]) < {1e-8: 1e-12, 1e-3: 1e-5, 5e-2: 2.5e-2}[crop[2]], (case, said[0][0])
+        assert float(said[0][3]) < {1e-8: 1e-12, 1e-3: 1e-5, 8e-2: 4e-2}[crop[2]], (case, said[0][0])
 
 
 def test_what_is_not_exact_is_stopped(pools):

@@ -1,4 +1,4 @@
-"""The two commands: `lightning-sp-train` (Hydra) and `lightning-sp` (Lightning's CLI, and `prepare`).
+"""The two commands: `lightning-sp-train` (Hydra) and `lightning-sp` (Lightning's CLI, `prepare` and `export`).
 
 Both build a model, a DataModule and a Trainer from text and call the Trainer; nothing is decided here.
 
@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import hydra
 import lightning.pytorch as pl
+import torch
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -37,6 +38,7 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_sp.callbacks import MemoryMonitor, RunReport, ThroughputMonitor
+from lightning_sp.checkpoint import export_checkpoint
 from lightning_sp.data import prepare
 from lightning_sp.errors import SequenceParallelError, closest
 
@@ -261,10 +263,13 @@ class CommandLine(LightningCLI):
 
 
 def main() -> None:
-    """Run `lightning-sp`: fit, validate, test or predict by Lightning's CLI, or prepare token files."""
+    """Run `lightning-sp`: fit, validate, test or predict by Lightning's CLI, prepare token files, or export a checkpoint."""
     silence_upstream()
     if sys.argv[1:2] == ["prepare"]:
         prepare_command(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["export"]:
+        export_command(sys.argv[2:])
         return
     CommandLine(
         pl.LightningModule,
@@ -277,7 +282,10 @@ def main() -> None:
             "callbacks": [ThroughputMonitor(), MemoryMonitor(), RunReport()],
             "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs"}},
         },
-        parser_kwargs={"description": "Train on long sequences. `lightning-sp prepare` writes token files from text."},
+        parser_kwargs={
+            "description": "Train on long sequences. `lightning-sp prepare` writes token files from text, `lightning-sp export` a checkpoint "
+            "as a plain state dict."
+        },
     )
 
 
@@ -304,6 +312,24 @@ def prepare_command(arguments: Sequence[str]) -> None:
     except SequenceParallelError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print(written.describe())
+
+
+def export_command(arguments: Sequence[str]) -> None:
+    """Run `lightning-sp export`."""
+    parser = argparse.ArgumentParser(
+        "lightning-sp export", description="Write a checkpoint's model as a plain state dict, for the unwrapped model."
+    )
+    parser.add_argument("checkpoint", help="a checkpoint's folder or file, of any degrees")
+    parser.add_argument("output", help="a .pt or .safetensors file")
+    parser.add_argument("--prefix", default="", help="the part to keep, its name left out, e.g. 'model.'")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast to it; as trained by default")
+    options: Any = parser.parse_args(list(arguments))
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    try:
+        written = export_checkpoint(options.checkpoint, options.output, prefix=options.prefix, dtype=dtype)
+    except SequenceParallelError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    print(f"{written}: {written.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from lightning_sp import SequenceParallelError
 from lightning_sp.checkpoint import derived_seed, export_checkpoint
 from lightning_sp.checkpoint.load import check_optimizers
+from lightning_sp.cli import export_command
 from lightning_sp.testing import max_error
 from tests.trainer import checkpoint_ranks as ranks
 from tests.trainer.checkpoint_ranks import DP_RING, RING_ULYSSES, ULYSSES_4
@@ -301,7 +302,7 @@ def test_model_checkpoint_early_stopping_and_evaluation_by_path(pools: Any, fold
     assert result["measured"]["best"] == result["tested"] == result["best_score"]
     assert result["measured"]["last"] == result["last_val"]
     assert result["num_predictions"] == 4
-    assert (result["epochs"], result["steps"]) == (5, 20)
+    assert (result["epochs"], result["steps"]) == (5, 40)
 
 
 def test_hyperparameters_are_plain_and_load_with_weights_only(pools: Any, folder: Path) -> None:
@@ -376,6 +377,16 @@ def test_a_bad_export_is_refused(
         export_checkpoint(folder / source, folder / out, prefix=prefix)
     assert message in str(caught.value)
     assert not (folder / out).exists()
+
+
+def test_the_export_command(results: dict[str, list[Any]], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "command.safetensors"
+    export_command([str(folder / "folder"), str(out), "--prefix", "model.", "--dtype", "float32"])
+    assert capsys.readouterr().out == f"{out}: {out.stat().st_size} bytes\n"
+    assert {value.dtype for value in load_file(out).values()} == {torch.float32}
+    with pytest.raises(SystemExit):
+        export_command([str(folder / "nowhere"), str(out)])
+    assert "lightning-sp export: checkpoint" in capsys.readouterr().err
 
 
 def test_the_data_module_reads_each_window_once_across_a_cut(pools: Any, folder: Path) -> None:

@@ -6,6 +6,7 @@ Owns transport, not meaning: what a buffer holds is the caller's concern. No col
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,29 @@ def group_by_name(name: str) -> ProcessGroup | None:
 def group_name(group: ProcessGroup | None) -> str:
     """Return the name under which `group_by_name` finds a group; empty for a group of one rank, whose steps vanish."""
     return "" if group is None or dist.get_world_size(group) == 1 else str(group.group_name)
+
+
+def group_of(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
+    """Return this rank's group of a partition of the world into blocks of ranks; None for blocks of one rank.
+
+    Every rank must call it with the same blocks. Equal partitions share their groups.
+    """
+    if len(blocks[0]) == 1:
+        return None
+    if len(blocks) == 1 and len(blocks[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    return _new_groups(dist.group.WORLD, blocks)
+
+
+@cache
+def _new_groups(world: object, blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
+    """Make a partition's groups once in a world: each has threads that wake the process up all the time."""
+    own = None
+    for ranks in blocks:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own = group
+    return own
 
 
 def size_of(group: ProcessGroup | None) -> int:

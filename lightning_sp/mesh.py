@@ -9,35 +9,43 @@ The mesh owns groups and coordinates; it knows nothing of tensors or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_sp.comm import group_of
 from lightning_sp.layout import SequenceLayout
 
-DATA, SEQUENCE, RING, ULYSSES, TENSOR = "data_parallel", "sequence_parallel", "ring", "ulysses", "tensor_parallel"
+DATA, SEQUENCE, TENSOR = "data_parallel", "sequence_parallel", "tensor_parallel"
 
 
 def build_device_mesh(device_type: str, *, data_parallel_size: int, sequence_parallel_size: int) -> DeviceMesh:
     """Build the mesh that exists before the model is known: data_parallel x sequence_parallel x tensor_parallel (size 1 for now).
 
-    Lightning's sampler reads its axis ``data_parallel``. Communicates: group creation on every rank.
+    Lightning's sampler reads its axis ``data_parallel``. Communicates: group creation on every rank, once for equal sizes.
     """
-    return init_device_mesh(
-        device_type, (data_parallel_size, sequence_parallel_size, 1), mesh_dim_names=(DATA, SEQUENCE, TENSOR)
+    return _device_mesh(
+        dist.group.WORLD, device_type, (data_parallel_size, sequence_parallel_size, 1), (DATA, SEQUENCE, TENSOR)
     )
 
 
 def build_fsdp_mesh(device_type: str, *, world_size: int, shard_size: int) -> DeviceMesh:
     """Build FSDP2's mesh: one axis when everything is sharded, else replicate x shard (hybrid sharding).
 
-    Communicates: group creation on every rank.
+    Communicates: group creation on every rank, once for equal sizes.
     """
     if shard_size == world_size:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh(
-        device_type, (world_size // shard_size, shard_size), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+        return _device_mesh(dist.group.WORLD, device_type, (world_size,), ("dp_shard",))
+    shape = (world_size // shard_size, shard_size)
+    return _device_mesh(dist.group.WORLD, device_type, shape, ("dp_replicate", "dp_shard"))
+
+
+@cache
+def _device_mesh(world: object, device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """Equal meshes of one world are one: a process group is a resource of the process, with threads that wake it up all the time."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=axes)
 
 
 @dataclass(frozen=True)
@@ -45,60 +53,61 @@ class SequenceMesh:
     """The attention's mesh dp x ring x ulysses x tp, and this rank's place in it.
 
     Args:
-        mesh: a device mesh with the axes data_parallel, ring, ulysses, tensor_parallel, in this order.
-        sequence_group: the group of the ring x ulysses ranks that share one sequence.
+        base: the mesh data_parallel x sequence_parallel x tensor_parallel, whose second axis is ring x ulysses.
+        layout: how that axis is split.
+        ring_group: the group that passes keys and values on; None for a ring of one.
+        ulysses_group: the group that exchanges heads for tokens; None for one rank.
     """
 
-    mesh: DeviceMesh
-    sequence_group: ProcessGroup
+    base: DeviceMesh
+    layout: SequenceLayout
+    ring_group: ProcessGroup | None
+    ulysses_group: ProcessGroup | None
 
     @classmethod
     def build(cls, base: DeviceMesh, *, ring_size: int, ulysses_size: int) -> SequenceMesh:
         """Split the sequence axis of `base` (see `build_device_mesh`) into ring x ulysses.
 
-        Communicates: group creation on every rank.
+        Communicates: group creation on every rank, once for equal sizes.
         """
-        dp, sp, tp = (base[axis].size() for axis in (DATA, SEQUENCE, TENSOR))
-        assert ring_size * ulysses_size == sp
-        mesh = init_device_mesh(
-            base.device_type, (dp, ring_size, ulysses_size, tp), mesh_dim_names=(DATA, RING, ULYSSES, TENSOR)
+        size = base[SEQUENCE].size()
+        assert ring_size * ulysses_size == size
+        assert base[TENSOR].size() == 1
+        starts = range(0, base.size(), size)
+        rings = tuple(
+            tuple(range(first + place, first + size, ulysses_size)) for first in starts for place in range(ulysses_size)
         )
-        return cls(mesh, base.get_group(SEQUENCE))
+        neighbours = tuple(
+            tuple(range(first + start, first + start + ulysses_size))
+            for first in starts
+            for start in range(0, size, ulysses_size)
+        )
+        return cls(base, SequenceLayout(ring_size, ulysses_size), group_of(rings), group_of(neighbours))
 
     @property
-    def layout(self) -> SequenceLayout:
-        """Return how sequences are split over this mesh."""
-        return SequenceLayout(self.mesh[RING].size(), self.mesh[ULYSSES].size())
-
-    @property
-    def ring_group(self) -> ProcessGroup:
-        """Return the group that passes keys and values on."""
-        return self.mesh.get_group(RING)
-
-    @property
-    def ulysses_group(self) -> ProcessGroup:
-        """Return the group that exchanges heads for tokens."""
-        return self.mesh.get_group(ULYSSES)
+    def sequence_group(self) -> ProcessGroup:
+        """Return the group of the ring x ulysses ranks that share one sequence."""
+        return self.base.get_group(SEQUENCE)
 
     @property
     def data_group(self) -> ProcessGroup:
         """Return the group of ranks with the same tokens of different samples."""
-        return self.mesh.get_group(DATA)
+        return self.base.get_group(DATA)
 
     @property
     def sequence_rank(self) -> int:
-        """Return this rank's place among those that share its sequence."""
-        return int(self.mesh.get_local_rank(RING)) * self.layout.ulysses_size + int(self.mesh.get_local_rank(ULYSSES))
+        """Return this rank's place among those that share its sequence; Ulysses is the faster axis."""
+        return int(self.base.get_local_rank(SEQUENCE))
 
     @property
     def data_parallel_rank(self) -> int:
         """Return which samples this rank's group reads."""
-        return int(self.mesh.get_local_rank(DATA))
+        return int(self.base.get_local_rank(DATA))
 
     @property
     def data_parallel_size(self) -> int:
         """Return how many groups read different samples."""
-        return int(self.mesh[DATA].size())
+        return int(self.base[DATA].size())
 
     def describe(self) -> str:
         """Return the degrees in one line."""

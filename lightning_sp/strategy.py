@@ -346,7 +346,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         """Replace the order where the sampler can be replaced, else let one rank of each sequence read."""
         if is_ours(dataloader):
             return dataloader
-        group = self._sequence_control_group or self.device_mesh.get_group("sequence_parallel")
+        group = self._sequence_control_group or self.sequence_mesh.sequence_group
         place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)
         if can_replace_sampler(dataloader):
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -99,7 +99,8 @@ def train(
     placed: Any = SingleDeviceStrategy("cpu")
     if layout is not None:
         degrees = {"data_parallel_size": dp, "ring_size": ring, "ulysses_size": ulysses}
-        placed = SequenceParallelStrategy(**degrees, **(strategy or {}))
+        # The preflight has tests of its own; here it runs in one layout, to show that it leaves no trace.
+        placed = SequenceParallelStrategy(**degrees, preflight=layout == (1, 2, 2), **(strategy or {}))
     pl.seed_everything(SEED, verbose=False)
     data = SequenceShardingDataModule(
         str(HERE / "corpus.jsonl"),

@@ -131,6 +131,9 @@ class Trained(pl.LightningModule):
             "sgd": lambda p: torch.optim.SGD(p, 0.1),
             "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         }
+        if self.optimizer == "momentum":
+            # Makes Lightning build loader and iterator before it restores the checkpoint.
+            assert self.trainer.estimated_stepping_batches > 0
         if self.optimizer == "none":
             return None
         matrices = [p for p in self.parameters() if p.ndim > 1]

@@ -307,7 +307,10 @@ def test_a_resumed_report_remembers_what_was_before(tmp_path):
         fit(tmp_path / "b", second, ckpt_path=tmp_path / "kept" / "stop.ckpt", max_steps=3)
     assert second.summary.perplexity_before == first.summary.perplexity_before
     assert second.summary.unigram_perplexity == first.summary.unigram_perplexity
-    assert first.summary.resume == f"trainer.fit(..., ckpt_path='{tmp_path / 'kept' / 'stop.ckpt'}'), with Trainer(max_steps=6)"
+    assert (
+        first.summary.resume
+        == f"trainer.fit(..., ckpt_path='{tmp_path / 'kept' / 'stop.ckpt'}'), with Trainer(max_steps=6)"
+    )
 
 
 def test_a_partial_sanity_check_is_not_taken_for_the_perplexity_before(tmp_path, capsys):

@@ -149,7 +149,15 @@ def test_a_sweeps_job_is_run_alone(job, tmp_path):
         "trainer.max_steps=3",
         "hydra.sweep.dir=x",
         "hydra.verbose=true",
-        argv=["-m", "--config-dir", "mine", "seed=1,2", "trainer.max_steps=3", "hydra.sweep.dir=x", "hydra.verbose=true"],
+        argv=[
+            "-m",
+            "--config-dir",
+            "mine",
+            "seed=1,2",
+            "trainer.max_steps=3",
+            "hydra.sweep.dir=x",
+            "hydra.verbose=true",
+        ],
     )
     command = cli.sweep_job_command()
     at = command.index("--config-dir")

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.dropout import _DropoutNd
 
 # What torch and Lightning keep in a module for themselves; parameters are FSDP's, and no step of training writes to them.
 _KEPT = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
@@ -44,9 +43,7 @@ def traceless(root: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = None
         undo.enter_context(streams(device))
         undo.callback(_snapshot(root))
-        for module in root.modules():
-            if isinstance(module, _DropoutNd) and module.p:
-                module.p = 0.0
+        # torch's dropout modules call these as well.
         for name in _DROPOUTS:
             undo.callback(setattr, F, name, getattr(F, name))
             setattr(F, name, _keep)

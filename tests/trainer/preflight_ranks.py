@@ -156,6 +156,9 @@ class Step(Plain):
     def _hf(self, batch: Any) -> Tensor:
         return _ce(self.model(batch["input_ids"], position_ids=batch["position_ids"]).logits, batch["shift_labels"])
 
+    def _hf_bare(self, batch: Any) -> Tensor:
+        return _ce(self.model(batch["input_ids"]).logits, batch["shift_labels"])
+
     def _hf_loss(self, batch: Any) -> Tensor:
         return self.model(**batch).loss
 

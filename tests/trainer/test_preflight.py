@@ -38,6 +38,7 @@ PASSES = [
     (dict(build="hf gemma2", kind="hf"), (2, 64, 1e-3)),
     (dict(build="hf qwen2", kind="hf", precision="bf16-true", strategy={"ring_size": 2}), (2, 64, 8e-2)),
     (dict(build="hf gpt2", kind="hf", precision="bf16-mixed", strategy={"ring_size": 2}), (2, 64, 8e-2)),
+    (dict(build="hf gpt2", kind="hf_bare", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-8)),
     (dict(build="hf gpt2", kind="hf", precision="64-true", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-8)),
 ]  # fmt: skip
 # case -> what the message says

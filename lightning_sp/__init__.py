@@ -6,6 +6,7 @@ Importing it registers the strategy: ``Trainer(strategy="sequence_parallel")``.
 """
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.checkpoint import export_checkpoint
 from lightning_sp.data.batch import ShardedBatch, shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -22,6 +23,7 @@ __all__ = [
     "SequenceParallelError",
     "SequenceParallelStrategy",
     "ShardedBatch",
+    "export_checkpoint",
     "register_strategy",
     "sequence_parallel_attention",
     "shard_batch",

@@ -1,0 +1,29 @@
+"""A script that Lightning's launcher starts on two ranks, the second of which dies in its second step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
+
+
+class Dying(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and os.environ.get("LOCAL_RANK") == "1":
+            if sys.argv[1] == "exit":
+                os._exit(3)
+            raise ValueError("boom on rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        strategy="sequence_parallel", accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Dying(tiny_llama), DataLoader(TokenDataset(8), batch_size=2))

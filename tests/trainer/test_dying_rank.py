@@ -11,9 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("how", "words"), [("exit", "RuntimeError"), ("raise", "ValueError: boom on rank 1")]
-)
+@pytest.mark.parametrize(("how", "words"), [("exit", "RuntimeError"), ("raise", "ValueError: boom on rank 1")])
 def test_a_rank_that_dies_ends_the_others(how, words):
     # Far below the strategy's timeout of 300 s: the peers notice the closed connection, not the timeout.
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.dying_rank", how]

@@ -341,7 +341,6 @@ def traces(world: int, preflight: bool, accumulate: int) -> dict[str, Any]:
     random.seed(4)
     np.random.seed(5)
     module, memory = Traces(), Memory()
-    module.configure_model()
     trainer = quiet_trainer(
         world, strategy={"preflight": preflight}, logger=memory, log_every_n_steps=1, accumulate_grad_batches=accumulate
     )

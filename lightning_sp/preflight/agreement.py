@@ -120,6 +120,7 @@ def run_preflight(
         )
     if loss is None or reference is None:
         return None
+    reference, loss = reference.detach(), loss.detach()
     lowest = min(precision.seen, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps))
     tolerance = TOLERANCES.get(lowest, max(TOLERANCES.values()))
     found = _differences(reference, loss, whole_gradients, gradients)

@@ -9,7 +9,8 @@ another global batch:
     micro step                     0     |     0     | ... |        1         | ...
 
 A place without a sample (the last global batch, a rank with fewer evaluation batches) is a *filler*: a real sample
-whose index i is given as ``~i``, so that `collate.FillerAware` ignores all of its targets. Not here: reading samples.
+whose index i is given as ``~i``, so that `collate.FillerAware` ignores all of its targets. A micro step without a
+sample on any rank is left out: it would add nothing and log a loss of 0. Not here: reading samples.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def epoch_permutation(seed: int, epoch: int, num_samples: int) -> NDArray[np.int
         raise SequenceParallelError(f"seed {seed}, epoch {epoch} and num_samples {num_samples} must not be negative")
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_samples)
     return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def num_micro_batches(num_samples: int, global_batch_size: int, accumulation: int) -> int:
+    """Return the micro steps that an epoch takes: as many as hold a sample on any data-parallel rank."""
+    return -(-num_samples // (global_batch_size // accumulation))
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,10 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         self.num_samples, self.split, self.dp_rank = num_samples, split, dp_rank
         self.seed, self.shuffle, self.last = seed, shuffle, last
         self.num_global_batches = -(-num_samples // size) if last == "pad" else num_samples // size
-        self.num_fillers = max(0, self.num_global_batches * size - num_samples)
+        self.num_micro_batches = num_micro_batches(
+            min(num_samples, self.num_global_batches * size), size, split.accumulation
+        )
+        self.num_fillers = max(0, self.num_micro_batches * (size // split.accumulation) - num_samples)
         self.num_dropped = max(0, num_samples - self.num_global_batches * size)
         self.epoch = 0
         self.global_samples_skipped = 0
@@ -126,17 +135,16 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the micro-batches of a whole epoch, also after a resume in its middle."""
-        return self.num_global_batches * self.split.accumulation
+        return self.num_micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the micro-batches that are left in this epoch."""
         self.started_epoch = self.epoch
         order = epoch_permutation(self.seed, self.epoch, self.num_samples) if self.shuffle else None
-        m, dp_size, size = self.split.micro_batch_size, self.split.dp_size, self.split.global_batch_size
-        for global_batch in range(self.global_samples_skipped // size, self.num_global_batches):
-            for micro_step in range(self.split.accumulation):
-                first = global_batch * size + (micro_step * dp_size + self.dp_rank) * m
-                yield [self._sample_at(place, order) for place in range(first, first + m)]
+        m, dp_size = self.split.micro_batch_size, self.split.dp_size
+        for micro_step in range(self.global_samples_skipped // (m * dp_size), self.num_micro_batches):
+            first = (micro_step * dp_size + self.dp_rank) * m
+            yield [self._sample_at(place, order) for place in range(first, first + m)]
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -172,7 +180,8 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
 
         Micro-batches of an unfinished accumulation do not count: their gradients are not in the weights.
         """
-        steps = consumed_batches // self.split.accumulation
+        whole_epoch = consumed_batches >= self.num_micro_batches  # its last step may take fewer micro-batches
+        steps = self.num_global_batches if whole_epoch else consumed_batches // self.split.accumulation
         return {
             "epoch": self.epoch if epoch is None else epoch,
             "global_samples_consumed": steps * self.split.global_batch_size,

@@ -15,6 +15,8 @@ from typing import Any
 from lightning_sp.data.order import GlobalBatchSampler
 
 _COUNTERS = ("ready", "started", "processed", "completed")
+# The length of a loader that has none: longer than any epoch.
+ENDLESS = 2**62
 
 
 def finished_epoch(*, batches_done: int, num_batches: float, is_last_batch: bool, epochs_done: int, epoch: int) -> bool:
@@ -58,17 +60,20 @@ def align_loop_state(
         epoch: Of the position.
         steps: Optimizer steps done in that epoch; 0 when it has not begun.
         stored_accumulation: Micro-batches a step in the run that stored it.
-        loader_length: Micro-batches of a whole epoch in this run.
+        loader_length: Micro-batches of a whole epoch in this run, `ENDLESS` where it is not known.
     """
     limit = trainer.limit_train_batches
     num_batches = min(loader_length, limit) if isinstance(limit, int) else int(loader_length * limit)
     epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
     accumulation = trainer.accumulate_grad_batches
+    # A loader that one rank reads has as many micro-batches whatever the accumulation.
+    same = stored_accumulation == accumulation or loader_length >= ENDLESS
+    before = batches["total"]["ready"] - batches["current"]["ready"] if same else epoch * num_batches
     if steps:
         ends_before = epochs["current"]["processed"] > epoch
         at_the_step = batches["current"]["ready"] == batches["current"]["processed"] == steps * stored_accumulation
         _set(epochs, {"ready": epoch + 1, "started": epoch + 1, "processed": epoch, "completed": epoch})
-        _move(batches, steps * accumulation, stored_accumulation, accumulation)
+        _move(batches, steps * accumulation, before)
         if ends_before or not at_the_step:
             _as_at_batch_end(batches)
             fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning counts this step again
@@ -76,12 +81,13 @@ def align_loop_state(
     elif epochs["current"]["processed"] < epoch:  # stored at the last batch of the epoch before: Lightning ends it
         _set(epochs, {"ready": epoch, "started": epoch})
         steps_begun = -(-batches["current"]["ready"] // stored_accumulation)
-        _move(batches, steps_begun * accumulation, stored_accumulation, accumulation)
+        ready = batches["current"]["ready"] if same else min(steps_begun * accumulation, num_batches)
+        _move(batches, ready, before if same else before - num_batches)
     else:
         begun = batches["current"]["ready"] if epochs["current"]["started"] > epoch else 0
-        num_before = (batches["total"]["ready"] - begun) // stored_accumulation * accumulation
+        before = batches["total"]["ready"] - begun if same else before
         _set(epochs, dict.fromkeys(_COUNTERS, epoch))
-        batches.update(total=dict.fromkeys(_COUNTERS, num_before), current=dict.fromkeys(_COUNTERS, 0))
+        batches.update(total=dict.fromkeys(_COUNTERS, before), current=dict.fromkeys(_COUNTERS, 0))
         batches["is_last_batch"] = False
         # With max_steps Lightning takes any start for one after a validation, and counts the step before it again.
         if trainer.max_steps != -1 and _validates_at(trainer, batches, epoch, num_batches):
@@ -119,10 +125,9 @@ def _set(progress: dict[str, Any], counters: dict[str, int]) -> None:
         progress["current"][name] = value
 
 
-def _move(batches: dict[str, Any], ready: int, stored_accumulation: int, accumulation: int) -> None:
-    """Set the micro-batches begun in this epoch, each counter keeping its distance, and rescale those before it."""
+def _move(batches: dict[str, Any], ready: int, before: int) -> None:
+    """Set the micro-batches begun in this epoch and those before it, each counter keeping its distance."""
     current, total = batches["current"], batches["total"]
-    before = (total["ready"] - current["ready"]) // stored_accumulation * accumulation
     distances = {name: (current[name] - current["ready"], total[name] - total["ready"]) for name in _COUNTERS}
     for name, (of_current, of_total) in distances.items():
         current[name] = ready + of_current

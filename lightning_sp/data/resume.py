@@ -12,11 +12,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loader import BroadcastLoader, training_sampler
-from lightning_sp.data.position import align_loop_state, finished_epoch, sampler_position
+from lightning_sp.data.order import num_micro_batches
+from lightning_sp.data.position import ENDLESS, align_loop_state, finished_epoch, sampler_position
 from lightning_sp.errors import SequenceParallelError
-
-# A loader without a length: longer than any epoch.
-_ENDLESS = 2**62
 
 
 def loader_position(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dict[str, Any] | None:
@@ -68,10 +66,14 @@ def align_loops(position: dict[str, Any], fit_loop: dict[str, Any], trainer: Any
     Raises:
         SequenceParallelError: the position cannot be taken up at these degrees.
     """
-    steps, length = position.get("steps", 0), _ENDLESS
+    steps, length = position.get("steps", 0), ENDLESS
     if position["kind"] == "order":
         steps = position["global_samples_consumed"] // position["global_batch_size"]
-        length = position["loader_steps"] * trainer.accumulate_grad_batches
+        size, accumulation = position["global_batch_size"], trainer.accumulate_grad_batches
+        if size % accumulation == 0:  # otherwise `take_up` refuses
+            length = num_micro_batches(
+                min(position["num_samples"], position["loader_steps"] * size), size, accumulation
+            )
     elif steps:
         if position["loaders"] > 1:
             raise SequenceParallelError(

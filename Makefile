@@ -9,7 +9,7 @@ STAMP := $(VENV)/.stamp
 # The ranks of a test share the machine's few cores, so that threads within a rank only get in each other's way.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: help train test test-all lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long compile lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -22,6 +22,12 @@ test: lint  ## lint, then every test but the slow ones; ARGS="..." go to pytest
 
 test-all: lint  ## lint, then every test
 	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+test-long: $(STAMP)  ## the tests that draw their cases (Hypothesis), with many more of them
+	$(TEST_ENV) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long --timeout 3600 $(ARGS)
+
+compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler
+	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/test_compile.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers, spelling
 	$(BIN)/ruff check .

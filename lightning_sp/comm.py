@@ -118,6 +118,11 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def barrier(device: torch.device) -> None:
+    """Wait for the whole world. On NCCL it runs on `device`, this rank's own, and not on a guess."""
+    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+
+
 def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) -> Any:
     """Return rank `source`'s picklable value (its rank within the group) on all ranks of the group."""
     box = [value]

@@ -7,10 +7,9 @@ its `setup` are fixed, and its integer means are rounded down (Lightning issue 2
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -25,6 +24,8 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from typing_extensions import override
+
+from lightning_sp import comm
 
 T = TypeVar("T")
 
@@ -99,18 +100,13 @@ class ProcessStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if not _distributed_is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        comm.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not _distributed_is_initialized():
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        return cast(T, comm.broadcast_object(obj, None, src))
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

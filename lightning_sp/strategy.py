@@ -21,7 +21,6 @@ from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,21 +30,18 @@ from typing_extensions import override
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import (
-    derived_seed,
     load_checkpoint,
     load_model_state,
     load_optimizer_state,
     local_path,
     model_state,
     optimizer_state,
-    random_state,
-    restore_random_state,
     save_checkpoint,
 )
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context import BatchInfo, SequenceContext, Step
 from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch, unshard
-from lightning_sp.data.crop import Crop, crop_batch, whole_batch
+from lightning_sp.data.crop import Crop, shared_crop
 from lightning_sp.data.loader import (
     BroadcastLoader,
     LoaderPlace,
@@ -54,28 +50,30 @@ from lightning_sp.data.loader import (
     is_ours,
     replace_sampler,
 )
-from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, take_up
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
+from lightning_sp.loss import CrossEntropyInterception, TokenWindow, check_loss, loss_of
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
 from lightning_sp.parallelize import (
     check_unsharded,
     checkpoint_blocks,
     materialize_meta,
-    num_query_heads,
+    named_query_heads,
     receive_weights,
     reshard,
     shard_model,
     start_root,
     tied_parameters,
     transformer_blocks,
+    tried_query_heads,
     whole_state,
     without_gradient_sync,
 )
+from lightning_sp.predictions import share_predictions, whole_output
 from lightning_sp.preflight import run_preflight, traceless
 from lightning_sp.processes import ProcessStrategy
 from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
+from lightning_sp.run_state import RunState
 
 # Of what this strategy adds to Lightning's checkpoint.
 CHECKPOINT_KEY = "lightning_sp"
@@ -143,12 +141,9 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._options = ShardOptions()
         self._batch: BatchInfo | None = None
         self._window = TokenWindow()
-        self._seed = 0
-        self._trained_rows = 0
-        self._trained_epoch = 0
-        self._position: dict[str, Any] | None = None
-        self._global_batch_due: dict[str, Any] | None = None
-        self._random_due: dict[str, Any] | None = None
+        self._run_state = RunState()
+        self._loss_checked = False
+        self._evaluated = (0, -1)  # loader of the evaluation batch in progress, and its place there
         self._preflight_due = False
         self._first_batch: Any = None
 
@@ -170,6 +165,14 @@ class SequenceParallelStrategy(ProcessStrategy):
     def data_parallel_size(self) -> int:
         """Return how many groups of ranks read different samples."""
         return 1 if self._base_mesh is None else int(self._base_mesh["data_parallel"].size())
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the ranks that hold different samples: the `process_group` of a metric of samples, computed from whole sequences.
+
+        Metrics of tokens, computed from shards, need none: they are reduced over the world.
+        """
+        return self.device_mesh.get_group("data_parallel")
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -263,13 +266,15 @@ class SequenceParallelStrategy(ProcessStrategy):
             self._preflight_due = self.config.preflight and self.sequence_parallel_size > 1
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._seed_ranks(trainer.global_step)
+            self._run_state.seed_ranks(
+                int(self.broadcast(torch.initial_seed())), trainer.global_step, self.sequence_mesh
+            )
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, rewrite and shard it: once for a model."""
         check_unsharded(module)
         assert self._base_mesh is not None
-        ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, num_query_heads(module))
+        ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, self._query_heads(module))
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
         self._context = SequenceContext(self._mesh, self.config.kernel)
         self._options = ShardOptions(
@@ -297,6 +302,23 @@ class SequenceParallelStrategy(ProcessStrategy):
             f"{len(blocks)} blocks{', activations checkpointed' if self.config.activation_checkpointing else ''}"
         )
 
+    def _query_heads(self, module: LightningModule) -> int | None:
+        """Return what limits Ulysses: the heads that the model names, or those that reach attention in a forward without data."""
+        heads = named_query_heads(module)
+        if heads is not None or self.sequence_parallel_size == 1:
+            return heads
+        found: tuple[int | None, str] = (None, "")
+        if self.global_rank == 0:
+            with traceless(module, self.root_device):
+                found = tried_query_heads(module)
+        heads, reason = self.broadcast(found)
+        if heads is None and (self.config.ulysses_size, self.config.ring_size) == ("auto", "auto"):
+            rank_zero_info(
+                f"sequence_parallel: how many heads the model has is not known ({reason}), so the sequence is split by ring alone, which serves "
+                "any number; ulysses_size chooses otherwise"
+            )
+        return heads
+
     def _intercept(self) -> None:
         assert self._context is not None
         assert self.lightning_module is not None
@@ -319,17 +341,6 @@ class SequenceParallelStrategy(ProcessStrategy):
         ):
             loop.inference_mode = False
 
-    def _seed_ranks(self, step: int) -> None:
-        """Give every rank its own stream of elementwise dropout, derived from rank 0's seed; one process keeps its own."""
-        self._seed = int(self.broadcast(torch.initial_seed()))
-        if self.world_size > 1:
-            torch.manual_seed(derived_seed(self._seed, step, self._place))
-
-    @property
-    def _place(self) -> int:
-        """Return this rank's number among all, samples first."""
-        return self.data_parallel_rank * self.sequence_parallel_size + self.sequence_mesh.sequence_rank
-
     # ---- batch
 
     @override
@@ -338,8 +349,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.training
         loader = self._same_samples(dataloader, training=training)
-        if training and self._position is not None:
-            take_up(loader, self._position)
+        if training:
+            self._run_state.take_up_loader(loader)
         return loader
 
     def _same_samples(self, dataloader: object, *, training: bool) -> object:
@@ -388,6 +399,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         module = self.lightning_module
         if self._preflight_due and module is not None and module.trainer.training:
             self._first_batch = batch
+        if module is not None and (module.trainer.evaluating or module.trainer.predicting):
+            self._note_evaluated(module.trainer, dataloader_idx)
         local = super().batch_to_device(local, device, dataloader_idx)
         self._batch = self._on_device(info)
         return local
@@ -412,23 +425,21 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "preflight: skipped, for with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
             )
             return
-        crop = self._crop(whole)
+        crop = shared_crop(
+            whole,
+            self._options,
+            self.sequence_mesh.layout,
+            wanted=None if self.config.preflight_tokens == "auto" else self.config.preflight_tokens,
+            hand_sharded=is_sharded(whole) or not self.config.shard_batch,
+            sequence_group=self._sequence_control_group or self.sequence_mesh.sequence_group,
+            control_group=self._control_group,
+        )
         if crop.num_targets == 0:
             rank_zero_warn(
                 "preflight: not possible, for every target of the first batch is ignored: nothing was compared"
             )
             return
         self._preflight(module, crop, batch_idx)
-
-    def _crop(self, batch: Any) -> Crop:
-        """Return rank 0's crop of its first batch, on every rank."""
-        mesh, wanted = self.sequence_mesh, self.config.preflight_tokens
-        if is_sharded(batch) or not self.config.shard_batch:
-            group = self._sequence_control_group or mesh.sequence_group
-            batch = whole_batch(batch, self._options, mesh.layout, group)
-        crop = crop_batch(batch, self._options, mesh.layout, None if wanted == "auto" else wanted)
-        shared: Crop = comm.broadcast_object(crop, self._control_group)
-        return shared
 
     def _preflight(self, module: LightningModule, crop: Crop, batch_idx: int) -> None:
         assert self._context is not None
@@ -469,27 +480,14 @@ class SequenceParallelStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._note_micro_batch()
+        assert self._batch is not None
+        assert self.lightning_module is not None
+        self._run_state.note_micro_batch(self._batch.rows, self.lightning_module.trainer, self.sequence_mesh)
         output = self._sharded_step(None, *args, **kwargs)
         assert self._context is not None
-        assert self.lightning_module is not None
         if output is None or not self.lightning_module.automatic_optimization:
             self._context.step = None
         return output
-
-    def _note_micro_batch(self) -> None:
-        """Remember what a checkpoint says of the data; after a resume, check it and go on with the stored random states."""
-        assert self._batch is not None
-        assert self.lightning_module is not None
-        rows, self._trained_epoch = self._batch.rows, self.lightning_module.trainer.current_epoch
-        self._trained_rows = max(self._trained_rows, rows)
-        if self._global_batch_due is not None:
-            due, self._global_batch_due = self._global_batch_due, None
-            check_global_batch(due, rows=rows, dp_size=self.data_parallel_size, accumulation=self._accumulate)
-        if self._random_due is not None:
-            # Again: making the loader's iterator has drawn from it, which the uninterrupted run did not.
-            restore_random_state(self._random_due)
-            self._random_due = None
 
     def _sharded_step(self, loss_group: dist.ProcessGroup | None, /, *args: Any, **kwargs: Any) -> Any:
         """Begin a step, which lasts until its backward has ended, and run training_step in it."""
@@ -499,7 +497,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         output, counts = loss_of(output, loss_group)
         if counts is not None:
             step.token_counts = counts
-        self._check_loss(step, output)
+        if self.world_size > 1 and not self._loss_checked:
+            self._loss_checked = check_loss(step, output, self._control_group)
         return output
 
     @override
@@ -513,31 +512,15 @@ class SequenceParallelStrategy(ProcessStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._evaluate(super().predict_step, *args, **kwargs)
-        return apply_to_collection(output, Tensor, self._whole)
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """Return a predicted tensor whole, if it carries this rank's tokens along dim 1."""
         assert self._batch is not None
-        local = self._batch.padded_length // self.sequence_parallel_size
-        if tensor.dim() < 2 or tensor.shape[:2] != (self._batch.rows, local):
-            return tensor
-        return self.unshard(tensor)
+        return whole_output(output, self._batch, self.sequence_mesh, self.unshard)
 
     @override
     def on_predict_end(self) -> None:
         """Give every rank the predictions of all samples, in the order of the dataset, each once."""
         super().on_predict_end()
-        module = self.lightning_module
-        assert module is not None
-        loop = module.trainer.predict_loop
-        if self.data_parallel_size == 1 or not loop.return_predictions or loop._combined_loader is None:
-            return
-        for predictions, loader in zip(loop._predictions, loop._combined_loader.flattened, strict=True):
-            own = [p for index, p in enumerate(predictions) if not filler_batch(loader, index)]
-            per_rank = comm.gather_objects((self.data_parallel_rank, own), self._control_group)
-            lists = dict(per_rank)
-            longest = max(len(each) for each in lists.values())
-            predictions[:] = [lists[rank][i] for i in range(longest) for rank in sorted(lists) if i < len(lists[rank])]
+        assert self.lightning_module is not None
+        share_predictions(self.lightning_module.trainer.predict_loop, self.sequence_mesh, self._control_group)
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left."""
@@ -547,19 +530,25 @@ class SequenceParallelStrategy(ProcessStrategy):
         step = self._begin(self.sequence_mesh.sequence_group)
         try:
             # A filler keeps the other ranks' collectives company: it must not reach a log or a metric.
-            with traceless(module, self.root_device) if self._is_filler(*args[1:]) else nullcontext():
+            with traceless(module, self.root_device) if self._is_filler() else nullcontext():
                 output = run(*args, **kwargs)
         finally:
             self._context.step = None
         self._check_reached(step)
         return output
 
-    def _is_filler(self, batch_idx: int = 0, dataloader_idx: int = 0) -> bool:
+    def _note_evaluated(self, trainer: Trainer, dataloader_idx: int) -> None:
+        """Count the batches of each loader: a step that takes no batch_idx is not told it."""
+        loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        first = loop.batch_progress.current.ready == 0 or dataloader_idx != self._evaluated[0]
+        self._evaluated = (dataloader_idx, 0 if first else self._evaluated[1] + 1)
+
+    def _is_filler(self) -> bool:
         if self.data_parallel_size == 1 or self.lightning_module is None:
             return False
         trainer = self.lightning_module.trainer
         loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-        loaders = loop._combined_loader
+        loaders, (dataloader_idx, batch_idx) = loop._combined_loader, self._evaluated
         return loaders is not None and filler_batch(loaders.flattened[dataloader_idx], batch_idx)
 
     def _begin(self, loss_group: dist.ProcessGroup | None) -> Step:
@@ -576,29 +565,6 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "model must call F.scaled_dot_product_attention as an attribute (not a name imported from torch.nn.functional), use torch's "
                 "nn.MultiheadAttention with need_weights=False, or be a Hugging Face model with the attention interface"
             )
-
-    def _check_loss(self, step: Step, output: Any) -> None:
-        """Refuse a loss that is no mean over tokens: what is computed from shards alone differs between ranks."""
-        loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
-        if not isinstance(loss, Tensor) or self.world_size == 1 or self._loss_checked:
-            return
-        self._loss_checked = True
-        value = loss.detach().double().reshape(-1)
-        bits = value.view(torch.int64).cpu()
-        if not comm.all_equal(bits, self._control_group):
-            values = [float(v.item()) for v in comm.gather_objects(value.cpu(), self._control_group)]
-            raise SequenceParallelError(
-                f"training_step's loss differs between ranks: {values}; a part of it was computed from this rank's tokens alone (an auxiliary "
-                f"term, an MSE, a pooled head; {step.num_losses} cross entropies were seen), so it is no mean over the sequence's tokens; use "
-                "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
-            )
-        if step.num_losses == 0 and not step.token_counts and torch.is_grad_enabled():
-            raise SequenceParallelError(
-                "training_step computed its loss without F.cross_entropy and returned no num_tokens: how it weighs tokens is not known; use "
-                "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
-            )
-
-    _loss_checked = False
 
     # ---- gradients
 
@@ -678,7 +644,11 @@ class SequenceParallelStrategy(ProcessStrategy):
                 f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
             )
         path = local_path(self.broadcast(os.fspath(filepath))).absolute()
-        checkpoint[CHECKPOINT_KEY] = self._run_state()
+        assert self.lightning_module is not None
+        shard_size = resolve_shard_size(self.config, self.world_size)
+        checkpoint[CHECKPOINT_KEY] = self._run_state.stored(
+            self.lightning_module.trainer, self.sequence_mesh, shard_size, self._control_group
+        )
         described = save_checkpoint(
             checkpoint, path, as_folder=self.config.save_distributed_checkpoint, group=self._control_group
         )
@@ -689,31 +659,6 @@ class SequenceParallelStrategy(ProcessStrategy):
             )
 
     _described = False
-
-    def _run_state(self) -> dict[str, Any]:
-        """Return what a resume needs besides Lightning's own state."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        return {
-            "format": 1,
-            "degrees": self._degrees(),
-            "shard_size": resolve_shard_size(self.config, self.world_size),
-            "seed": self._seed,
-            "step": trainer.global_step,
-            "random": comm.gather_objects(random_state(), self._control_group),
-            "position": loader_position(
-                trainer, epoch=self._trained_epoch, rows=self._trained_rows, dp_size=self.data_parallel_size
-            ),
-            "global_batch_size": self._trained_rows * self._accumulate * self.data_parallel_size,
-        }
-
-    def _degrees(self) -> dict[str, int]:
-        layout = self.sequence_mesh.layout
-        return {
-            "data_parallel_size": self.data_parallel_size,
-            "ring_size": layout.ring_size,
-            "ulysses_size": layout.ulysses_size,
-        }
 
     @override
     def load_checkpoint(
@@ -732,19 +677,11 @@ class SequenceParallelStrategy(ProcessStrategy):
             group=self._control_group,
         )
         if fitting:
-            self._take_up_position((checkpoint.get(CHECKPOINT_KEY) or {}).get("position"), checkpoint, module.trainer)
+            stored = checkpoint.get(CHECKPOINT_KEY) or {}
+            self._run_state.take_up_position(
+                stored.get("position"), checkpoint["loops"]["fit_loop"], module.trainer, dp_size=self.data_parallel_size
+            )
         return checkpoint
-
-    def _take_up_position(self, position: dict[str, Any] | None, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-        self._position = position
-        if position is None:
-            check_epoch_end(checkpoint["loops"]["fit_loop"], trainer)
-            return
-        align_loops(position, checkpoint["loops"]["fit_loop"], trainer, dp_size=self.data_parallel_size)
-        self._global_batch_due = position if position["kind"] == "read" else None
-        # Reading `estimated_stepping_batches` in configure_optimizers makes the loader before the checkpoint is read.
-        for loader in trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader else ():
-            take_up(loader, position)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -756,32 +693,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer_state(self.lightning_module, optimizer, state, index=index)
-        self._restore_random(checkpoint.get(CHECKPOINT_KEY))
-
-    def _restore_random(self, stored: dict[str, Any] | None) -> None:
-        """Go on with each rank's random states at equal degrees, else with streams derived from the stored seed."""
-        assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop
-        if stored is None:
-            self._seed_ranks(self.lightning_module.trainer.global_step)
-            return
-        self._seed = stored["seed"]
-        if stored["degrees"] == self._degrees():
-            state = stored["random"][self.global_rank]
-            restore_random_state(state)
-            epochs: Any = loop.epoch_progress.current
-            batches = loop.epoch_loop.batch_progress
-            within_epoch = epochs.ready > epochs.processed and batches.current.ready > 0 and not batches.is_last_batch
-            self._random_due = state if within_epoch else None
-            return
-        torch.manual_seed(derived_seed(self._seed, stored["step"], self._place))
-        was, now = (
-            ", ".join(f"{name} {size}" for name, size in each.items()) for each in (stored["degrees"], self._degrees())
-        )
-        rank_zero_info(
-            f"sequence_parallel: the checkpoint is of {was}; this run of {now} draws its random numbers (dropout) from streams derived from "
-            f"(seed {self._seed}, step {stored['step']}, data-parallel rank, sequence-parallel rank)"
-        )
+        trainer = self.lightning_module.trainer
+        self._run_state.restore_random(checkpoint.get(CHECKPOINT_KEY), trainer, self.sequence_mesh)
 
     # ---- end
 
@@ -790,7 +703,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._interceptions.close()
         if self._context is not None:
             self._context.step = None
-        self._position = self._global_batch_due = self._random_due = None
+        self._run_state.end_of_run()
         super().teardown()
 
     @classmethod

@@ -3,11 +3,15 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from lightning_sp.testing import RankPool
+
+# `make test-long` chooses it.
+settings.register_profile("long", max_examples=2000)
 
 
 @pytest.fixture(scope="session")

@@ -156,6 +156,12 @@ def _sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[st
                 f"sequence_dims[{name!r}]={dim}: the batch holds {held} there; it has {_shapes(entries)}"
             )
         dims[name] = dim
+    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _holds_tensors(value)]
+    if not dims and nested:
+        raise SequenceParallelError(
+            f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
+            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, or return one flat dict"
+        )
     short = [n for n, d in dims.items() if entries[n].dim() <= d]
     if not dims or short:
         raise SequenceParallelError(
@@ -164,6 +170,11 @@ def _sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[st
             "{'0': 1, '1': 1}), or shard by hand and pass shard_batch=False"
         )
     return dims
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value
+    return any(isinstance(part, Tensor) for part in parts)
 
 
 def _extent(entries: Mapping[str, Any], dims: Mapping[str, int]) -> tuple[int, int]:

@@ -96,6 +96,33 @@ def whole_batch(batch: Any, options: ShardOptions, layout: SequenceLayout, group
     return _rebuild_plain(batch, merged)
 
 
+def shared_crop(
+    batch: Any,
+    options: ShardOptions,
+    layout: SequenceLayout,
+    *,
+    wanted: int | None,
+    hand_sharded: bool,
+    sequence_group: ProcessGroup,
+    control_group: ProcessGroup | None,
+) -> Crop:
+    """Return rank 0's crop of its batch, on every rank.
+
+    Args:
+        batch: this rank's, whole; its part of it where `hand_sharded`.
+        options: of sharding.
+        layout: the degrees.
+        wanted: see `crop_tokens`.
+        hand_sharded: whether the parts must be merged first.
+        sequence_group: ranks that share the sequence.
+        control_group: the world. Both on a backend for the host.
+    """
+    if hand_sharded:
+        batch = whole_batch(batch, options, layout, sequence_group)
+    shared: Crop = comm.broadcast_object(crop_batch(batch, options, layout, wanted), control_group)
+    return shared
+
+
 def _starts(position_ids: Tensor | None, length: int, tokens: int) -> Iterator[int]:
     boundaries = None if position_ids is None or position_ids.dim() != 2 else boundaries_from_positions(position_ids)
     if boundaries is not None:

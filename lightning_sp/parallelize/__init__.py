@@ -1,21 +1,23 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
-from lightning_sp.parallelize.blocks import num_query_heads, transformer_blocks
+from lightning_sp.parallelize.blocks import transformer_blocks
 from lightning_sp.parallelize.checkpointing import checkpoint_blocks
 from lightning_sp.parallelize.fsdp import check_unsharded, reshard, shard_model, start_root, without_gradient_sync
+from lightning_sp.parallelize.heads import named_query_heads, tried_query_heads
 from lightning_sp.parallelize.initialize import materialize_meta, receive_weights, tied_parameters, whole_state
 
 __all__ = [
     "check_unsharded",
     "checkpoint_blocks",
     "materialize_meta",
-    "num_query_heads",
+    "named_query_heads",
     "receive_weights",
     "reshard",
     "shard_model",
     "start_root",
     "tied_parameters",
     "transformer_blocks",
+    "tried_query_heads",
     "whole_state",
     "without_gradient_sync",
 ]

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-_HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
-
 
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model, outermost first; a block inside a block is not another one.
@@ -37,15 +35,3 @@ def _repeats(container: nn.Module) -> bool:
     return len(kinds) == 1 and all(
         any(True for _ in m.children()) and any(True for _ in m.parameters()) for m in members
     )
-
-
-def num_query_heads(module: nn.Module) -> int | None:
-    """Return the smallest number of query heads that the model's modules or configs name, None if none does."""
-    found = []
-    for each in module.modules():
-        for holder in (each, getattr(each, "config", None)):
-            for name in _HEAD_NAMES:
-                value = getattr(holder, name, None) if holder is not None else None
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    found.append(value)
-    return min(found) if found else None

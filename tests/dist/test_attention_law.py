@@ -32,7 +32,9 @@ def test_law(pools, world):
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=settings().max_examples // 6,  # each runs on all ranks
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     documents=st.lists(st.integers(1, 40), min_size=1, max_size=12),

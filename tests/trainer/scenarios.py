@@ -244,3 +244,18 @@ def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> d
     assert comm is not None
     assert Llama is not None
     return {**counts, "grads": result["grads"]}
+
+
+def compiled_fits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run several fits and count what torch.compile made of each."""
+    from torch._dynamo.utils import counters
+
+    answers = []
+    for case in cases:
+        torch.compiler.reset()
+        counters.clear()
+        answer = fit(**case)
+        answer["graphs"] = counters["stats"]["unique_graphs"]
+        answer["graph_breaks"] = dict(counters["graph_break"])
+        answers.append(answer)
+    return answers

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 SHORT = ["trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=2", "experiment=quick"]
 
+SMALL_DATA = ["--data.source", str(ROOT / "lightning_sp" / "*.py"), "--data.sequence_length", "512"]
+
 
 def script(folder, name, function):
     """Write what installing the package writes: Lightning's launcher runs this file again for the other ranks."""
@@ -21,16 +24,34 @@ def script(folder, name, function):
     return path
 
 
+def start(folder, commands):
+    """Start every command at once and return each one's output by name."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    running = {
+        name: subprocess.Popen(
+            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for name, command in commands.items()
+    }
+    outputs = {name: process.communicate(timeout=560)[0] for name, process in running.items()}
+    for name, process in running.items():
+        assert process.returncode == 0, outputs[name]
+    return outputs
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """Start every command at once and return their folder, each command's output by name."""
     folder = tmp_path_factory.mktemp("commands")
     train, main = script(folder, "lightning-sp-train", "train"), script(folder, "lightning-sp", "main")
-    small_data = ["--data.source", str(ROOT / "lightning_sp" / "*.py"), "--data.sequence_length", "512"]
     commands = {
-        "one": [train, *SHORT, "strategy=single_device", f"hydra.run.dir={folder}/one"],
-        "two": [train, *SHORT, f"hydra.run.dir={folder}/two"],
+        "one": [sys.executable, train, *SHORT, "strategy=single_device", f"hydra.run.dir={folder}/one"],
+        "two": [sys.executable, train, *SHORT, f"hydra.run.dir={folder}/two"],
         "sweep": [
+            sys.executable,
             train,
             "--multirun",
             *SHORT,
@@ -41,32 +62,15 @@ def started(tmp_path_factory):
             f"hydra.sweep.dir={folder}/sweep",
         ],
         "fit": [
+            sys.executable,
             main,
             "fit",
             *("--trainer.strategy", "lightning_sp.SequenceParallelStrategy", "--trainer.strategy.ring_size", "2"),
             *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.max_steps", "3"),
-            *("--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "1", *small_data),
+            *("--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "1", *SMALL_DATA),
         ],
     }
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")
-    }
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, *command],
-            cwd=folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for name, command in commands.items()
-    }
-    outputs = {name: process.communicate(timeout=560)[0] for name, process in running.items()}
-    for name, process in running.items():
-        assert process.returncode == 0, outputs[name]
-    return folder, outputs
+    return folder, start(folder, commands)
 
 
 def summary(folder):
@@ -115,3 +119,33 @@ def test_lightnings_cli_fits_with_the_strategy(started):
     assert summary(run)["tokens_seen"] == 3 * 512
     assert f"fit --config {run}/config.yaml --ckpt_path" in summary(run)["resume"]
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["strategy"]["init_args"]["ring_size"] == 2
+
+
+@pytest.fixture(scope="module")
+def followed(started):
+    """Start what a user would start next, and return each command's output by name."""
+    folder, _ = started
+    (run,) = (folder / "runs" / "lightning_logs").iterdir()
+    two = ["--trainer.strategy", "sequence_parallel", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
+    evaluation = [*two, *SMALL_DATA, "--ckpt_path", summary(run)["checkpoint"]]
+    main = [sys.executable, str(folder / "lightning-sp")]
+    commands = {
+        "resume": [*shlex.split(summary(folder / "two")["resume"]), f"hydra.run.dir={folder}/resumed"],
+        "validate": [*main, "validate", *evaluation, "--trainer.limit_val_batches", "2"],
+        "test": [*main, "test", *evaluation, "--trainer.limit_test_batches", "2"],
+        "predict": [*main, "predict", *evaluation, "--trainer.limit_predict_batches", "1"],
+    }
+    return folder, start(folder, commands)
+
+
+def test_the_command_that_a_run_ends_with_resumes_it(followed):
+    folder, _ = followed
+    before, after = summary(folder / "two"), summary(folder / "resumed")
+    assert after["tokens_seen"] > before["tokens_seen"] == 4 * 1024
+    assert after["perplexity_after"] < before["perplexity_after"]
+
+
+def test_lightnings_cli_validates_tests_and_predicts_a_checkpoint(followed):
+    _, outputs = followed
+    for name, words in (("validate", "val_perplexity"), ("test", "test_perplexity"), ("predict", "Predicting")):
+        assert words in outputs[name], outputs[name]

@@ -1,0 +1,72 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_sp.parallelize import named_query_heads, tried_query_heads
+
+
+class Anonymous(nn.Module):
+    """Attention whose heads no attribute names."""
+
+    def __init__(self, heads=6, dim=24):
+        super().__init__()
+        self.embedding = nn.Embedding(11, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.shape = (heads, dim // heads)
+        self.kept = None
+
+    def forward(self, input_ids, labels=None):
+        q, k, v = self.qkv(self.embedding(input_ids)).unflatten(-1, (3, *self.shape)).unbind(-3)
+        self.kept = q
+        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        return out.transpose(1, 2).flatten(-2)
+
+
+class Wrapper(pl.LightningModule):
+    def __init__(self, model, example=None):
+        super().__init__()
+        self.model = model
+        self.example_input_array = example
+
+
+class Stranger(Anonymous):
+    def forward(self, sequence):
+        return super().forward(sequence)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_heads_that_no_attribute_names_are_found_by_a_forward_without_data(device, wrapped):
+    with torch.device(device):
+        model = Anonymous(heads=6)
+    model = Wrapper(model) if wrapped else model
+    assert named_query_heads(model) is None
+    assert tried_query_heads(model) == (6, "")
+    assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+
+
+def test_the_example_input_of_lightning_is_used():
+    class Module(Wrapper):
+        def forward(self, sequence):
+            return self.model(sequence)
+
+    example = torch.zeros(2, 5, dtype=torch.long)
+    for given in (example, (example,), {"sequence": example}):
+        assert tried_query_heads(Module(Stranger(heads=4), given)) == (4, "")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Stranger(), "'sequence' takes is not known; set example_input_array"),
+        (nn.Embedding(3, 4), "no call of F.scaled_dot_product_attention"),
+        (Wrapper(nn.ModuleDict({"a": Anonymous()})), "failed: "),
+        (nn.ModuleDict({"a": Anonymous(), "b": Anonymous()}), "not one submodule"),
+    ],
+)
+def test_what_cannot_be_tried_says_why(model, reason):
+    heads, said = tried_query_heads(model)
+    assert heads is None
+    assert reason in said

@@ -11,17 +11,19 @@ from torch import nn
 
 
 class NormalLinear(nn.Linear):
-    """A `nn.Linear` whose weight is drawn from N(0, std) and whose bias starts at zero."""
+    """A `nn.Linear` whose weight is drawn from N(0, std) and whose bias, if it has one, starts at a given value."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
-        self.std = std
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02, bias_value: float = 0.0
+    ) -> None:
+        self.std, self.bias_value = std, bias_value
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
         """Draw the weight again from torch's default generator."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
-            nn.init.zeros_(self.bias)
+            nn.init.constant_(self.bias, self.bias_value)
 
 
 class NormalEmbedding(nn.Embedding):

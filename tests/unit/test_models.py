@@ -35,8 +35,9 @@ HUGGING_FACE = HuggingFaceConfig(
         "intermediate_size": 48,
     },
 )
-CONFIGS = [LLAMA, GPT, HUGGING_FACE]
-OURS = [LLAMA, GPT]
+BIASED = dataclasses.replace(LLAMA, qk_bias=0.5)
+CONFIGS = [LLAMA, BIASED, GPT, HUGGING_FACE]
+OURS = [LLAMA, BIASED, GPT]
 
 
 def batch(num_rows=2, length=16, seed=0):
@@ -257,3 +258,16 @@ def test_refusals_name_what_was_given_and_the_fix(make, message):
 def test_a_schedule_without_an_end_is_refused(tmp_path):
     with pytest.raises(SequenceParallelError, match=r"max_steps=None, Trainer\(max_steps=-1\)"):
         trainer_of(tmp_path, max_epochs=1).fit(CausalLM(LLAMA), loader(batch()))
+
+
+def test_equal_biases_start_the_attention_at_near_tokens():
+    config = dataclasses.replace(LLAMA, qk_bias=2.0)
+    attention = config.build().layers[0].attention
+    assert [float(b) for b in (attention.query.bias[0], attention.key.bias[-1])] == [2.0, 2.0]
+    assert LLAMA.build().layers[0].attention.query.bias is None
+    cos, sin = rotary_angles(torch.arange(64)[None], head_dim=config.head_dim, theta=500.0, dtype=torch.float64)
+    bias = rotate(torch.full((1, 1, 64, config.head_dim), 2.0, dtype=torch.float64), cos, sin)[0, 0]
+    scores = bias @ bias[0]
+    assert scores.argmax() == 0
+    assert scores[0] == pytest.approx(2.0**2 * config.head_dim)
+    assert bool((scores[:4].diff() < 0).all())

@@ -263,7 +263,7 @@ def test_a_schedule_without_an_end_is_refused(tmp_path):
 def test_equal_biases_start_the_attention_at_near_tokens():
     config = dataclasses.replace(LLAMA, qk_bias=2.0)
     attention = config.build().layers[0].attention
-    assert [float(b) for b in (attention.query.bias[0], attention.key.bias[-1])] == [2.0, 2.0]
+    assert [each.bias.detach()[0].item() for each in (attention.query, attention.key)] == [2.0, 2.0]
     assert LLAMA.build().layers[0].attention.query.bias is None
     cos, sin = rotary_angles(torch.arange(64)[None], head_dim=config.head_dim, theta=500.0, dtype=torch.float64)
     bias = rotate(torch.full((1, 1, 64, config.head_dim), 2.0, dtype=torch.float64), cos, sin)[0, 0]

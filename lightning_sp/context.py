@@ -58,6 +58,7 @@ class Step:
         num_attention_calls: attention calls that reached the sequence-parallel operator.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         causal_masks: what Hugging Face's mask function was asked for.
+        masks: the attention's, by whether it is causal; checked once for all layers.
     """
 
     batch: BatchInfo
@@ -66,6 +67,10 @@ class Step:
     num_losses: int = 0
     token_counts: list[Tensor] = field(default_factory=list)
     causal_masks: set[bool] = field(default_factory=set)
+    masks: dict[bool, AttentionMask] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.masks = {causal: self.batch.mask(causal) for causal in (True, False)}
 
 
 class SequenceContext:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -143,6 +143,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._window = TokenWindow()
         self._run_state = RunState()
         self._loss_checked = False
+        self._attention_reached = False
         self._evaluated = (0, -1)  # loader of the evaluation batch in progress, and its place there
         self._preflight_due = False
         self._first_batch: Any = None
@@ -273,6 +274,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, rewrite and shard it: once for a model."""
         check_unsharded(module)
+        self._attention_reached = self._loss_checked = False
         assert self._base_mesh is not None
         ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, self._query_heads(module))
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
@@ -492,7 +494,8 @@ class SequenceParallelStrategy(ProcessStrategy):
     def _sharded_step(self, loss_group: dist.ProcessGroup | None, /, *args: Any, **kwargs: Any) -> Any:
         """Begin a step, which lasts until its backward has ended, and run training_step in it."""
         step = self._begin(loss_group)
-        output = super().training_step(*args, **kwargs)
+        with self._counted():
+            output = super().training_step(*args, **kwargs)
         self._check_reached(step)
         output, counts = loss_of(output, loss_group)
         if counts is not None:
@@ -530,7 +533,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         step = self._begin(self.sequence_mesh.sequence_group)
         try:
             # A filler keeps the other ranks' collectives company: it must not reach a log or a metric.
-            with traceless(module, self.root_device) if self._is_filler() else nullcontext():
+            with traceless(module, self.root_device) if self._is_filler() else nullcontext(), self._counted():
                 output = run(*args, **kwargs)
         finally:
             self._context.step = None
@@ -557,9 +560,17 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._context.step = Step(self._batch, loss_group)
         return self._context.step
 
+    def _counted(self) -> AbstractContextManager[Any]:
+        """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""
+        eager = self.config.compile and not self._attention_reached
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+
     def _check_reached(self, step: Step) -> None:
         """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
-        if step.num_attention_calls == 0 and self.sequence_parallel_size > 1:
+        if self.config.compile and self._attention_reached:
+            return
+        self._attention_reached = step.num_attention_calls > 0
+        if not self._attention_reached and self.sequence_parallel_size > 1:
             raise SequenceParallelError(
                 "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "
                 "model must call F.scaled_dot_product_attention as an attribute (not a name imported from torch.nn.functional), use torch's "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class AttentionMask:
 
     causal: bool = True
     boundaries: Tensor | None = None
+    # Read once: where torch.compile traces the attention, a number out of a tensor would break the graph.
+    _length: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         b = self.boundaries
@@ -35,15 +37,16 @@ class AttentionMask:
             raise SequenceParallelError(
                 f"boundaries {b.tolist()}: each row must rise from 0 to the sequence length, the same in all rows"
             )
+        object.__setattr__(self, "_length", int(b[0, -1]))
 
     def check(self, *, length: int, batch: int) -> None:
         """Refuse boundaries that do not fit the global length or the batch."""
         b = self.boundaries
         if b is None:
             return
-        if int(b[0, -1]) != length:
+        if self._length != length:
             raise SequenceParallelError(
-                f"the documents' boundaries end at {int(b[0, -1])} tokens, the (padded) sequence has {length}: they must be equal"
+                f"the documents' boundaries end at {self._length} tokens, the (padded) sequence has {length}: they must be equal"
             )
         if b.shape[0] not in (1, batch):
             raise SequenceParallelError(

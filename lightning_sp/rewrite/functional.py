@@ -104,9 +104,12 @@ def attend(
             f"attention of {query.shape[2]} queries over {key.shape[2]} keys inside a step whose shard has {local} tokens: cross attention, a "
             "key-value cache and whole sequences cannot be carried here; run whole sequences outside training_step and validation_step"
         )
-    step.num_attention_calls += 1
+    if (
+        not torch.compiler.is_compiling()
+    ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
+        step.num_attention_calls += 1
     return sequence_parallel_attention(
-        query, key, value, mesh=context.mesh, mask=step.batch.mask(causal), scale=scale, kernel=context.kernel
+        query, key, value, mesh=context.mesh, mask=step.masks[causal], scale=scale, kernel=context.kernel
     )
 
 

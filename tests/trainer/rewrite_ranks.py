@@ -211,6 +211,10 @@ def one_process(build: str, kind: str = "logits", data: Any = None, **_: Any) ->
     torch.set_num_threads(1)
     module = Model(build, kind).double()
     module.cross_entropy = F.cross_entropy
+    if build.startswith("gemma2"):
+        module.model.set_attn_implementation(
+            "eager"
+        )  # in older transformers torch's function drops the softcap silently
     batch = collate(rows_of(**(data or {})))
     if (data or {}).get("packed") and build != "gpt":
         # Transformers' own documents: they need the cache off.

@@ -10,20 +10,21 @@ from tests.trainer import scenarios
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt"])
+@pytest.mark.parametrize("model", ["llama", "gpt", "hugging face"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 def test_a_compiled_fit_is_the_eager_fit_of_one_process(pools, model, checkpointing):
-    data = dict(size=6, packed=model == "llama")
+    data = dict(size=6, packed=model != "gpt")
     expected = pools(1).run(scenarios.fits, [dict(model=model, world=1, strategy={}, data=data)])[0][0]
     layouts = [dict(ring_size=2), dict(ulysses_size=2)]
     common = dict(compile=True, activation_checkpointing=checkpointing)
     cases = [dict(model=model, world=2, strategy={**layout, **common}, data=data) for layout in layouts]
     for answers in pools(2).run(scenarios.compiled_fits, cases):
         for answer, layout in zip(answers, layouts, strict=True):
-            # Inductor fuses sums in another order than eager kernels do.
-            assert answer["losses"] == pytest.approx(expected["losses"], abs=1e-10), layout
+            # Inductor fuses sums in another order than eager kernels do; transformers' norms are float32 inside, whatever the model is.
+            allowed = 1e-7 if model == "hugging face" else 1e-10
+            assert answer["losses"] == pytest.approx(expected["losses"], abs=allowed), layout
             for step, one in zip(answer["grads"], expected["grads"], strict=True):
                 for name in one:
-                    assert max_error(step[name], one[name]) < 1e-10, (layout, name)
+                    assert max_error(step[name], one[name]) < allowed, (layout, name)
             assert answer["graphs"] > 0, "nothing was compiled"
             assert answer["graph_breaks"] == {}, layout

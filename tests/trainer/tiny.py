@@ -84,6 +84,26 @@ def tiny_gpt() -> nn.Module:
     return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64))
 
 
+class HuggingFaceLlama(nn.Module):
+    """transformers' own Llama, called like the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=48, use_cache=False,
+        )  # fmt: skip
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=input_ids, position_ids=position_ids).logits
+
+
+MODELS = {"llama": tiny_llama, "gpt": tiny_gpt, "hugging face": HuggingFaceLlama}
+
+
 def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
     """A Trainer without output, on the ranks that already run."""
     warnings.filterwarnings("ignore")
@@ -101,7 +121,7 @@ def fit(
 ) -> dict[str, Any]:
     """Fit a tiny model and return losses, raw gradients and final weights."""
     torch.manual_seed(3)
-    module = Plain({"llama": tiny_llama, "gpt": tiny_gpt}[model])
+    module = Plain(MODELS[model])
     trainer = quiet_trainer(world, strategy=strategy, **options)
     trainer.fit(module, DataLoader(TokenDataset(**data), batch_size=micro))
     weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}

@@ -10,9 +10,8 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_sp import AttentionMask, SequenceMesh, sequence_parallel_attention, unshard
+from lightning_sp import AttentionMask, SequenceMesh, build_device_mesh, sequence_parallel_attention, shard, unshard
 
 
 def main() -> None:
@@ -24,8 +23,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
-    axes = ("data_parallel", "sequence_parallel", "tensor_parallel")
-    base = init_device_mesh("cpu", (1, world_size, 1), mesh_dim_names=axes)
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=world_size)
     ulysses_size = options.ulysses_size or world_size // options.ring_size
     mesh = SequenceMesh.build(base, ring_size=options.ring_size, ulysses_size=ulysses_size)
     length = mesh.layout.padded_length(options.sequence_length)
@@ -36,8 +34,7 @@ def main() -> None:
     weights = torch.randn(1, 8, length, 16, dtype=torch.float64)
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        owned = mesh.layout.ranges(length, mesh.sequence_rank)
-        return torch.cat([tensor[:, :, start:end] for start, end in owned], dim=2)
+        return shard(tensor, mesh.layout, mesh.sequence_rank, dim=2)
 
     q, k, v = (part(tensor).requires_grad_() for tensor in whole)
     out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal=True))

@@ -9,9 +9,9 @@ from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.checkpoint import export_checkpoint
 from lightning_sp.data.batch import ShardedBatch, shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.layout import SequenceLayout
+from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.loss import sharded_cross_entropy
-from lightning_sp.mesh import SequenceMesh
+from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.registration import register_strategy
 from lightning_sp.strategy import SequenceParallelStrategy
 
@@ -23,9 +23,11 @@ __all__ = [
     "SequenceParallelError",
     "SequenceParallelStrategy",
     "ShardedBatch",
+    "build_device_mesh",
     "export_checkpoint",
     "register_strategy",
     "sequence_parallel_attention",
+    "shard",
     "shard_batch",
     "sharded_cross_entropy",
     "unshard",

@@ -217,6 +217,35 @@ def all_equal(value: Tensor, group: ProcessGroup | None = None) -> bool:
     return bool((both[0] == -both[1]).all().item())
 
 
+class Spread:
+    """How far a number of each rank of the world is from the others', in flight. Every rank must make one.
+
+    A class because it has a lifetime: it is started in one step and read in the next, when the device is done with it.
+
+    Communicates: one all_reduce of 16 bytes.
+    """
+
+    def __init__(self, value: Tensor, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._both = torch.stack([value, -value])
+        work = dist.all_reduce(self._both, op=dist.ReduceOp.MAX, async_op=True)
+        self._work, self._copied = work, None
+        if value.is_cuda:
+            work.wait()  # the stream waits, not the host
+            self._both = self._both.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def is_too_wide(self) -> bool:
+        """Return whether the numbers differ by more than the tolerance, relative to the largest; the same on all ranks."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        else:
+            self._work.wait()
+        highest, lowest = float(self._both[0]), -float(self._both[1])
+        return highest - lowest > self._tolerance * max(abs(highest), abs(lowest))
+
+
 def make_fsdp_root(root: torch.nn.Module) -> None:
     """Initialise FSDP2's state with `root` as its root, as the first forward would."""
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context import SequenceContext, Step
+from lightning_sp.context import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 CrossEntropy = Callable[..., Tensor]
@@ -258,39 +258,3 @@ def loss_of(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Ten
     count = torch.as_tensor(output["num_tokens"], device=output["loss"].device).to(output["loss"].dtype)
     total_count = comm.reduce_sum(count, loss_group)
     return {**output, "loss": reduce_loss(output["loss"], count, loss_group)}, [total_count]
-
-
-def check_loss(step: Step, output: Any, group: ProcessGroup | None) -> bool:
-    """Refuse a training loss that is no mean over tokens: what is computed from shards alone differs between ranks.
-
-    Args:
-        step: the step that gave it.
-        output: what training_step returned, with the loss as a mean.
-        group: the world, on a backend for host tensors. Every rank must call it.
-
-    Communicates: one all_reduce of 16 bytes.
-
-    Returns:
-        Whether there was a loss to check.
-
-    Raises:
-        SequenceParallelError: the ranks' losses differ, or how the loss weighs tokens is not known.
-    """
-    loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
-    if not isinstance(loss, Tensor):
-        return False
-    value = loss.detach().double().reshape(-1)
-    bits = value.view(torch.int64).cpu()
-    if not comm.all_equal(bits, group):
-        values = [float(v.item()) for v in comm.gather_objects(value.cpu(), group)]
-        raise SequenceParallelError(
-            f"training_step's loss differs between ranks: {values}; a part of it was computed from this rank's tokens alone (an auxiliary "
-            f"term, an MSE, a pooled head; {step.num_losses} cross entropies were seen), so it is no mean over the sequence's tokens; use "
-            "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
-        )
-    if step.num_losses == 0 and not step.token_counts and torch.is_grad_enabled():
-        raise SequenceParallelError(
-            "training_step computed its loss without F.cross_entropy and returned no num_tokens: how it weighs tokens is not known; use "
-            "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
-        )
-    return True

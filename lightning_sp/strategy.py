@@ -52,7 +52,8 @@ from lightning_sp.data.loader import (
 )
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.loss import CrossEntropyInterception, TokenWindow, check_loss, loss_of
+from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
+from lightning_sp.loss_check import LossCheck
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
 from lightning_sp.parallelize import (
     check_unsharded,
@@ -142,7 +143,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._batch: BatchInfo | None = None
         self._window = TokenWindow()
         self._run_state = RunState()
-        self._loss_checked = False
+        self._loss_check = LossCheck()
         self._attention_reached = False
         self._evaluated = (0, -1)  # loader of the evaluation batch in progress, and its place there
         self._preflight_due = False
@@ -265,6 +266,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._preflight_due = self.config.preflight and self.sequence_parallel_size > 1
+            self._loss_check = LossCheck()
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._run_state.seed_ranks(
@@ -274,7 +276,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, rewrite and shard it: once for a model."""
         check_unsharded(module)
-        self._attention_reached = self._loss_checked = False
+        self._attention_reached = False
         assert self._base_mesh is not None
         ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, self._query_heads(module))
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
@@ -474,7 +476,8 @@ class SequenceParallelStrategy(ProcessStrategy):
                 device=self.root_device,
             )
         finally:
-            self._batch, self._loss_checked, trainer.loggers = before, False, loggers
+            self._batch, trainer.loggers = before, loggers
+            self._loss_check = LossCheck()
         if found is not None:
             rank_zero_info(found.describe())
 
@@ -500,9 +503,14 @@ class SequenceParallelStrategy(ProcessStrategy):
         output, counts = loss_of(output, loss_group)
         if counts is not None:
             step.token_counts = counts
-        if self.world_size > 1 and not self._loss_checked:
-            self._loss_checked = check_loss(step, output, self._control_group)
+        if self.world_size > 1:
+            self._loss_check.check(step, output, self._control_group)
         return output
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._loss_check.finish(self._control_group)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

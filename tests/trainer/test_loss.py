@@ -108,6 +108,13 @@ def test_a_loss_that_is_no_mean_over_tokens_is_refused(pools):
             assert not answer["grads"], "before the first optimizer step"
 
 
+@pytest.mark.parametrize(("kind", "steps"), [("from_the_third_step", 3), ("in_the_last_step", 4)])
+def test_a_term_that_joins_the_loss_later_is_found_one_step_late(pools, kind, steps):
+    for answer in pools(2).run(ranks.fits, [dict(kind=f"auxiliary_{kind}", masks="uneven", strategy=RING)]):
+        assert "training_step's loss differs between ranks" in answer[0]["error"], answer
+        assert len(answer[0]["grads"]) == steps
+
+
 def test_without_processes_it_is_plain_cross_entropy():
     logits = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([[1, 2, -100, 3, 0], [-100] * 5])

@@ -128,6 +128,16 @@ def test_activation_checkpointing_repeats_neither_kernel_nor_communication(pools
             assert torch.equal(grad, b["grads"][0][name]), name
 
 
+def test_recomputation_draws_the_forwards_dropout_again(pools):
+    cases = [
+        dict(model=model, world=2, strategy=dict(ring_size=2, preflight=False, activation_checkpointing=on), data=dict(size=4))
+        for model, on in (("gpt", False), ("dropout gpt", False), ("dropout gpt", True))
+    ]  # fmt: skip
+    for without, plain, checkpointed in pools(2).run(scenarios.fits, cases):
+        assert plain["losses"] != without["losses"], "dropout is in force"
+        same_run(checkpointed, plain)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

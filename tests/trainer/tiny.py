@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -80,8 +81,8 @@ def tiny_llama() -> nn.Module:
     return Llama(LlamaConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=48))
 
 
-def tiny_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64))
+def tiny_gpt(dropout: float = 0.0) -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64, dropout=dropout))
 
 
 def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
@@ -101,7 +102,8 @@ def fit(
 ) -> dict[str, Any]:
     """Fit a tiny model and return losses, raw gradients and final weights."""
     torch.manual_seed(3)
-    module = Plain({"llama": tiny_llama, "gpt": tiny_gpt}[model])
+    builds = {"llama": tiny_llama, "gpt": tiny_gpt, "dropout gpt": partial(tiny_gpt, dropout=0.2)}
+    module = Plain(builds[model])
     trainer = quiet_trainer(world, strategy=strategy, **options)
     trainer.fit(module, DataLoader(TokenDataset(**data), batch_size=micro))
     weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}

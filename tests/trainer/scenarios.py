@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
-from lightning_sp import SequenceParallelError
+from lightning_sp import SequenceLayout, SequenceParallelError, shard_batch
+from lightning_sp.data.batch import ShardOptions
 from lightning_sp.models import Llama
-from tests.trainer.tiny import Plain, TokenDataset, fit, quiet_trainer, tiny_gpt, tiny_llama
+from tests.trainer.tiny import Plain, TokenDataset, _full, fit, quiet_trainer, tiny_gpt, tiny_llama
 
 
 def fits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,6 +160,24 @@ def sanity_then_fit_under_inference_mode(world: int) -> int:
         return trainer.global_step
     finally:
         loops.dist.get_backend = original
+
+
+def sharded_by_the_loader(world: int) -> list[dict[str, Any]]:
+    """Fit on whole batches, and on the same that the collate function has sharded."""
+    layout = SequenceLayout(ring_size=world)
+
+    def collate(rows: list[Any]) -> Any:
+        return shard_batch(default_collate(rows), layout, dist.get_rank(), ShardOptions())[0]
+
+    answers = []
+    for function in (default_collate, collate):
+        torch.manual_seed(3)
+        module = Plain(tiny_gpt)
+        loader = DataLoader(TokenDataset(4), batch_size=2, collate_fn=function)
+        quiet_trainer(world, strategy={"ring_size": world, "preflight": False}).fit(module, loader)
+        weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
+        answers.append({"losses": module.losses, "grads": module.raw_grads, "weights": weights})
+    return answers
 
 
 class NoAttention(nn.Module):

@@ -138,6 +138,11 @@ def test_recomputation_draws_the_forwards_dropout_again(pools):
         same_run(checkpointed, plain)
 
 
+def test_a_batch_that_the_loader_sharded_is_not_sharded_again(pools):
+    for whole, sharded in pools(2).run(scenarios.sharded_by_the_loader, 2):
+        same_run(sharded, whole)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -147,6 +148,11 @@ def several_training_loaders(mode: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
+
+
+def mean_of_ranks(strategy: dict[str, Any]) -> float:
+    """Reduce this rank's number, an integer, to the mean."""
+    return float(SequenceParallelStrategy(**strategy).reduce(torch.tensor(dist.get_rank()), reduce_op="mean"))
 
 
 class Sampled(User):

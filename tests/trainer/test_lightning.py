@@ -75,6 +75,10 @@ def test_several_training_loaders_at_once_are_refused_by_name(pools, mode):
         assert "ConcatDataset" in message
 
 
+def test_a_mean_of_integers_is_not_rounded_down(pools):
+    assert pools(2).run(ranks.mean_of_ranks, {}) == [0.5, 0.5]
+
+
 def test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group(pools):
     expected = pools(1).run(ranks.sample_metric, None, 1, 7)[0]
     assert expected["val_samples"] == 7

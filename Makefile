@@ -9,7 +9,7 @@ STAMP := $(VENV)/.stamp
 # The ranks of a test share the machine's few cores, so that threads within a rank only get in each other's way.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: help train test test-all test-long compile lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long faults compile lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,6 +25,9 @@ test-all: lint  ## lint, then every test
 
 test-long: $(STAMP)  ## the tests that draw their cases (Hypothesis), with many more of them
 	$(TEST_ENV) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long --timeout 3600 $(ARGS)
+
+faults: $(STAMP)  ## put each fault of others back and see a test fail: an hour; ARGS="lse causal" chooses
+	$(TEST_ENV) $(BIN)/python -m tests.faults $(ARGS)
 
 compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler
 	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/test_compile.py $(ARGS)

@@ -7,7 +7,7 @@ Importing it registers the strategy: ``Trainer(strategy="sequence_parallel")``.
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.checkpoint import export_checkpoint
-from lightning_sp.data.batch import ShardedBatch, shard_batch, unshard
+from lightning_sp.data.batch import ShardedBatch, ShardOptions, shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.loss import sharded_cross_entropy
@@ -22,6 +22,7 @@ __all__ = [
     "SequenceMesh",
     "SequenceParallelError",
     "SequenceParallelStrategy",
+    "ShardOptions",
     "ShardedBatch",
     "build_device_mesh",
     "export_checkpoint",

@@ -369,6 +369,13 @@ class SequenceParallelStrategy(ProcessStrategy):
             return replace_sampler(loader, place, training=training, accumulation=self._accumulate, seed=seed)
         if self.world_size == 1:
             return BroadcastLoader(cast("Iterable[Any]", dataloader), place) if training else dataloader
+        if not self.config.shard_batch:
+            rank_zero_info(
+                f"sequence_parallel: the order of {type(dataloader).__name__} cannot be replaced, and with shard_batch=False every rank reads "
+                "its own part"
+            )
+            own = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, None, self._control_group)
+            return BroadcastLoader(cast("Iterable[Any]", dataloader), own)
         rank_zero_info(
             f"sequence_parallel: the order of {type(dataloader).__name__} cannot be replaced, so one rank of each sequence's group reads it and "
             f"sends the batches to its peers; split the data over {self.data_parallel_size} data-parallel groups by "

@@ -22,12 +22,13 @@ from lightning_sp.callbacks.flops import (
     num_matrix_parameters,
     peak_flops,
 )
+from lightning_sp.data.loader import training_sampler
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.strategy import SequenceParallelStrategy
 
 
-def global_batch_shape(trainer: Trainer, batch: Any) -> tuple[int, int]:
-    """Return (sequences, tokens of each) of the micro-batch over all ranks, padding left out.
+def global_batch_shape(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[int, int]:
+    """Return (sequences, tokens of each) of the micro-batch over all ranks; padding and repeated samples are left out.
 
     The sequence-parallel strategy knows the batch's shape from before it was sharded. Under any other strategy a process
     is a data-parallel rank, and its batch is whole.
@@ -35,7 +36,10 @@ def global_batch_shape(trainer: Trainer, batch: Any) -> tuple[int, int]:
     strategy = trainer.strategy
     if isinstance(strategy, SequenceParallelStrategy) and strategy.last_batch_shape is not None:
         num_rows, _, length = strategy.last_batch_shape
-        return num_rows * strategy.data_parallel_size, length
+        loaders = trainer.fit_loop._combined_loader
+        sampler = training_sampler(loaders.flattened[0]) if loaders is not None else None
+        rows = num_rows * strategy.data_parallel_size if sampler is None else sampler.num_samples_in(batch_idx)
+        return rows, length
     input_ids = batch.get("input_ids") if isinstance(batch, dict) else None
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
         raise SequenceParallelError(
@@ -98,7 +102,7 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the micro-batch; at a logged optimizer step close the window."""
-        num_sequences, sequence_length = global_batch_shape(trainer, batch)
+        num_sequences, sequence_length = global_batch_shape(trainer, batch, batch_idx)
         self.tokens_seen += num_sequences * sequence_length
         if self._window_start is None:
             if not trainer.fit_loop._should_accumulate():

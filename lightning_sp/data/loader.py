@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from lightning_sp import comm
+from lightning_sp.data.batch import ShardedBatch, is_sharded
 from lightning_sp.data.late import LateDataLoader
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
 from lightning_sp.data.windows import IGNORE_INDEX
@@ -143,7 +144,7 @@ def mask_targets(batch: Any, rows: list[int] | None = None) -> Any:
             f"the data do not divide evenly over the data-parallel ranks, and the batch ({held}) has no {', '.join(TARGETS)} to ignore in the "
             "samples that complete the last batches: use drop_last=True in training, or name the targets so"
         )
-    masked = dict(batch)
+    masked = ShardedBatch(batch) if isinstance(batch, ShardedBatch) else dict(batch)
     for name in known:
         masked[name] = batch[name].clone()
         masked[name][slice(None) if rows is None else rows] = IGNORE_INDEX
@@ -177,6 +178,8 @@ class _MaskFillers:
 
 class BroadcastLoader:
     """One rank of a sequence's group reads a loader and sends each batch to its peers, its end and its errors included.
+
+    Without a group in its place every rank reads its own: batches that were sharded by hand.
 
     Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch without targets,
     until all have.
@@ -224,11 +227,19 @@ class BroadcastLoader:
                 message = comm.broadcast_object(message, self.place.sequence_group)
             assert message is not None
             kind, value = message
-            states = comm.gather_objects(kind if kind != "error" else f"error: {value}", self.place.control_group)
-            if errors := [f"rank {rank}: {s[7:]}" for rank, s in enumerate(states) if s.startswith("error")]:
+            told = (self.place.dp_rank, kind, value if kind == "error" else None)
+            states = comm.gather_objects(told, self.place.control_group)
+            if errors := [f"rank {rank}: {said}" for rank, (_, state, said) in enumerate(states) if state == "error"]:
                 raise SequenceParallelError("the loader failed: " + "; ".join(errors))
-            if all(state == "end" for state in states):
+            if all(state == "end" for _, state, _ in states):
                 return
+            if unequal := {dp_rank for dp_rank, state, _ in states if state == "end"} & {
+                dp_rank for dp_rank, state, _ in states if state == "batch"
+            }:
+                raise SequenceParallelError(
+                    f"the ranks of one sequence (data-parallel rank {sorted(unequal)}) read loaders of different lengths: after {count} batches "
+                    "some have ended and others have not; with shard_batch=False each must give its part of the same batches"
+                )
             if kind == "end":
                 if last is None:
                     raise SequenceParallelError(
@@ -241,10 +252,15 @@ class BroadcastLoader:
             if count > skip:
                 yield value
 
-    @staticmethod
-    def _read(source: Iterator[Any]) -> tuple[str, Any]:
+    def _read(self, source: Iterator[Any]) -> tuple[str, Any]:
         try:
-            return "batch", next(source)
+            batch = next(source)
+            if self.place.sequence_group is not None and is_sharded(batch):
+                return "error", (
+                    f"{type(batch).__name__} holds one rank's part, and this loader is read by one rank of each sequence for all: let it give "
+                    "whole batches, or set shard_batch=False, so that every rank reads its own"
+                )
+            return "batch", batch
         except StopIteration:
             return "end", None
         except Exception as error:  # sent to the peers, which would wait for ever

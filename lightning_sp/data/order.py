@@ -151,6 +151,11 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         """Return itself: of a loader's batch sampler Lightning turns the epochs of its ``sampler`` alone."""
         return self
 
+    def num_samples_in(self, micro_batch: int) -> int:
+        """Return the samples in one micro-batch of the epoch over all data-parallel ranks, fillers left out."""
+        places = self.split.micro_batch_size * self.split.dp_size
+        return max(0, min(places, self.num_samples - micro_batch * places))
+
     def _sample_at(self, place: int, order: NDArray[np.int64] | None) -> int:
         index = place % self.num_samples
         sample = index if order is None else int(order[index])

@@ -132,8 +132,9 @@ class Trained(pl.LightningModule):
             "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         }
         if self.optimizer == "momentum":
-            # Makes Lightning build loader and iterator before it restores the checkpoint.
+            # Makes Lightning build the loader before it restores the checkpoint, where the number of epochs is given.
             assert self.trainer.estimated_stepping_batches > 0
+            assert self.trainer.train_dataloader is not None
         if self.optimizer == "none":
             return None
         matrices = [p for p in self.parameters() if p.ndim > 1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_sp import SequenceParallelStrategy
+from lightning_sp.callbacks import ThroughputMonitor
 from tests.trainer.tiny import Plain, TokenDataset, _full, tiny_llama
 
 
@@ -147,6 +149,21 @@ def several_training_loaders(mode: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
+
+
+def mean_of_ranks(strategy: dict[str, Any]) -> float:
+    """Reduce this rank's number, an integer, to the mean."""
+    return float(SequenceParallelStrategy(**strategy).reduce(torch.tensor(dist.get_rank()), reduce_op="mean"))
+
+
+def tokens_seen(strategy: dict[str, Any], world: int, length: int, samples: int = 4) -> int:
+    """Fit on a few samples, and return how many tokens the monitor counted."""
+    monitor = ThroughputMonitor()
+    trainer = trainer_of(strategy, world, callbacks=[monitor])
+    trainer.fit(
+        User(), DataLoader(TokenDataset(samples, length), batch_size=4 // strategy.get("data_parallel_size", 1))
+    )
+    return monitor.tokens_seen
 
 
 class Sampled(User):

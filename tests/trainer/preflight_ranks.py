@@ -20,12 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.models import GPT, GPTConfig
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt, tiny_llama
-
-
-def dropout_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64, dropout=0.2))
 
 
 def hf(kind: str, **options: Any) -> nn.Module:
@@ -233,7 +228,7 @@ def lines() -> Iterator[list[str]]:
 BUILDS: dict[str, Any] = {
     "llama": tiny_llama,
     "gpt": tiny_gpt,
-    "dropout gpt": dropout_gpt,
+    "dropout gpt": partial(tiny_gpt, dropout=0.2),
     "hf llama": partial(hf, "llama", **LLAMA),
     "hf qwen2": partial(hf, "qwen2", **QWEN2),
     "hf gpt2": partial(hf, "gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=128, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
@@ -309,7 +304,7 @@ class Traces(Step):
     """Leaves traces wherever a step can."""
 
     def __init__(self) -> None:
-        super().__init__(dropout_gpt)
+        super().__init__(partial(tiny_gpt, dropout=0.2))
         self.mean = MeanMetric()
         self.register_buffer("count", torch.zeros(1), persistent=False)
         self.register_buffer("running", torch.zeros(2))

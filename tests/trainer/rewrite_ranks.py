@@ -85,6 +85,14 @@ class Masked(nn.Module):
         return self.head(F.scaled_dot_product_attention(x, keys, keys, **options).transpose(1, 2).flatten(2))
 
 
+def windowed_layers() -> nn.Module:
+    """Layers that hand a window to their attention, in a model that asks for no mask of it."""
+    model = hf("qwen2", **LLAMA, use_sliding_window=False)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 16
+    return model
+
+
 BUILDS: dict[str, Any] = {
     "gpt": tiny_gpt,
     "llama": partial(hf, "llama", **LLAMA),
@@ -93,6 +101,7 @@ BUILDS: dict[str, Any] = {
     "gpt2": partial(hf, "gpt2", **GPT2),
     "qwen2": partial(hf, "qwen2", **LLAMA, use_sliding_window=False),
     "qwen2 window": partial(hf, "qwen2", **WINDOWED),
+    "qwen2 windowed layers": windowed_layers,
     "qwen2 wide window": partial(hf, "qwen2", **{**WINDOWED, "sliding_window": 64}),
     "mistral": partial(hf, "mistral", **LLAMA, sliding_window=None),
     "mistral window": partial(hf, "mistral", **LLAMA, sliding_window=16),
@@ -359,4 +368,5 @@ def two_models(world: int) -> list[Any]:
         refusal = "NOT REFUSED"
     except SequenceParallelError as error:
         refusal = str(error)
-    return [first.losses, second.losses, refusal]
+    meshes = [each.strategy.sequence_mesh.describe() for each in (one, two)]
+    return [first.losses, second.losses, meshes, refusal]

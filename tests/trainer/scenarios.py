@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
-from lightning_sp import SequenceParallelError
+from lightning_sp import SequenceLayout, SequenceParallelError, shard_batch
+from lightning_sp.data.batch import ShardOptions
+from lightning_sp.layout import shard
 from lightning_sp.models import Llama
-from tests.trainer.tiny import Plain, TokenDataset, fit, quiet_trainer, tiny_gpt, tiny_llama
+from tests.trainer.tiny import Plain, TokenDataset, _full, fit, quiet_trainer, tiny_gpt, tiny_llama
 
 
 def fits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,6 +161,41 @@ def sanity_then_fit_under_inference_mode(world: int) -> int:
         return trainer.global_step
     finally:
         loops.dist.get_backend = original
+
+
+def sharded_by_the_loader(world: int, size: int, stream: bool, how: str) -> dict[str, Any]:
+    """Fit on whole batches, on those that the collate function has sharded and marked, or on those it has cut by hand."""
+    layout = SequenceLayout(ring_size=world)
+
+    def marked(rows: list[Any]) -> Any:
+        return shard_batch(default_collate(rows), layout, dist.get_rank(), ShardOptions())[0]
+
+    def by_hand(rows: list[Any]) -> Any:
+        return {n: shard(t, layout, dist.get_rank(), dim=1) for n, t in default_collate(rows).items()}
+
+    collate = {"whole": default_collate, "marked": marked, "by hand": by_hand, "by hand, uneven": by_hand}[how]
+    data: Any = TokenDataset(size - (how == "by hand, uneven" and dist.get_rank() == 1) * 2)
+    if stream:
+        data = Rows(data)
+    torch.manual_seed(3)
+    module = Plain(tiny_gpt)
+    strategy = {"ring_size": world, "preflight": False, "shard_batch": not how.startswith("by hand")}
+    try:
+        quiet_trainer(world, strategy=strategy).fit(module, DataLoader(data, batch_size=2, collate_fn=collate))
+    except SequenceParallelError as error:
+        return {"error": str(error)}
+    weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
+    return {"error": "", "losses": module.losses, "grads": module.raw_grads, "weights": weights}
+
+
+class Rows(IterableDataset):
+    """The samples of a map-style dataset as a stream."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[i] for i in range(len(self.data)))
 
 
 class NoAttention(nn.Module):

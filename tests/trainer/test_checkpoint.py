@@ -57,9 +57,10 @@ def results(pools: Any, folder: Path) -> dict[str, list[Any]]:
         "to ring 2 x ulysses 2 from a file": four(RING_ULYSSES, resume=at("file.ckpt")),
         **{
             name: run
-            for kind in ("sgd", "momentum", "groups")
+            for kind in ("sgd", "groups")
             for name, run in pair(kind, short(module={"optimizer": kind})).items()
         },
+        **pair("momentum", short(module={"optimizer": "momentum"}, max_epochs=2)),
         "no optimizer": four(module={"optimizer": "none"}, max_steps=-1, max_epochs=1, save=at("none")),
         "no optimizer resumed": four(module={"optimizer": "none"}, max_steps=-1, max_epochs=2, resume=at("none")),
         **pair("dropout", four(RING_ULYSSES, module={"dropout": 0.2})),

@@ -128,6 +128,47 @@ def test_activation_checkpointing_repeats_neither_kernel_nor_communication(pools
             assert torch.equal(grad, b["grads"][0][name]), name
 
 
+def test_recomputation_draws_the_forwards_dropout_again(pools):
+    cases = [
+        dict(model=model, world=2, strategy=dict(ring_size=2, preflight=False, activation_checkpointing=on), data=dict(size=4))
+        for model, on in (("gpt", False), ("dropout gpt", False), ("dropout gpt", True))
+    ]  # fmt: skip
+    for without, plain, checkpointed in pools(2).run(scenarios.fits, cases):
+        assert plain["losses"] != without["losses"], "dropout is in force"
+        same_run(checkpointed, plain)
+
+
+@pytest.mark.parametrize(
+    ("size", "stream", "how"),
+    [
+        (4, False, "marked"),
+        (4, False, "by hand"),
+        (3, False, "marked"),  # the last batch holds a filler
+        (3, False, "by hand"),
+        (4, True, "by hand"),
+    ],
+)
+def test_a_batch_that_the_loader_sharded_is_not_sharded_again(pools, size, stream, how):
+    whole = pools(2).run(scenarios.sharded_by_the_loader, 2, size, stream, "whole")
+    for answer, expected in zip(
+        pools(2).run(scenarios.sharded_by_the_loader, 2, size, stream, how), whole, strict=True
+    ):
+        assert not answer["error"], answer["error"]
+        same_run(answer, expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("marked", ["ShardedBatch holds one rank's part", "shard_batch=False"]),
+        ("by hand, uneven", ["loaders of different lengths: after 1 batches", "shard_batch=False"]),
+    ],
+)
+def test_a_stream_that_gives_parts_is_read_by_every_rank_alike_or_refused(pools, how, words):
+    for answer in pools(2).run(scenarios.sharded_by_the_loader, 2, 4, True, how):
+        assert all(word in answer["error"] for word in words), answer["error"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -75,6 +75,18 @@ def test_several_training_loaders_at_once_are_refused_by_name(pools, mode):
         assert "ConcatDataset" in message
 
 
+def test_a_mean_of_integers_is_not_rounded_down(pools):
+    assert pools(2).run(ranks.mean_of_ranks, {}) == [0.5, 0.5]
+
+
+def test_tokens_are_counted_once_whoever_holds_them(pools):
+    # 30 tokens are padded for four ranks; the padding does not count.
+    for strategy in (dict(ring_size=4), dict(data_parallel_size=2, ring_size=2), dict(data_parallel_size=4)):
+        assert pools(4).run(ranks.tokens_seen, strategy, 4, 30) == [4 * 30] * 4, strategy
+        # Five samples do not fill the last batch: what completes it does not count either.
+        assert pools(4).run(ranks.tokens_seen, strategy, 4, 30, 5) == [5 * 30] * 4, strategy
+
+
 def test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group(pools):
     expected = pools(1).run(ranks.sample_metric, None, 1, 7)[0]
     assert expected["val_samples"] == 7

@@ -71,6 +71,7 @@ def test_every_gradient_is_that_of_one_process(pools, expected, world):
 REFUSED = [
     (dict(build="qwen2 window"), ["a sliding window of 16 tokens and the sequence has 32", "config.sliding_window=None"]),
     (dict(build="mistral window"), ["a sliding window of 16 tokens and the sequence has 32", "config.sliding_window=None"]),
+    (dict(build="qwen2 windowed layers"), ["Qwen2Attention has a sliding window of 16 tokens and the sequence 32"]),
     (dict(build="gemma2 softcap"), ["Gemma2Attention uses softcap"]),
     (dict(build="llama dropout"), ["attention dropout 0.1", "config.attention_dropout=0.0"]),
     (dict(build="gptj"), ["GPTJForCausalLM does not reach its attention through Hugging Face's interface"]),
@@ -142,7 +143,8 @@ def test_validation_under_no_grad_and_generation_outside_a_step(pools, expected)
 
 
 def test_a_second_model_in_the_same_process(pools, expected):
-    for first, second, refusal in pools(2).run(ranks.two_models, 2):
+    for first, second, meshes, refusal in pools(2).run(ranks.two_models, 2):
         assert first == [pytest.approx(expected[0]["loss"], abs=1e-10)] * 2
         assert len(second) == 1
+        assert meshes == ["dp 1 x ring 2 x ulysses 1", "dp 1 x ring 1 x ulysses 2"]
         assert "are already fully_shard'ed" in refusal

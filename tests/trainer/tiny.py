@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -80,8 +81,8 @@ def tiny_llama() -> nn.Module:
     return Llama(LlamaConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=48))
 
 
-def tiny_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64))
+def tiny_gpt(dropout: float = 0.0) -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64, dropout=dropout))
 
 
 class HuggingFaceLlama(nn.Module):
@@ -101,7 +102,12 @@ class HuggingFaceLlama(nn.Module):
         return self.inner(input_ids=input_ids, position_ids=position_ids).logits
 
 
-MODELS = {"llama": tiny_llama, "gpt": tiny_gpt, "hugging face": HuggingFaceLlama}
+MODELS = {
+    "llama": tiny_llama,
+    "gpt": tiny_gpt,
+    "dropout gpt": partial(tiny_gpt, dropout=0.2),
+    "hugging face": HuggingFaceLlama,
+}
 
 
 def quiet_trainer(world: int, **options: Any) -> pl.Trainer:

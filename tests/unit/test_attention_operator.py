@@ -7,9 +7,17 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
-from lightning_sp.attention.kernel import TorchCudaKernel, TorchMathCudaKernel, _bhsd, _bshd, check_kernel
+from lightning_sp.attention.kernel import (
+    FlashAttnKernel,
+    TorchCudaKernel,
+    TorchMathCudaKernel,
+    _bhsd,
+    _bshd,
+    check_kernel,
+)
 from lightning_sp.attention.operator import attention_backward_op, attention_op
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.errors import SequenceParallelError
@@ -116,6 +124,62 @@ def test_the_cuda_calls_fit_their_operators_schemas(dim, kv_heads):
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     gradients = kernel.backward(out, q, k, k, out, lse, causal=False, scale=0.1)
     assert [t.shape for t in gradients] == [q.shape, k.shape, k.shape]
+
+
+class Called(TorchDispatchMode):
+    """Collects one argument of every operator that has it."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.values = name, []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        given = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | (kwargs or {})
+        if self.name in given:
+            self.values.append(given[self.name])
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_causal_reaches_the_cuda_operators(causal):
+    q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="meta")
+    with Called("is_causal") as called:
+        out, lse = TorchCudaKernel().forward(q, q, q, causal=causal, scale=0.1)
+        TorchCudaKernel().backward(out, q, q, q, out, lse, causal=causal, scale=0.1)
+    assert called.values == [causal, causal]
+
+
+class FlashAttn:
+    """The two functions of flash-attn 2.7, which installs on CUDA alone, with their signatures; they note what is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def _flash_attn_forward(
+        self, q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        self.asked.append(
+            (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+        )
+        return q, q.new_empty(q.shape[0], q.shape[2], q.shape[1]), None, None
+
+    def _flash_attn_backward(
+        self, grad, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, deterministic, rng_state,
+    ):  # fmt: skip
+        self.asked.append(
+            (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+        )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_causal_reaches_flash_attn_and_no_window_does(causal):
+    kernel = object.__new__(FlashAttnKernel)
+    kernel._interface = FlashAttn()
+    (q,) = tensors((2, 4, 16, 8))
+    out, lse = kernel.forward(q, q, q, causal=causal, scale=0.1)
+    kernel.backward(out, q, q, q, out, lse, causal=causal, scale=0.1)
+    assert kernel._interface.asked == [(0.0, 0.1, causal, -1, -1, 0.0, None)] * 2
 
 
 @pytest.mark.parametrize(("dim", "taken"), [(64, 64), (20, 24), (3, 8)])

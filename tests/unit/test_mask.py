@@ -9,7 +9,9 @@ import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, boundaries_from_positions
 from lightning_sp.attention.mask import document_ids
+from lightning_sp.data.batch import ShardOptions, shard_batch
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
 
 
 @pytest.mark.parametrize(
@@ -58,3 +60,17 @@ def test_boundaries_and_positions_agree():
     boundaries = boundaries_from_positions(position_ids)
     assert torch.equal(boundaries, boundaries_from_lengths(lengths))
     assert document_ids(boundaries, 8).tolist() == [[0, 0, 0, 0, 0, 1, 2, 2], [0, 1, 2, 2, 2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("causal", "position_ids", "boundaries"),
+    [
+        (True, [*range(5), *range(8)], [[0, 5, 13, 16]]),
+        (False, [*range(5), *range(8)], [[0, 5, 13, 16]]),
+        (False, [*range(13)], [[0, 13, 16]]),
+    ],
+)
+def test_padding_is_a_document_of_its_own(causal, position_ids, boundaries):
+    batch = {"input_ids": torch.zeros(1, 13, dtype=torch.int64), "position_ids": torch.tensor([position_ids])}
+    _, info = shard_batch(batch, SequenceLayout(ring_size=2), 0, ShardOptions())
+    assert info.mask(causal).boundaries.tolist() == boundaries

@@ -1,0 +1,122 @@
+"""Faults of what each rank reads, and of what is counted and measured of it."""
+
+from __future__ import annotations
+
+from tests.faults.fault import EVALUATED, FITS, REFUSED, fault
+
+DATA_MODULE = "tests/unit/test_data_datamodule.py"
+
+DATA = (
+    fault(
+        "a batch sharded twice",
+        "strategy.py",
+        "if is_sharded(batch) or not self.config.shard_batch:",
+        "if not self.config.shard_batch:",
+        "tests/trainer/test_fit.py::test_a_batch_that_the_loader_sharded_is_not_sharded_again",
+    ),
+    fault(
+        "an epoch as short as if each rank had its own samples",
+        "strategy.py",
+        "place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)",
+        "place = LoaderPlace(self.data_parallel_rank, self.world_size, group, self._control_group)",
+        f"{FITS}[2]",
+    ),
+    fault(
+        "an epoch dealt out over the world by DistributedSampler",
+        "strategy.py",
+        "place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)",
+        "place = LoaderPlace(self.global_rank, self.world_size, group, self._control_group)",
+        f"{FITS}[2]",
+    ),
+    fault(
+        "peers that read different samples",
+        "comm.py",
+        "        if len(digests) > 1:\n",
+        "        if False:\n",
+        f"{REFUSED}[different samples-words7]",
+    ),
+    fault(
+        "a stream read by every rank",
+        "strategy.py",
+        '        )\n        return BroadcastLoader(cast("Iterable[Any]", dataloader), place)\n',
+        "        )\n        return dataloader\n",
+        "tests/trainer/test_fit.py::test_streams_are_read_by_one_rank_and_end_together",
+    ),
+    fault(
+        "shuffled whatever the user said",
+        "data/loader.py",
+        'shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)',
+        "shuffle = True",
+        "tests/trainer/test_lightning.py::test_loggers_and_checkpoints_of_one_device",
+    ),
+    fault(
+        "every epoch in the order of the first",
+        "data/order.py",
+        "        if epoch != self.epoch:\n",
+        "        if False:\n",
+        f"{DATA_MODULE}::test_a_chain_of_resumes_with_workers_is_exact[ends]",
+    ),
+    fault(
+        "every epoch of a user's loader in the order of the first",
+        "data/order.py",
+        "    def sampler(self) -> GlobalBatchSampler:\n",
+        "    def not_found(self) -> GlobalBatchSampler:\n",
+        "tests/trainer/test_checkpoint.py::test_epochs_are_shuffled_differently",
+    ),
+    fault(
+        "a loader that estimated_stepping_batches starts too early",
+        "data/late.py",
+        "yield from super().__iter__()",
+        "return super().__iter__()",
+        f"{DATA_MODULE}::test_a_chain_of_resumes_with_workers_is_exact[ends]",
+    ),
+    fault(
+        "a position lost to estimated_stepping_batches",
+        "run_state.py",
+        "            take_up(loader, position)\n\n    def take_up_loader",
+        "            pass\n\n    def take_up_loader",
+        "tests/trainer/test_checkpoint.py::test_a_resume_is_exact_for[momentum]",
+    ),
+    fault(
+        "tokens counted once per rank",
+        "callbacks/throughput.py",
+        "return num_rows * strategy.data_parallel_size, length",
+        "return num_rows * trainer.world_size, length",
+        "tests/trainer/test_lightning.py::test_tokens_are_counted_once_whoever_holds_them",
+    ),
+    fault(
+        "eval_loss over the world's samples",
+        "strategy.py",
+        "step = self._begin(self.sequence_mesh.sequence_group)",
+        "step = self._begin(None)",
+        EVALUATED,
+    ),
+    fault(
+        "eval_loss by sync_dist from the ranks' own means",
+        "loss.py",
+        'if step is None or reduction == "none":',
+        'if step is None or reduction == "none" or not torch.is_grad_enabled():',
+        EVALUATED,
+    ),
+    fault(
+        "eval_loss with samples that fill the last batches",
+        "strategy.py",
+        "return loaders is not None and filler_batch(loaders.flattened[dataloader_idx], batch_idx)",
+        "return False",
+        EVALUATED,
+    ),
+    fault(
+        "an integer mean rounded down by sync_dist",
+        "processes.py",
+        "            tensor = tensor.float()\n",
+        "            pass\n",
+        "tests/trainer/test_lightning.py::test_a_mean_of_integers_is_not_rounded_down",
+    ),
+    fault(
+        "metrics of samples synchronised over the world",
+        "strategy.py",
+        'return self.device_mesh.get_group("data_parallel")',
+        "return dist.group.WORLD",
+        "tests/trainer/test_lightning.py::test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group",
+    ),
+)

@@ -1,0 +1,50 @@
+"""A fault as a value: replacements in the sources, and the tests that must fail for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAW = "tests/dist/test_attention_law.py::test_law"
+FITS = "tests/trainer/test_fit.py::test_a_fit_is_the_same_in_every_layout"
+PACKED = "tests/trainer/test_fit.py::test_packed_and_padded_sequences_through_the_trainer"
+EVALUATED = "tests/trainer/test_fit.py::test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences"
+REFUSED = "tests/trainer/test_fit.py::test_refused_by_name_on_all_ranks"
+KERNELS = "tests/unit/test_attention_operator.py"
+LOSSES = "tests/trainer/test_loss.py::test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens[2]"
+REWRITTEN = "tests/trainer/test_rewrite.py::test_every_gradient_is_that_of_one_process[2]"
+NOT_CARRIED = "tests/trainer/test_rewrite.py::test_what_cannot_be_carried_is_refused_by_name"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One replacement.
+
+    Args:
+        file: below `lightning_sp`.
+        old: text that the file holds exactly once.
+        new: what stands there instead.
+    """
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes silently wrong elsewhere.
+
+    Args:
+        name: what is wrong, in words.
+        changes: together they are the fault.
+        tests: pytest's ids; all of these tests must fail.
+    """
+
+    name: str
+    changes: tuple[Change, ...]
+    tests: tuple[str, ...]
+
+
+def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
+    """Return a fault of one change."""
+    return Fault(name, (Change(file, old, new),), tests)

@@ -1,0 +1,59 @@
+"""Faults of process groups, and of sequence parallelism that is not there."""
+
+from __future__ import annotations
+
+from tests.faults.fault import FITS, LAW, REFUSED, Change, Fault, fault
+
+GROUPS = (
+    Fault(
+        "sequence parallelism dropped at another shard_size",
+        (
+            Change(
+                "strategy.py",
+                "            AttentionInterception(self._context),\n",
+                '            *([AttentionInterception(self._context)] if self.config.shard_size == "auto" else []),\n',
+            ),
+            Change(
+                "strategy.py",
+                "if not self._attention_reached and self.sequence_parallel_size > 1:",
+                "if False:",
+            ),
+        ),
+        (f"{FITS}[2]",),
+    ),
+    fault(
+        "attention that nobody saw",
+        "strategy.py",
+        "if not self._attention_reached and self.sequence_parallel_size > 1:",
+        "if False:",
+        f"{REFUSED}[no attention-words0]",
+    ),
+    fault(
+        "one group for all meshes of the process",
+        "comm.py",
+        "    return _new_groups(dist.group.WORLD, blocks)\n",
+        '    return globals().setdefault("_kept", _new_groups(dist.group.WORLD, blocks))  # type: ignore[no-any-return]\n',
+        f"{LAW}[4]",
+    ),
+    fault(
+        "the first model's mesh for a second one",
+        "strategy.py",
+        "self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)",
+        'self._mesh = globals().setdefault("_kept", SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses))',
+        "tests/trainer/test_rewrite.py::test_a_second_model_in_the_same_process",
+    ),
+    fault(
+        "a group's size checked against the world",
+        "config.py",
+        "    if dp * sp != world_size or dp == 0:\n",
+        "    if sp != world_size:\n",
+        "tests/unit/test_config.py::test_degrees_resolve_against_the_world[options2-8-expected2]",
+    ),
+    fault(
+        "samples compared over the world",
+        "comm.py",
+        "seen.setdefault(int(row[2]), {})",
+        "seen.setdefault(0, {})",
+        "tests/dist/test_comm.py::test_ranks_of_one_sequence_hold_one_batch[same]",
+    ),
+)

@@ -1,0 +1,80 @@
+"""Faults of the loss and its gradient."""
+
+from __future__ import annotations
+
+from tests.faults.fault import FITS, LOSSES, REWRITTEN, fault
+
+LOSS = (
+    fault(
+        "labels shifted after sharding",
+        "data/batch.py",
+        '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n',
+        '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n'
+        "    if labels is not None and not any(name in entries for name in SHIFTED_BY_NAME):\n"
+        '        local_labels = F.pad(cut("labels", entries["labels"], 1), (0, 1), value=IGNORE_INDEX)[:, 1:]\n',
+        REWRITTEN,
+    ),
+    fault(
+        "the target at each shard's edge dropped",
+        "data/batch.py",
+        "        return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)\n",
+        "        part = shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim).clone()\n"
+        "        if name in SHIFTED_BY_NAME and layout.size > 1:\n"
+        "            part[:, -1] = IGNORE_INDEX\n"
+        "        return part\n",
+        f"{FITS}[2]",
+    ),
+    fault(
+        "labels shifted inside the model, on a shard",
+        "loss.py",
+        "if target.numel() == rows * (local - 1) and local > 1:",
+        "if False:",
+        "tests/trainer/test_loss.py::test_a_loss_that_is_no_mean_over_tokens_is_refused",
+    ),
+    fault(
+        "the mean of the ranks' means",
+        "loss.py",
+        "        both = comm.sum_over_ranks(torch.stack([total, count]), group)\n        if step",
+        "        both = comm.sum_over_ranks(torch.stack([total / _or_one(count), torch.ones_like(count)]), group)\n"
+        "        if step",
+        LOSSES,
+    ),
+    fault(
+        "the mean of the ranks' means, of a sum that the step returns",
+        "loss.py",
+        "    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)\n",
+        '    if reduction == "mean":\n'
+        "        total, count = total / _or_one(count), torch.ones_like(count)\n"
+        "    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)\n",
+        LOSSES,
+    ),
+    fault(
+        "the mean of the micro-batches' means",
+        "strategy.py",
+        "            closure_loss = self._window.weigh(closure_loss, step.token_counts)\n",
+        "            pass\n",
+        f"{FITS}[2]",
+    ),
+    fault(
+        "gradients scaled by the group's size",
+        "comm.py",
+        "return grad_outputs[0] * ctx.size, None",
+        "return grad_outputs[0], None",
+        f"{FITS}[2]",
+        "tests/dist/test_comm.py::test_the_mirror_of_a_sum_is_a_product_with_the_ranks",
+    ),
+    fault(
+        "nan where all tokens of a rank are masked",
+        "loss.py",
+        "    return each.to(dtype).sum(), count.to(dtype)\n",
+        "    return each.to(dtype).sum() / valid.sum() * valid.sum(), count.to(dtype)\n",
+        LOSSES,
+    ),
+    fault(
+        "nan where all tokens of all ranks are masked",
+        "loss.py",
+        "    return torch.where(count == 0, torch.ones_like(count), count)\n",
+        "    return count\n",
+        LOSSES,
+    ),
+)

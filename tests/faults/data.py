@@ -12,7 +12,7 @@ DATA = (
         "strategy.py",
         "if is_sharded(batch) or not self.config.shard_batch:",
         "if not self.config.shard_batch:",
-        "tests/trainer/test_fit.py::test_a_batch_that_the_loader_sharded_is_not_sharded_again",
+        "tests/trainer/test_fit.py::test_a_batch_that_the_loader_sharded_is_not_sharded_again[4-False-marked]",
     ),
     fault(
         "an epoch as short as if each rank had its own samples",

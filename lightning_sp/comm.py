@@ -54,6 +54,11 @@ def _new_groups(world: object, blocks: tuple[tuple[int, ...], ...]) -> ProcessGr
     return own
 
 
+def world() -> ProcessGroup | None:
+    """Return the group of all ranks, None without processes."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def size_of(group: ProcessGroup | None) -> int:
     """Return the number of ranks of a group, 1 for None."""
     return 1 if group is None else dist.get_world_size(group)

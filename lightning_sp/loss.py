@@ -25,6 +25,8 @@ from lightning_sp.context import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 CrossEntropy = Callable[..., Tensor]
+# torch's own default of ignore_index.
+PADDED_LABEL = -100
 
 
 def sharded_cross_entropy(
@@ -125,6 +127,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
     ) -> Tensor:
         assert self._original is not None
         step = self.context.step
+        if step is not None and reduction == "none" and ignore_index != PADDED_LABEL and not target.is_floating_point():
+            target = target.masked_fill(target == PADDED_LABEL, ignore_index)
         if step is None or reduction == "none":
             return self._original(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.check(input, target)
@@ -159,6 +163,9 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         Shapes: (tokens, V), (tokens,) -> ().
         """
         assert self._original is not None
+        if ignore_index != PADDED_LABEL:
+            # What padding and fillers hold, whatever the user's convention is; as a class index it does not exist.
+            target = target.masked_fill(target == PADDED_LABEL, ignore_index)
         total, count = _sum_and_count(self._original, logits, target, weight, ignore_index, label_smoothing)
         step = self.context.step
         if step is None and self.context.reference is not None:

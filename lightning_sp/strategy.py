@@ -56,6 +56,7 @@ from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
 from lightning_sp.loss_check import LossCheck
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
 from lightning_sp.parallelize import (
+    check_same_gradients,
     check_unsharded,
     checkpoint_blocks,
     materialize_meta,
@@ -622,6 +623,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def weighted() -> Any:
             result = closure()
+            check_same_gradients(self.lightning_module, self._control_group)
             factor = self._window.close(self._accumulate)
             if factor is not None:
                 # After the backward, before Lightning clips.

@@ -200,9 +200,9 @@ class SequenceShardingDataModule(LightningDataModule):
         self._sampler = sampler = self._new_sampler()
         if self._resumed:
             sampler.load_state_dict(self._resumed)
-        if sampler.num_fillers or sampler.num_dropped:
+        if sampler.num_samples % sampler.split.global_batch_size:
             size, left = sampler.split.global_batch_size, sampler.num_samples % sampler.split.global_batch_size
-            what = f"completed by {sampler.num_fillers} without targets" if sampler.num_fillers else "left out"
+            what = "left out" if sampler.num_dropped else "trained as a shorter step"
             rank_zero_info(
                 f"data: the last {left} of {sampler.num_samples} windows make no global batch of {size}: {what}"
             )

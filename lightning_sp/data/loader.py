@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import (
@@ -26,11 +27,18 @@ from torch.utils.data import (
 from lightning_sp import comm
 from lightning_sp.data.batch import ShardedBatch, is_sharded
 from lightning_sp.data.late import LateDataLoader
-from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
+from lightning_sp.data.order import (
+    BatchSplit,
+    EvaluationBatchSampler,
+    GlobalBatchSampler,
+    Last,
+    SequentialGlobalBatchSampler,
+)
 from lightning_sp.data.windows import IGNORE_INDEX
 from lightning_sp.errors import SequenceParallelError
 
 TARGETS = ("shift_labels", "labels", "targets")
+LOSS_MASKS = ("loss_mask", "target_mask", "loss_weights")
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def replace_sampler(
     sampler: GlobalBatchSampler | EvaluationBatchSampler
     if training:
         split = BatchSplit(batches.batch_size, accumulation, place.dp_size)
-        last: Any = "drop" if batches.drop_last else "pad"
+        last: Last = "drop_micro" if batches.drop_last else "pad"
         shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)
         if shuffle:
             sampler = GlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, shuffle=True, last=last)
@@ -96,12 +104,13 @@ def replace_sampler(
             sampler = SequentialGlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, last=last)
     else:
         sampler = EvaluationBatchSampler(num_samples, batches.batch_size, place.dp_rank, place.dp_size)
+    fillers_come = bool(sampler.num_fillers if training else sampler.num_filler_batches)  # type: ignore[union-attr]
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
     return LateDataLoader(
         _Marked(loader.dataset),
         batch_sampler=batch_sampler,
-        collate_fn=_MaskFillers(loader.collate_fn),
+        collate_fn=_MaskFillers(loader.collate_fn, fillers_come),
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
@@ -131,23 +140,33 @@ def filler_batch(loader: Any, batch_idx: int) -> bool:
     return False
 
 
-def mask_targets(batch: Any, rows: list[int] | None = None) -> Any:
-    """Return the batch with all targets of some rows (None: all) ignored.
+def known_targets(batch: Any) -> list[str]:
+    """Return the entries of a batch that say what a sample counts for: its targets, and masks of its loss.
+
+    Raises:
+        SequenceParallelError: no entry is known to hold targets.
+    """
+    known = [n for n in (*TARGETS, *LOSS_MASKS) if isinstance(batch, Mapping) and isinstance(batch.get(n), Tensor)]
+    if not known:
+        held = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise SequenceParallelError(
+            f"the samples do not divide evenly over the data-parallel ranks, and the batch ({held}) has no {', '.join(TARGETS)} to ignore in "
+            "what keeps the others company in the last batch: use drop_last=True in training, or name the targets so"
+        )
+    return known
+
+
+def mask_targets(batch: Any) -> Any:
+    """Return the batch with all targets ignored and all masks of the loss zero.
 
     Raises:
         SequenceParallelError: no entry of the batch is known to hold targets.
     """
-    known = [n for n in TARGETS if isinstance(batch, Mapping) and isinstance(batch.get(n), Tensor)]
-    if not known:
-        held = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise SequenceParallelError(
-            f"the data do not divide evenly over the data-parallel ranks, and the batch ({held}) has no {', '.join(TARGETS)} to ignore in the "
-            "samples that complete the last batches: use drop_last=True in training, or name the targets so"
-        )
-    masked = ShardedBatch(batch) if isinstance(batch, ShardedBatch) else dict(batch)
-    for name in known:
-        masked[name] = batch[name].clone()
-        masked[name][slice(None) if rows is None else rows] = IGNORE_INDEX
+    masked = (
+        ShardedBatch(batch) if isinstance(batch, ShardedBatch) else dict(batch) if isinstance(batch, Mapping) else batch
+    )
+    for name in known_targets(batch):
+        masked[name] = torch.full_like(batch[name], IGNORE_INDEX if name in TARGETS else 0)
     return masked
 
 
@@ -167,13 +186,15 @@ class _Marked(Dataset[_Item]):
 
 
 class _MaskFillers:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[list[Any]], Any], fillers_come: bool) -> None:
+        self.collate, self.fillers_come = collate, fillers_come
 
     def __call__(self, items: list[_Item]) -> Any:
         batch = self.collate([sample for sample, _ in items])
-        rows = [row for row, (_, filler) in enumerate(items) if filler]
-        return mask_targets(batch, rows) if rows else batch
+        if self.fillers_come:
+            known_targets(batch)  # refused with the first batch, and not when an epoch has been trained
+        # A rank gets fillers alone, or none.
+        return mask_targets(batch) if items[0][1] else batch
 
 
 class BroadcastLoader:

@@ -8,9 +8,10 @@ another global batch:
     dp rank                        0     |     1     | ... |        0         | ...
     micro step                     0     |     0     | ... |        1         | ...
 
-A place without a sample (the last global batch, a rank with fewer evaluation batches) is a *filler*: a real sample
-whose index i is given as ``~i``, so that `collate.FillerAware` ignores all of its targets. A micro step without a
-sample on any rank is left out: it would add nothing and log a loss of 0. Not here: reading samples.
+The last micro-batch of an epoch may be short. A rank that would have none (the last micro step of training, the last
+batch of evaluation) gets *fillers* to keep the others' collectives company: real samples whose index i is given as
+``~i``, so that `collate.FillerAware` ignores all of their targets. A micro step without a sample on any rank is left
+out: it would add nothing and log a loss of 0. Not here: reading samples.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_sp.errors import SequenceParallelError
 
+Last = Literal["pad", "drop", "drop_micro"]
+
 
 def epoch_permutation(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
     """Return the order of all samples in one epoch.
@@ -38,9 +41,10 @@ def epoch_permutation(seed: int, epoch: int, num_samples: int) -> NDArray[np.int
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
-def num_micro_batches(num_samples: int, global_batch_size: int, accumulation: int) -> int:
-    """Return the micro steps that an epoch takes: as many as hold a sample on any data-parallel rank."""
-    return -(-num_samples // (global_batch_size // accumulation))
+def num_trained(num_samples: int, global_batch_size: int, accumulation: int, last: Last) -> int:
+    """Return how many samples an epoch trains; what is left is dropped."""
+    unit = {"pad": 1, "drop": global_batch_size, "drop_micro": global_batch_size // accumulation}[last]
+    return num_samples // unit * unit
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,9 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         dp_rank: This rank's place on the data-parallel axis.
         seed: Of the order.
         shuffle: False keeps the samples in order, each epoch.
-        last: "pad" completes the last global batch with fillers, "drop" leaves it out and counts it in `num_dropped`.
+        last: What is left at the epoch's end: "pad" trains it as a short step (with fillers on ranks that have no sample),
+            "drop" leaves out an unfinished global batch, "drop_micro" an unfinished micro-batch over all ranks (torch's
+            `drop_last`). `num_dropped` counts.
     """
 
     def __init__(
@@ -109,26 +115,29 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         *,
         seed: int = 0,
         shuffle: bool = True,
-        last: Literal["pad", "drop"] = "pad",
+        last: Last = "pad",
     ) -> None:
         # DistributedSampler.__init__ is not called: it wants the dataset and would compute another split.
         _check_rank(num_samples, dp_rank, split.dp_size)
-        if last not in ("pad", "drop"):
-            raise SequenceParallelError(f"last must be 'pad' or 'drop', got {last!r}")
+        if last not in ("pad", "drop", "drop_micro"):
+            raise SequenceParallelError(f"last must be 'pad', 'drop' or 'drop_micro', got {last!r}")
         size = split.global_batch_size
-        if last == "drop" and num_samples < size:
+        self.num_trained = num_trained(num_samples, size, split.accumulation, last)
+        if not self.num_trained:
+            what = (
+                f"one global batch of {size}" if last == "drop" else f"one micro-batch of {size // split.accumulation}"
+            )
             raise SequenceParallelError(
-                f"last='drop' leaves nothing: {num_samples} samples are fewer than one global batch of {size}; "
-                "use last='pad', a smaller global batch or more data"
+                f"last={last!r} leaves nothing: {num_samples} samples are fewer than {what} over {split.dp_size} data-parallel "
+                "ranks; use last='pad' (drop_last=False), smaller batches or more data"
             )
         self.num_samples, self.split, self.dp_rank = num_samples, split, dp_rank
         self.seed, self.shuffle, self.last = seed, shuffle, last
-        self.num_global_batches = -(-num_samples // size) if last == "pad" else num_samples // size
-        self.num_micro_batches = num_micro_batches(
-            min(num_samples, self.num_global_batches * size), size, split.accumulation
-        )
-        self.num_fillers = max(0, self.num_micro_batches * (size // split.accumulation) - num_samples)
-        self.num_dropped = max(0, num_samples - self.num_global_batches * size)
+        self.num_global_batches = -(-self.num_trained // size)
+        self.num_micro_batches = -(-self.num_trained // (size // split.accumulation))
+        self.num_dropped = num_samples - self.num_trained
+        ranks_with_samples = -(-self.num_samples_in(self.num_micro_batches - 1) // split.micro_batch_size)
+        self.num_fillers = (split.dp_size - ranks_with_samples) * split.micro_batch_size
         self.epoch = 0
         self.global_samples_skipped = 0
         self.started_epoch: int | None = None
@@ -144,7 +153,9 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         m, dp_size = self.split.micro_batch_size, self.split.dp_size
         for micro_step in range(self.global_samples_skipped // (m * dp_size), self.num_micro_batches):
             first = (micro_step * dp_size + self.dp_rank) * m
-            yield [self._sample_at(place, order) for place in range(first, first + m)]
+            places = range(first, min(first + m, self.num_trained))
+            # A rank without a sample repeats others, as fillers: its collectives must meet theirs.
+            yield [self._sample_at(place, order) for place in places or range(first, first + m)]
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -154,7 +165,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
     def num_samples_in(self, micro_batch: int) -> int:
         """Return the samples in one micro-batch of the epoch over all data-parallel ranks, fillers left out."""
         places = self.split.micro_batch_size * self.split.dp_size
-        return max(0, min(places, self.num_samples - micro_batch * places))
+        return max(0, min(places, self.num_trained - micro_batch * places))
 
     def _sample_at(self, place: int, order: NDArray[np.int64] | None) -> int:
         index = place % self.num_samples
@@ -194,6 +205,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "num_samples": self.num_samples,
+            "last": self.last,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -221,7 +233,7 @@ class SequentialGlobalBatchSampler(GlobalBatchSampler, SequentialSampler):  # ty
         split: BatchSplit,
         dp_rank: int = 0,
         *,
-        last: Literal["pad", "drop"] = "pad",
+        last: Last = "pad",
         seed: int = 0,
     ) -> None:
         GlobalBatchSampler.__init__(self, num_samples, split, dp_rank, seed=seed, shuffle=False, last=last)

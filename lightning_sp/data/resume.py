@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loader import BroadcastLoader, training_sampler
-from lightning_sp.data.order import num_micro_batches
+from lightning_sp.data.order import num_trained
 from lightning_sp.data.position import ENDLESS, align_loop_state, finished_epoch, sampler_position
 from lightning_sp.errors import SequenceParallelError
 
@@ -37,7 +37,6 @@ def loader_position(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dic
             "kind": "order",
             **position,
             "accumulation": accumulation,
-            "loader_steps": sampler.num_global_batches,
         }
     progress = trainer.fit_loop.epoch_loop.batch_progress
     finished = finished_epoch(
@@ -71,9 +70,8 @@ def align_loops(position: dict[str, Any], fit_loop: dict[str, Any], trainer: Any
         steps = position["global_samples_consumed"] // position["global_batch_size"]
         size, accumulation = position["global_batch_size"], trainer.accumulate_grad_batches
         if size % accumulation == 0:  # otherwise `take_up` refuses
-            length = num_micro_batches(
-                min(position["num_samples"], position["loader_steps"] * size), size, accumulation
-            )
+            trained = num_trained(position["num_samples"], size, accumulation, position["last"])
+            length = -(-trained // (size // accumulation))
     elif steps:
         if position["loaders"] > 1:
             raise SequenceParallelError(

@@ -2,11 +2,19 @@
 
 from lightning_sp.parallelize.blocks import transformer_blocks
 from lightning_sp.parallelize.checkpointing import checkpoint_blocks
-from lightning_sp.parallelize.fsdp import check_unsharded, reshard, shard_model, start_root, without_gradient_sync
+from lightning_sp.parallelize.fsdp import (
+    check_same_gradients,
+    check_unsharded,
+    reshard,
+    shard_model,
+    start_root,
+    without_gradient_sync,
+)
 from lightning_sp.parallelize.heads import named_query_heads, tried_query_heads
 from lightning_sp.parallelize.initialize import materialize_meta, receive_weights, tied_parameters, whole_state
 
 __all__ = [
+    "check_same_gradients",
     "check_unsharded",
     "checkpoint_blocks",
     "materialize_meta",

@@ -1,15 +1,20 @@
 """FSDP2 over every rank: sequence parallelism always brings ZeRO with it.
 
-Blocks are one group each, then the LightningModule's children, then the root, so that no parameter stays outside (it would never be
-synchronised, and ranks would drift silently). Gradients are averaged over the whole mesh; `loss` undoes exactly that factor.
+Blocks are one group each, then the models that the LightningModule holds, then the root, so that no parameter stays outside (it would never
+be synchronised, and ranks would drift silently). Layers that are the LightningModule's own children belong to the root: a step may use their
+weights directly, or change in place what they returned. So does what shares a parameter with others. Gradients are averaged over the whole
+mesh; `loss` undoes exactly that factor.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -30,17 +35,25 @@ def check_unsharded(root: nn.Module) -> None:
 
 
 def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 to the blocks, to the root's children and to the root, in place."""
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    for child in root.children():
-        if not isinstance(child, (FSDPModule, nn.ModuleList, nn.ModuleDict)) and any(True for _ in child.parameters()):
-            fully_shard(child, mesh=mesh)
+    """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place."""
+    children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+    models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
+    for unit in (*blocks, *models):
+        if any(True for _ in unit.parameters()) and not shares_parameters(root, unit):
+            fully_shard(unit, mesh=mesh)
     fully_shard(root, mesh=mesh)
     for name in STEPS:
         # Lightning calls these and not forward, which alone would gather the root's parameters.
         if callable(getattr(root, name, None)):
             register_fsdp_forward_method(root, name)
+
+
+def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
+    """Return whether a parameter of `unit` is also one of a module outside of it: FSDP2 takes each into one group alone."""
+    inside = set(unit.modules())
+    own = {parameter for each in inside for parameter in each.parameters(recurse=False)}
+    outside = (each for each in root.modules() if each not in inside)
+    return any(parameter in own for each in outside for parameter in each.parameters(recurse=False))
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
@@ -65,6 +78,36 @@ def without_gradient_sync(root: nn.Module) -> Iterator[None]:
     finally:
         for each in modules:
             each.set_requires_gradient_sync(True, recurse=False)
+
+
+def check_same_gradients(root: nn.Module | None, group: ProcessGroup | None) -> None:
+    """Refuse gradients that some ranks have and others lack, before the optimizer sees them. Every rank must call it.
+
+    FSDP2 reduces the gradients of a unit as one buffer of those that exist: where an expert got tokens on some ranks only, those of different
+    parameters would be added up.
+
+    Args:
+        root: the sharded module.
+        group: the world, on a backend for host tensors.
+
+    Communicates: one all_reduce of 16 bytes.
+
+    Raises:
+        SequenceParallelError: with the parameters.
+    """
+    if root is None or comm.size_of(group or comm.world()) == 1:
+        return
+    missing = [name for name, p in root.named_parameters() if p.requires_grad and p.grad is None]
+    digest = int.from_bytes(hashlib.blake2b("\n".join(missing).encode(), digest_size=7).digest(), "big")
+    if comm.all_equal(torch.tensor(digest), group):
+        return
+    per_rank = comm.gather_objects(missing, group)
+    uneven = sorted(set.union(*map(set, per_rank)) - set.intersection(*map(set, per_rank)))
+    raise SequenceParallelError(
+        f"{len(uneven)} parameters ({', '.join(uneven[:3])}, ...) got a gradient on some ranks and none on others: they were used for parts of "
+        "the sequence only (experts without a token on a rank, say), and FSDP adds up gradients of different parameters then; let every rank "
+        "run every expert, on no tokens if need be (Hugging Face's grouped experts do), or add 0 * parameter.sum() to the loss"
+    )
 
 
 def start_root(root: nn.Module) -> None:

@@ -360,7 +360,7 @@ def test_what_is_found_and_left_out_is_said(corpus, caplog):
     assert said.count("27 documents in 27 files") == 1
     assert "train 24 windows of 5 tokens from 24 documents (packing='document'), 72 of 192 targets dropped" in said
     assert "held out 3 windows" in said
-    assert "the last 3 of 24 windows make no global batch of 7: completed by 4 without targets" in said
+    assert "the last 3 of 24 windows make no global batch of 7: trained as a shorter step" in said
 
 
 def test_too_little_text_and_foreign_tokens_are_refused(corpus, tmp_path):

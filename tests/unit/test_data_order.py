@@ -36,13 +36,20 @@ def samples(steps) -> list[list[int]]:
 def test_each_sample_comes_exactly_once_and_fillers_are_marked(num_samples, split, seed, shuffle):
     steps = deal(num_samples, split, seed=seed, shuffle=shuffle)
     assert all(len(step) == split.global_batch_size for step in steps[:-1])
-    micro = split.micro_batch_size * split.dp_size
-    assert len(steps[-1]) % micro == 0, "whole micro steps"
-    assert any(i >= 0 for i in steps[-1][-micro:]), "a micro step of fillers alone would log a loss of 0"
+    ranks = [
+        list(GlobalBatchSampler(num_samples, split, rank, seed=seed, shuffle=shuffle)) for rank in range(split.dp_size)
+    ]
+    for micro_step in zip(*ranks, strict=True):
+        assert any(i >= 0 for batch in micro_step for i in batch), "a micro step of fillers alone would log a loss of 0"
+        assert all(len({i >= 0 for i in batch}) == 1 for batch in micro_step), "a rank has samples or fillers, not both"
+    if split.dp_size == 1:
+        assert all(i >= 0 for step in steps for i in step), "nobody needs company"
     places = list(itertools.chain(*steps))
     assert sorted(i for i in places if i >= 0) == list(range(num_samples))
     fillers = [i for i in places if i < 0]
-    assert len(fillers) == GlobalBatchSampler(num_samples, split).num_fillers < split.global_batch_size
+    sampler = GlobalBatchSampler(num_samples, split)
+    assert len(fillers) == sampler.num_fillers < split.global_batch_size
+    assert sum(sampler.num_samples_in(i) for i in range(len(sampler))) == num_samples
     assert all(0 <= ~i < num_samples for i in fillers)
     if not shuffle:
         assert places[:num_samples] == list(range(num_samples))
@@ -94,6 +101,21 @@ def test_drop_leaves_out_the_last_places_and_counts_them(num_samples, split):
     assert dropped == whole[: len(dropped)]
     sampler = GlobalBatchSampler(num_samples, split, last="drop")
     assert (sampler.num_dropped, sampler.num_fillers) == (num_samples % split.global_batch_size, 0)
+
+
+@settings(deadline=None)
+@given(num_samples=st.integers(1, 60), split=splits)
+def test_drop_micro_leaves_out_less_than_a_micro_batch_over_all_ranks(num_samples, split):
+    unit = split.micro_batch_size * split.dp_size
+    if num_samples < unit:
+        with pytest.raises(SequenceParallelError, match=f"{num_samples} samples .* {unit}"):
+            GlobalBatchSampler(num_samples, split, last="drop_micro")
+        return
+    steps = deal(num_samples, split, last="drop_micro")
+    kept = list(itertools.chain(*steps))
+    assert kept == list(itertools.chain(*samples(deal(num_samples, split))))[: num_samples // unit * unit]
+    sampler = GlobalBatchSampler(num_samples, split, last="drop_micro")
+    assert (sampler.num_dropped, sampler.num_fillers) == (num_samples % unit, 0)
 
 
 def test_the_order_is_the_one_that_checkpoints_were_written_with():
@@ -148,7 +170,7 @@ def test_refusals_name_the_numbers():
         GlobalBatchSampler(4, BatchSplit(1, 1, 2), 2)
     with pytest.raises(SequenceParallelError, match="at least 1 sample, got 0"):
         EvaluationBatchSampler(0, 1)
-    with pytest.raises(SequenceParallelError, match="'pad' or 'drop', got 'keep'"):
+    with pytest.raises(SequenceParallelError, match="'pad', 'drop' or 'drop_micro', got 'keep'"):
         GlobalBatchSampler(4, BatchSplit(1), last="keep")
     with pytest.raises(SequenceParallelError, match="seed -1"):
         epoch_permutation(-1, 0, 4)

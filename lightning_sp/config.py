@@ -34,6 +34,8 @@ class StrategyConfig:
         sequence_dims: Extra batch entries that carry the sequence, and along which dim, e.g. ``{"pixel_mask": 1}``.
         labels_shifted: Whether the batch's ``labels`` already hold the target of their own position. None: known by name
             alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not), else refused.
+        packed_documents: Whether position_ids that do not rise by one begin a document, to which attention keeps. None: known for
+            `SequenceShardingDataModule`, and for Hugging Face models that get no attention mask (their own convention), else refused.
         save_distributed_checkpoint: True: a DCP directory; False: one consolidated file written by rank 0.
         timeout_s: Time limit of every collective, in seconds.
     """
@@ -51,6 +53,7 @@ class StrategyConfig:
     shard_batch: bool = True
     sequence_dims: Mapping[str, int] | None = None
     labels_shifted: bool | None = None
+    packed_documents: bool | None = None
     save_distributed_checkpoint: bool = True
     timeout_s: float = 300.0
 

@@ -42,6 +42,7 @@ from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_s
 from lightning_sp.context import BatchInfo, SequenceContext, Step
 from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch, unshard
 from lightning_sp.data.crop import Crop, shared_crop
+from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loader import (
     BroadcastLoader,
     LoaderPlace,
@@ -107,6 +108,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         shard_batch: bool = True,
         sequence_dims: dict[str, int] | None = None,
         labels_shifted: bool | None = None,
+        packed_documents: bool | None = None,
         save_distributed_checkpoint: bool = True,
         timeout_s: float = 300.0,
         process_group_backend: str | None = None,
@@ -127,6 +129,7 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "shard_batch": shard_batch,
                 "sequence_dims": sequence_dims,
                 "labels_shifted": labels_shifted,
+                "packed_documents": packed_documents,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
                 "timeout_s": timeout_s,
                 **unknown,
@@ -262,6 +265,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         if self._prepared is not self.lightning_module:
             self._prepare(self.lightning_module)
+        self._options = self._shard_options(self.lightning_module, trainer)
         self._intercept()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -282,9 +286,6 @@ class SequenceParallelStrategy(ProcessStrategy):
         ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, self._query_heads(module))
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
         self._context = SequenceContext(self._mesh, self.config.kernel)
-        self._options = ShardOptions(
-            dict(self.config.sequence_dims or {}), self.config.labels_shifted, bool(hugging_face_models(module))
-        )
         self.model = self.precision_plugin.convert_module(module)
         if self.global_rank == 0:
             materialize_meta(module, torch.device("cpu"))
@@ -306,6 +307,14 @@ class SequenceParallelStrategy(ProcessStrategy):
             f"sequence_parallel: {self._mesh.describe()} over {self.world_size} ranks, parameters sharded over {shard_size}, "
             f"{len(blocks)} blocks{', activations checkpointed' if self.config.activation_checkpointing else ''}"
         )
+
+    def _shard_options(self, module: LightningModule, trainer: Trainer) -> ShardOptions:
+        """Return what is known of the batches: declared, or by the model and the data themselves."""
+        packed = self.config.packed_documents
+        if packed is None and isinstance(getattr(trainer, "datamodule", None), SequenceShardingDataModule):
+            packed = True
+        dims, shifted = dict(self.config.sequence_dims or {}), self.config.labels_shifted
+        return ShardOptions(dims, shifted, bool(hugging_face_models(module)), packed)
 
     def _query_heads(self, module: LightningModule) -> int | None:
         """Return what limits Ulysses: the heads that the model names, or those that reach attention in a forward without data."""

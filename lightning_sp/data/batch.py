@@ -50,6 +50,7 @@ class ShardOptions:
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     labels_shifted: bool | None = None
     model_shifts_labels: bool = False
+    packed_documents: bool | None = None
 
 
 def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> tuple[Any, BatchInfo]:
@@ -73,8 +74,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     padded = layout.padded_length(length)
     entries = dict(entries)
     position_ids, given = _position_ids(entries, rows, length)
-    boundaries = boundaries_from_positions(position_ids) if given else None
     mask_is_full = _check_attention_mask(entries.get("attention_mask"))
+    boundaries = _documents(position_ids, options, mask_is_full) if given else None
     labels = _shifted_labels(entries, options)
     if padded > length:
         boundaries = _pad_boundaries(boundaries, padded)
@@ -211,6 +212,25 @@ def _position_ids(entries: Mapping[str, Any], rows: int, length: int) -> tuple[T
     if given.dim() != 2:
         raise SequenceParallelError(f"position_ids of shape {tuple(given.shape)}: must be (batch, tokens)")
     return given.expand(rows, length), True
+
+
+def _documents(position_ids: Tensor, options: ShardOptions, mask_is_full: bool) -> Tensor | None:
+    """Return the boundaries of packed documents, where positions that do not rise by one are known to mean them."""
+    boundaries = boundaries_from_positions(position_ids)
+    packed = options.packed_documents
+    if packed is None and options.model_shifts_labels and not mask_is_full:
+        packed = True  # Hugging Face's convention; given a mask, its models go by that alone
+    if boundaries is None or packed:
+        return boundaries
+    if packed is None:
+        row = int((boundaries[:, 1] < boundaries[:, -1]).nonzero()[0])
+        at = int(boundaries[row, 1])
+        raise SequenceParallelError(
+            f"position_ids do not rise by one: row {row} goes from {int(position_ids[row, at - 1])} to {int(position_ids[row, at])} at token "
+            f"{at}, and nothing says whether that begins another document: pass packed_documents=True to keep attention within documents, or "
+            "packed_documents=False to attend to the whole row whatever its positions are, as scaled_dot_product_attention does on one device"
+        )
+    return None
 
 
 def _check_attention_mask(mask: Any) -> bool:

@@ -105,6 +105,7 @@ def run(
     val_loaders: int = 1,
     early_stopping: bool = False,
     folder: str = "",
+    positions: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Fit, validate, and return what a user would look at."""

@@ -280,7 +280,8 @@ def _fit(
         for r in rows:
             r["shift_labels"] = r["shift_labels"].clone()
             r["shift_labels"][:70] = -100
-    trainer = quiet_trainer(world, strategy=strategy, **{"max_steps": 1, **options})
+    declared = {"packed_documents": True} if (data or {}).get("packed") else {}
+    trainer = quiet_trainer(world, strategy={**declared, **(strategy or {})}, **{"max_steps": 1, **options})
     trainer.fit(module, DataLoader(rows, batch_size=2))
 
 

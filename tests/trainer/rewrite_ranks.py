@@ -248,7 +248,8 @@ def _sharded(
     build: str, kind: str = "logits", data: Any = None, strategy: Any = None, fault: str = "", validate: bool = False, world: int = 2
 ) -> dict[str, Any]:  # fmt: skip
     module = Model(build, kind)
-    strategy = {**(strategy or {}), "preflight": not fault and (strategy or {}).get("preflight", False)}
+    declared = {"packed_documents": True} if (data or {}).get("packed") else {}
+    strategy = {**declared, **(strategy or {}), "preflight": not fault and (strategy or {}).get("preflight", False)}
     loader = DataLoader(rows_of(**(data or {})), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     after: list[int] = []
     before = _globals(module)

@@ -209,6 +209,12 @@ class NoAttention(nn.Module):
         return self.head(self.embedding(input_ids))
 
 
+def moved_positions(length: int, how: str) -> torch.Tensor:
+    """Positions that do not rise by one in their middle: another document's start, or a jump ahead (PoSE, arXiv:2309.10400)."""
+    half = length // 2
+    return torch.cat([torch.arange(half), torch.arange(half) + (0 if how == "restarting" else half + 100)])
+
+
 def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
     """Fit something that must be refused."""
     torch.manual_seed(3)
@@ -225,6 +231,9 @@ def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
         ]
     if change == "padding":
         data = [{**TokenDataset(4)[i], "attention_mask": (torch.arange(32) < 30).long()} for i in range(4)]
+    if change in ("restarting positions", "jumping positions"):
+        positions = moved_positions(32, change.split()[0])
+        data = [{**TokenDataset(4)[i], "position_ids": positions} for i in range(4)]
     if change == "fp16":
         options["precision"] = "16-true"
     if change == "one rank fails" and dist.get_rank() == 1:

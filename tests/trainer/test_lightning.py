@@ -54,6 +54,14 @@ def test_a_feature_of_the_trainer_is_as_on_one_device(pools, strategy):
             same(actual, expected, name)
 
 
+@pytest.mark.parametrize("positions", ["restarting", "jumping"])
+def test_positions_alone_part_no_documents_where_that_is_declared(pools, positions):
+    (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, positions=positions)])[0]
+    for strategy in (dict(ring_size=2, packed_documents=False), dict(ulysses_size=2, packed_documents=False)):
+        (actual,) = pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, positions=positions)])[0]
+        same(actual, expected, positions)
+
+
 def test_loggers_and_checkpoints_of_one_device(pools, tmp_path):
     common = dict(module=dict(scheduler="one_cycle"), max_epochs=2)
     alone = dict(strategy=None, world=1, folder=str(tmp_path / "alone"), **common)

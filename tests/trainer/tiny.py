@@ -128,6 +128,7 @@ def fit(
     """Fit a tiny model and return losses, raw gradients and final weights."""
     torch.manual_seed(3)
     module = Plain(MODELS[model])
+    strategy = {"packed_documents": True, **strategy} if data.get("packed") else strategy
     trainer = quiet_trainer(world, strategy=strategy, **options)
     trainer.fit(module, DataLoader(TokenDataset(**data), batch_size=micro))
     weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}

@@ -72,5 +72,5 @@ def test_boundaries_and_positions_agree():
 )
 def test_padding_is_a_document_of_its_own(causal, position_ids, boundaries):
     batch = {"input_ids": torch.zeros(1, 13, dtype=torch.int64), "position_ids": torch.tensor([position_ids])}
-    _, info = shard_batch(batch, SequenceLayout(ring_size=2), 0, ShardOptions())
+    _, info = shard_batch(batch, SequenceLayout(ring_size=2), 0, ShardOptions(packed_documents=True))
     assert info.mask(causal).boundaries.tolist() == boundaries

@@ -56,6 +56,8 @@ class Step:
         batch: the sharded batch.
         loss_group: ranks over which the loss is a mean: the world (None) in training, the sequence's ranks in evaluation.
         num_attention_calls: attention calls that reached the sequence-parallel operator.
+        num_losses: intercepted losses.
+        num_row_means: of those, means over the world of as many tokens as one row has, where data-parallel groups hold other rows.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         causal_masks: what Hugging Face's mask function was asked for.
         masks: the attention's, by whether it is causal; checked once for all layers.
@@ -65,6 +67,7 @@ class Step:
     loss_group: ProcessGroup | None = None
     num_attention_calls: int = 0
     num_losses: int = 0
+    num_row_means: int = 0
     token_counts: list[Tensor] = field(default_factory=list)
     causal_masks: set[bool] = field(default_factory=set)
     masks: dict[bool, AttentionMask] = field(init=False)

@@ -177,6 +177,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return reduce_loss(total, count, group, "sum")
         both = comm.sum_over_ranks(torch.stack([total, count]), group)
         if step is not None:
+            if group is None and self.context.mesh.data_parallel_size > 1:
+                step.num_row_means += target.numel() == self.context.local_length
             step.token_counts.append(both[1].detach())
         return both[0] / _or_one(both[1].detach())
 

@@ -36,10 +36,10 @@ class LossCheck:
             output: what training_step returned, with the loss as a mean.
             group: the world, on a backend for host tensors.
 
-        Communicates: one all_reduce of 16 bytes.
+        Communicates: one all_reduce of 16 bytes, of 8 more for the first loss.
 
         Raises:
-            SequenceParallelError: the ranks' losses differ, or how the loss weighs tokens is not known.
+            SequenceParallelError: the ranks' losses differ, or how the loss weighs tokens is not known or not one device's.
         """
         self.finish(group)
         loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
@@ -58,6 +58,7 @@ class LossCheck:
                 "training_step computed its loss without F.cross_entropy and returned no num_tokens: how it weighs tokens is not known; use "
                 "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
             )
+        comm.agree(_row_means(step), group)
 
     def finish(self, group: ProcessGroup | None) -> None:
         """Read the answer about the loss before, at the end of training too. Every rank must call it.
@@ -70,6 +71,18 @@ class LossCheck:
         (spread, value, num_losses), self._pending = self._pending, None
         if spread.is_too_wide():
             raise _differs(value, num_losses, group)
+
+
+def _row_means(step: Step) -> str | None:
+    """Return what is wrong with a mean of means over rows: the rows of one number of different data-parallel groups become one row."""
+    rows = step.batch.rows
+    if rows == 1 or not step.num_row_means == step.num_losses == rows:
+        return None
+    return (
+        f"training_step called F.cross_entropy {rows} times, once for each of its {rows} rows: a mean of means. Each is a mean over "
+        "the tokens of all ranks, so row i of different data-parallel groups would be averaged as one sample; use one F.cross_entropy over all "
+        "rows, return {'loss': sum over tokens, 'num_tokens': count}, or data_parallel_size=1"
+    )
 
 
 def _differs(value: Tensor, num_losses: int, group: ProcessGroup | None) -> SequenceParallelError:

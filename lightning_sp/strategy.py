@@ -270,7 +270,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._preflight_due = self.config.preflight and self.sequence_parallel_size > 1
+            self._preflight_due = self.config.preflight and self.world_size > 1
             self._loss_check = LossCheck()
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -446,13 +446,15 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "preflight: skipped, for with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
             )
             return
-        crop = shared_crop(
+        mesh = self.sequence_mesh
+        crop, own = shared_crop(
             whole,
             self._options,
-            self.sequence_mesh.layout,
+            mesh.layout,
             wanted=None if self.config.preflight_tokens == "auto" else self.config.preflight_tokens,
             hand_sharded=is_sharded(whole) or not self.config.shard_batch,
-            sequence_group=self._sequence_control_group or self.sequence_mesh.sequence_group,
+            place=(mesh.data_parallel_rank, mesh.sequence_rank),
+            sequence_group=self._sequence_control_group or mesh.sequence_group,
             control_group=self._control_group,
         )
         if crop.num_targets == 0:
@@ -460,13 +462,13 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "preflight: not possible, for every target of the first batch is ignored: nothing was compared"
             )
             return
-        self._preflight(module, crop, batch_idx)
+        self._preflight(module, crop, own, batch_idx)
 
-    def _preflight(self, module: LightningModule, crop: Crop, batch_idx: int) -> None:
+    def _preflight(self, module: LightningModule, crop: Crop, own: Crop, batch_idx: int) -> None:
         assert self._context is not None
         mesh, trainer, before = self.sequence_mesh, module.trainer, self._batch
         whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, self._options)
-        local, info = shard_batch(crop.batch, mesh.layout, mesh.sequence_rank, self._options)
+        local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, self._options)
         index = (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
         loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
 
@@ -478,9 +480,7 @@ class SequenceParallelStrategy(ProcessStrategy):
 
         def run_sharded() -> Any:
             self._batch = self._on_device(info)
-            # Every group has the same crop: its own ranks hold all tokens, and a sum over the world would count them again.
-            device_batch = super(SequenceParallelStrategy, self).batch_to_device(local)
-            return self._sharded_step(mesh.sequence_group, device_batch, *index)
+            return self._sharded_step(super(SequenceParallelStrategy, self).batch_to_device(local), *index)
 
         try:
             found = run_preflight(
@@ -505,19 +505,19 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self._batch is not None
         assert self.lightning_module is not None
         self._run_state.note_micro_batch(self._batch.rows, self.lightning_module.trainer, self.sequence_mesh)
-        output = self._sharded_step(None, *args, **kwargs)
+        output = self._sharded_step(*args, **kwargs)
         assert self._context is not None
         if output is None or not self.lightning_module.automatic_optimization:
             self._context.step = None
         return output
 
-    def _sharded_step(self, loss_group: dist.ProcessGroup | None, /, *args: Any, **kwargs: Any) -> Any:
-        """Begin a step, which lasts until its backward has ended, and run training_step in it."""
-        step = self._begin(loss_group)
+    def _sharded_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a step, which lasts until its backward has ended, and run training_step in it; its loss is a mean over the world."""
+        step = self._begin(None)
         with self._counted():
             output = super().training_step(*args, **kwargs)
         self._check_reached(step)
-        output, counts = loss_of(output, loss_group)
+        output, counts = loss_of(output, None)
         if counts is not None:
             step.token_counts = counts
         if self.world_size > 1:

@@ -1,6 +1,9 @@
-"""Comparing a step whole with the same step sharded: the loss and every gradient, tensor by tensor.
+"""Comparing a step whole with the same step sharded: the loss, every gradient and every buffer that it writes, tensor by tensor.
 
     ||g_sharded - g_whole|| <= tolerance max(||g_whole||, FLOOR ||all of g_whole||)
+    ||b_sharded - b_whole|| <= tolerance max(||b_whole - b before||, FLOOR ||b_whole||)
+
+Whole is the batch that one device would train on, the rows of all data-parallel groups; sharded is a step of training.
 
 Gradients are compared where FSDP left them, shard by shard; only the norms are summed over the ranks, in one small collective, so that
 all ranks decide alike. The floor is for gradients that are zero but for rounding: the bias of an attention's keys, say.
@@ -80,12 +83,12 @@ def run_preflight(
         module: the sharded module.
         context: its step in progress; switched off for the whole run.
         whole: runs training_step on the whole crop and returns what it returned.
-        sharded: begins a step, runs training_step on this rank's part and returns what it returned, with the loss as a mean.
+        sharded: begins a step as in training, runs training_step on this rank's part and returns what it returned, with the loss as a mean.
         whole_batch: what the whole crop holds.
         crop: what is compared, in words.
         device: where the module is.
 
-    Communicates: what two steps do, and one all_reduce of two float64 numbers for each parameter.
+    Communicates: what two steps do, and one all_reduce of two float64 numbers for each parameter and buffer.
 
     Returns:
         What was found; None where the step returned no loss.
@@ -95,8 +98,9 @@ def run_preflight(
     """
     started = time.perf_counter()
     # Compiling for the shapes of a crop would take minutes: what is compared is the eager step.
-    with traceless(module, device), torch.compiler.set_stance("force_eager"):
-        with context.inactive(whole_batch), _same_stream_everywhere(device):
+    # Each run starts from what the module was before the first: a counter that the step reads and moves is the same in both.
+    with torch.compiler.set_stance("force_eager"):
+        with traceless(module, device), context.inactive(whole_batch), _same_stream_everywhere(device):
             try:
                 with _Dtypes(module) as precision:
                     reference = _loss_of_whole(whole())
@@ -108,12 +112,15 @@ def run_preflight(
                     "set preflight_tokens to it; preflight=False trains without the check"
                 ) from error
             whole_gradients = _backward(module, reference)
-        try:
-            output = sharded()
-            loss = output["loss"] if isinstance(output, Mapping) else output
-            gradients = _backward(module, loss)
-        finally:
-            context.step = None
+            whole_buffers = _buffers(module)
+        with traceless(module, device):
+            try:
+                output = sharded()
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                gradients = _backward(module, loss)
+                buffers = _buffers(module)
+            finally:
+                context.step = None
     if (loss is None) != (reference is None):
         raise SequenceParallelError(
             f"preflight: training_step returns a loss for {crop} {_which(loss)}, but not the other way"
@@ -125,6 +132,8 @@ def run_preflight(
     tolerance = TOLERANCES.get(lowest, max(TOLERANCES.values()))
     found = _differences(reference, loss, whole_gradients, gradients)
     difference, worst = _judge(module, found, (float(reference), float(loss)), crop, tolerance)
+    if not math.isnan(difference):
+        _judge_buffers(_changes(module, whole_buffers, buffers, reference.device), crop, tolerance)
     return Agreement(crop, float(reference), difference, worst, tolerance, time.perf_counter() - started)
 
 
@@ -168,6 +177,56 @@ def _square(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype).double()
     return norm * norm
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not isinstance(buffer, DTensor)}
+
+
+def _changes(
+    module: nn.Module, whole: dict[str, Tensor], sharded: dict[str, Tensor], device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """Return ||sharded - whole|| and what it is measured by of each buffer, over all ranks; the module's own are as before the step."""
+    before = {name: buffer for name, buffer in module.named_buffers() if not isinstance(buffer, DTensor)}
+    if not before:
+        return {}
+    squares = torch.zeros(len(before), 2, dtype=torch.float64, device=device)
+    for row, (name, old) in zip(squares, before.items(), strict=True):
+        a, b = whole.get(name, old), sharded.get(name, old)
+        if a.shape != b.shape:
+            row[0] = math.inf
+        elif not torch.equal(a, b):
+            row[0] = _square(_minus(b, a))
+            moved = _square(_minus(a, old)) if a.shape == old.shape else 0.0
+            row[1] = max(moved, FLOOR**2 * _square(_real(a).nan_to_num(0.0, 0.0, 0.0)))
+    norms = comm.reduce_sum(squares).sqrt().tolist()
+    return {_plain(name): (difference, scale) for name, (difference, scale) in zip(before, norms, strict=True)}
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _minus(a: Tensor, b: Tensor) -> Tensor:
+    """Return a - b of any dtype, 0 where they are equal: infinite or nan, both."""
+    a, b = _real(a), _real(b)
+    return (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+
+
+def _judge_buffers(found: dict[str, tuple[float, float]], crop: str, tolerance: float) -> None:
+    wrong = {n: (e, scale) for n, (e, scale) in found.items() if not e <= tolerance * scale}
+    if not wrong:
+        return
+    numbers = "; ".join(
+        f"{name}: ||sharded - whole|| = {error:.3e}, ||change|| = {scale:.3e}"
+        for name, (error, scale) in list(wrong.items())[:3]
+    )
+    raise SequenceParallelError(
+        f"preflight: training_step on {crop} leaves {len(wrong)} of {len(found)} buffers different on shards than whole (allowed: "
+        f"{tolerance:.0e} of the change): {numbers}. They are updated from this rank's tokens alone (a running statistic, a router's balance, "
+        "a count of tokens), and would differ between ranks; average the update over all ranks before it is applied, or keep what training "
+        "does not read in a torchmetrics metric. preflight=False switches this check off"
+    )
 
 
 def _judge(
@@ -216,6 +275,7 @@ def _causes(module: nn.Module) -> str:
         "positions made inside the model (arange over its input's length) instead of the batch's position_ids"
     )
     causes.append("labels shifted inside the model; a shift, cumulative sum, mean or pooling over the sequence")
+    causes.append("a loss divided by the batch's rows, where data-parallel groups hold other rows")
     causes.append(
         "attention that lightning_sp did not see, besides one that it did; random numbers drawn in training_step"
     )

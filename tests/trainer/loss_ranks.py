@@ -64,6 +64,12 @@ class Loss(Plain):
     def _summed(self, logits: Tensor, labels: Tensor) -> Any:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 256
 
+    def _row_means(self, logits: Tensor, labels: Tensor) -> Any:
+        return torch.stack([F.cross_entropy(*row) for row in zip(logits, labels, strict=True)]).mean()
+
+    def _over_rows(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / len(labels)
+
     def _ignore_zero(self, logits: Tensor, labels: Tensor) -> Any:
         return F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), ignore_index=0)
 

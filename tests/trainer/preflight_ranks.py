@@ -127,6 +127,33 @@ class Penalised(nn.Module):
         return self.gpt(ids, positions) * self.scale
 
 
+class Moving(nn.Module):
+    """A GPT with a buffer that each forward moves in a way of choice."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.gpt, self.how = tiny_gpt(), how
+        self.register_buffer("seen", torch.zeros(3))
+        if how == "balance":
+            self.seen += 0.5
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        logits = self.gpt(ids, positions)
+        if self.how == "steps":
+            self.seen += 1
+            return logits * (1 - 0.5 ** self.seen[0])
+        if self.how == "tokens":
+            self.seen += ids.numel()
+        if self.how == "balance":
+            # Written past autograd's version counter, as moving averages are.
+            self.seen.data.add_(
+                0.001 * torch.sign(logits.detach().flatten(0, 1).mean(0)[:3] - logits[0, 0, :3].detach())
+            )
+        if self.how == "length":
+            self.seen = torch.zeros(ids.shape[1])
+        return logits
+
+
 def _ce(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -179,6 +206,14 @@ class Step(Plain):
     def _summed(self, batch: Any) -> Tensor:
         labels = batch["shift_labels"].flatten()
         return F.cross_entropy(self.logits(batch).flatten(0, 1), labels, reduction="sum") / 128
+
+    def _over_rows(self, batch: Any) -> Tensor:
+        total = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
+        return total / batch["input_ids"].shape[0]
+
+    def _row_means(self, batch: Any) -> Tensor:
+        logits, labels = self.logits(batch), batch["shift_labels"]
+        return torch.stack([F.cross_entropy(*row) for row in zip(logits, labels, strict=True)]).mean()
 
     def _random(self, batch: Any) -> Tensor:
         logits = self.logits(batch)
@@ -241,6 +276,7 @@ BUILDS: dict[str, Any] = {
     "bound name": lambda: Attending(bound_attention),
     "hand-written": lambda: Attending(hand_written),
     "penalised": Penalised,
+    **{f"moving by {how}": partial(Moving, how) for how in ("steps", "tokens", "balance", "length")},
 }  # fmt: skip
 
 
@@ -265,7 +301,7 @@ def _fit(
     torch.manual_seed(3)
     module = (Manual if kind == "manual" else Step)(BUILDS[build], "plain" if kind == "manual" else kind)
     samples: Any = TokenDataset(**{"size": 4, "length": 96, **(data or {})})
-    if build in ("gpt", "dropout gpt", "own positions", "penalised"):
+    if build in ("gpt", "dropout gpt", "own positions", "penalised") or build.startswith("moving"):
         samples = TokenDataset(**{"size": 4, "length": 64, **(data or {})})
     rows = [dict(samples[i]) for i in range(len(samples))]
     if batch == "tuple":
@@ -273,6 +309,14 @@ def _fit(
         strategy = {**(strategy or {}), "sequence_dims": {"0": 1, "1": 1, "2": 1}}
     if batch == "hf":
         rows = [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in rows]
+    if batch == "one group":
+        for r in rows[:2]:  # which the first of two data-parallel groups reads
+            r["shift_labels"] = torch.full_like(r["shift_labels"], -100)
+    if batch == "other entries":
+        for r in rows[:2]:
+            r["names"] = "a"  # type: ignore[assignment]
+    if batch == "other lengths":
+        rows[:2] = [{n: t[:50] for n, t in r.items()} for r in rows[:2]]
     if batch == "ignored":
         for r in rows:
             r["shift_labels"] = torch.full_like(r["shift_labels"], -100)
@@ -318,7 +362,7 @@ class Traces(Step):
         if not hasattr(self, "cache"):
             self.cache = batch["input_ids"].shape
         self.steps += 1
-        self.count += batch["input_ids"].numel()
+        self.count += 64
         self.running = self.running * 0.9 + 0.1 * loss.detach()
         self.mean.update(loss.detach())
         draws = (random.random(), np.random.rand(), torch.rand(()).item())

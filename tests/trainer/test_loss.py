@@ -32,6 +32,8 @@ CASES = [
     dict(kind="summed", masks="uneven", strategy=ULYSSES, preflight=True),
     dict(kind="ignore_zero", masks="uneven", strategy=ULYSSES, accumulate=2),
     dict(kind="two", masks="uneven", strategy=RING, preflight=True),
+    dict(kind="row_means", masks="uneven", strategy=RING, preflight=True),
+    dict(kind="over_rows", masks="uneven", strategy=RING, preflight=True),
     dict(kind="two_alike", masks="uneven", strategy=RING, accumulate=3, size=14),
 ]  # fmt: skip
 DATA_PARALLEL = dict(data_parallel_size=2, ring_size=2, shard_size=2)
@@ -105,6 +107,20 @@ def test_a_loss_that_is_no_mean_over_tokens_is_refused(pools):
         for (case, part), answer in zip(REFUSED, answers, strict=True):
             assert part in answer["error"], (case, answer["error"])
             assert "NOT BY NAME" not in answer["error"]
+            assert not answer["grads"], "before the first optimizer step"
+
+
+REFUSED_OF_4 = [
+    (dict(kind="row_means", masks="uneven", strategy=DATA_PARALLEL, micro=4), "2 times, once for each of its 2 rows: a mean of means"),
+    (dict(kind="over_rows", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True), "gives another result on shards"),
+    (dict(kind="over_rows", masks="uneven", strategy=dict(data_parallel_size=4), micro=8, preflight=True), "gives another result on shards"),
+]  # fmt: skip
+
+
+def test_a_loss_that_is_right_on_one_sequence_alone_is_refused(pools):
+    for answers in pools(4).run(ranks.fits, [{**case, "world": 4} for case, _ in REFUSED_OF_4]):
+        for (case, part), answer in zip(REFUSED_OF_4, answers, strict=True):
+            assert part in answer["error"], (case, answer["error"])
             assert not answer["grads"], "before the first optimizer step"
 
 

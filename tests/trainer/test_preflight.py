@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sp import SequenceParallelError
 from lightning_sp.data.batch import ShardOptions
-from lightning_sp.data.crop import crop_batch, crop_tokens
+from lightning_sp.data.crop import Crop, crop_batch, crop_extent, crop_tokens, join_crops
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight import traceless
 from tests.trainer import preflight_ranks as ranks
@@ -28,6 +29,9 @@ PASSES = [
     (dict(build="llama", strategy={"shard_size": 1}, batch="late targets"), (2, 64, 1e-8)),
     (dict(build="dropout gpt"), (2, 64, 1e-8)),
     (dict(build="penalised", kind="penalised"), (2, 64, 1e-8)),
+    (dict(build="moving by steps"), (2, 64, 1e-8)),
+    (dict(build="llama", kind="row_means", strategy={"preflight_tokens": 96}), (2, 96, 1e-8)),
+    (dict(build="llama", kind="over_rows", strategy={"ring_size": 2}), (2, 64, 1e-8)),
     (dict(build="llama", kind="counted", strategy={"ring_size": 2}), (2, 64, 1e-8)),
     (dict(build="llama", kind="summed", strategy={"ring_size": 2}), (2, 64, 1e-8)),
     (dict(build="llama", kind="tuple", batch="tuple"), (2, 64, 1e-8)),
@@ -56,6 +60,10 @@ STOPS = [
     (dict(build="bound name"), ["0 attention calls"]),
     (dict(build="hand-written"), ["0 attention calls"]),
     (dict(build="llama", kind="random"), ["gives another result", "random numbers drawn in training_step"]),
+    (dict(build="moving by tokens"), ["leaves 1 of 1 buffers different", "model.seen: ||sharded - whole|| = 1.568e+02, ||change|| = 3.135e+02"]),
+    (dict(build="moving by balance"), ["leaves 1 of 1 buffers different", "model.seen"]),
+    (dict(build="moving by balance", precision="bf16-mixed"), ["leaves 1 of 1 buffers different", "model.seen"]),
+    (dict(build="moving by length"), ["leaves 1 of 1 buffers different", "model.seen: ||sharded - whole|| = inf"]),
     (dict(build="llama", kind="fixed_length"), ["fails on a crop of 2 x 64 tokens: RuntimeError: only 96 tokens fit", "set preflight_tokens"]),
 ]  # fmt: skip
 
@@ -109,12 +117,38 @@ def test_a_first_batch_without_targets_is_said(pools):
     assert answer == ["preflight: not possible, for every target of the first batch is ignored: nothing was compared"]
 
 
-def test_data_parallel_ranks_compare_the_same_crop(pools):
+# case -> rows and tokens of the crop
+PASSES_OF_4 = [
+    (dict(build="gpt"), (4, 64)),
+    (dict(build="llama", data={"packed": True}), (4, 64)),
+    (dict(build="llama", kind="tuple", batch="tuple"), (4, 64)),
+    (dict(build="llama", batch="one group"), (4, 64)),
+    (dict(build="llama", batch="other lengths"), (4, 50)),
+    (dict(build="moving by steps"), (4, 64)),
+    (dict(build="gpt", strategy={"data_parallel_size": 4, "shard_size": 2}, data={"size": 8}), (8, 64)),
+]
+STOPS_OF_4 = [
+    (dict(build="own positions"), ["gives another result"]),
+    (dict(build="llama", kind="over_rows"), ["gives another result", "a loss divided by the batch's rows"]),
+    (dict(build="llama", kind="over_rows", strategy={"data_parallel_size": 4}, data={"size": 8}), ["gives another result"]),
+    (dict(build="llama", kind="row_means"), ["called F.cross_entropy 2 times, once for each of its 2 rows", "use one F.cross_entropy"]),
+    (dict(build="llama", batch="other entries"), ["data-parallel groups 0 and 1 cannot be joined", "'names': 'list'"]),
+]  # fmt: skip
+
+
+def test_the_whole_is_the_batch_of_all_data_parallel_groups(pools):
     strategy = dict(data_parallel_size=2, ring_size=2, shard_size=2)
-    cases = [dict(build="gpt", world=4, strategy=strategy), dict(build="own positions", world=4, strategy=strategy)]
-    for good, bad in pools(4).run(ranks.preflights, cases):
-        assert not good["error"]
-        assert "gives another result" in bad["error"]
+    cases = [{"world": 4, "strategy": strategy, **case} for case, _ in (*PASSES_OF_4, *STOPS_OF_4)]
+    found = pools(4).run(ranks.preflights, cases)
+    assert all([a["error"] for a in each] == [a["error"] for a in found[0]] for each in found), "ranks decide alike"
+    for (case, (rows, tokens)), answer in zip(PASSES_OF_4, found[0][: len(PASSES_OF_4)], strict=True):
+        said = [re.search(AGREE, line) for line in answer["said"] if line.startswith("preflight")]
+        assert len(said) == 1, (case, answer)
+        assert said[0], (case, answer)
+        assert (int(said[0][1]), int(said[0][2])) == (rows, tokens), case
+        assert float(said[0][3]) < 1e-12, case
+    for (case, parts), answer in zip(STOPS_OF_4, found[0][len(PASSES_OF_4) :], strict=True):
+        assert all(part in answer["error"] for part in parts), (case, answer["error"])
 
 
 def test_a_batch_sharded_by_hand_is_gathered(pools):
@@ -223,15 +257,43 @@ def test_a_crop_holds_targets_and_the_edge_of_two_documents():
     labels[3, 199] = 1
     places = torch.cat([torch.arange(130), torch.arange(70)]).expand(4, 200)
     batch = {"input_ids": ids, "shift_labels": labels, "names": ["a", "b", "c", "d"], "scale": torch.tensor(3.0)}
-    crop = crop_batch(batch, ShardOptions(), SequenceLayout(2, 1))
+    extent = crop_extent(batch, ShardOptions(), SequenceLayout(2, 1))
+    crop = crop_batch(batch, ShardOptions(), extent)
     assert (crop.rows, crop.tokens, crop.num_targets) == (2, 64, 1)
     assert torch.equal(crop.batch["input_ids"], ids[2:, 136:])
     assert crop.batch["names"] == ["c", "d"]
     assert crop.batch["scale"] == 3
     assert crop.batch["input_ids"].untyped_storage().nbytes() == 2 * 64 * 8, "a copy, not a view of the whole batch"
     labels[0, 100] = 1
-    edge = crop_batch({**batch, "position_ids": places}, ShardOptions(), SequenceLayout(2, 1))
+    edge = crop_batch({**batch, "position_ids": places}, ShardOptions(), extent)
     assert torch.equal(edge.batch["input_ids"], ids[:2, 98:162])
     assert edge.batch["position_ids"][0, 31:33].tolist() == [129, 0]
     labels[:] = -100
-    assert crop_batch(batch, ShardOptions(), SequenceLayout(2, 1)).num_targets == 0
+    assert crop_batch(batch, ShardOptions(), extent).num_targets == 0
+    labels[2, 0] = 1
+    three = {"input_ids": ids[:3], "shift_labels": labels[:3]}
+    assert torch.equal(crop_batch(three, ShardOptions(), extent).batch["input_ids"], ids[1:3, :64]), (
+        "always as many rows"
+    )
+
+
+def test_crops_are_joined_row_by_row():
+    def crop(first, **more):
+        ids = torch.arange(6).view(2, 3) + first
+        batch = {
+            "input_ids": ids,
+            "position_ids": torch.arange(first, first + 3)[None],
+            "names": ["a", "b"],
+            "scale": 2.0,
+        }
+        return Crop({**batch, **more}, 2, 3, first)
+
+    joined = join_crops([crop(0), crop(1)], ShardOptions())
+    assert (joined.rows, joined.tokens, joined.num_targets) == (4, 3, 1)
+    assert joined.batch["input_ids"][:, 0].tolist() == [0, 3, 1, 4]
+    assert joined.batch["position_ids"][:, 0].tolist() == [0, 0, 1, 1]
+    assert (joined.batch["names"], joined.batch["scale"]) == (["a", "b", "a", "b"], 2.0)
+    with pytest.raises(SequenceParallelError, match=r"groups 0 and 1 cannot be joined .* 2 x 3 tokens .*float32"):
+        join_crops([crop(0), crop(1, scale=torch.ones(2))], ShardOptions())
+    with pytest.raises(SequenceParallelError, match=r"\['input_ids'\] carry the sequence along dim 0"):
+        join_crops([Crop({"input_ids": torch.zeros(3)}, 1, 3, None)] * 2, ShardOptions({"input_ids": 0}))

@@ -532,7 +532,8 @@ class SequenceParallelStrategy(ProcessStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._evaluate(super().predict_step, *args, **kwargs)
         assert self._batch is not None
-        return whole_output(output, self._batch, self.sequence_mesh, self.unshard)
+        group = self._sequence_control_group or self.sequence_mesh.sequence_group
+        return whole_output(output, self._batch, self.unshard, group, self._control_group)
 
     @override
     def on_predict_end(self) -> None:

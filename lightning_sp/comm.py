@@ -150,6 +150,18 @@ def reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return total
 
 
+def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the elementwise largest over a group's ranks (the world for None); the tensor itself without processes.
+
+    Communicates: one all_reduce of the tensor.
+    """
+    if not dist.is_initialized():
+        return tensor
+    found = tensor.detach().clone()
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
+
+
 class _SumOverRanks(torch.autograd.Function):
     """Sum over ranks whose mirror is the sum of the cotangents: equal on all ranks, hence a product with the group's size."""
 

@@ -58,7 +58,8 @@ class LossCheck:
                 "training_step computed its loss without F.cross_entropy and returned no num_tokens: how it weighs tokens is not known; use "
                 "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
             )
-        comm.agree(_row_means(step), group)
+        if said := [each for each in comm.gather_objects(_row_means(step), group) if each]:
+            raise SequenceParallelError(said[0])
 
     def finish(self, group: ProcessGroup | None) -> None:
         """Read the answer about the loss before, at the end of training too. Every rank must call it.

@@ -5,27 +5,88 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context import BatchInfo
+from lightning_sp.data.batch import digest
 from lightning_sp.data.loader import filler_batch
 from lightning_sp.mesh import SequenceMesh
 
+# Elements of which a digest is made at once: the copies it needs stay small beside the logits of a long sequence.
+DIGEST_ELEMENTS = 1 << 22
 
-def whole_output(output: Any, batch: BatchInfo, mesh: SequenceMesh, unshard: Callable[[Tensor], Tensor]) -> Any:
-    """Return what a predict step returned, with every tensor whole that carries this rank's tokens.
 
-    Those are the tensors of shape (rows, tokens of this rank, ...). Communicates: one all_gather for each of them.
+def whole_output(
+    output: Any,
+    batch: BatchInfo,
+    unshard: Callable[[Tensor], Tensor],
+    sequence_group: ProcessGroup,
+    control_group: ProcessGroup | None,
+) -> Any:
+    """Return what a predict step returned, with every tensor whole that carries this rank's tokens. Every rank must call it.
+
+    A tensor that all ranks of a sequence hold alike is whole already, unless it may be a constant for each token.
+
+    Args:
+        output: tensors in any nest of tuples, lists and dicts.
+        batch: what was whole before it was sharded.
+        unshard: gathers the tokens of a tensor of shape (rows, tokens of this rank, ...).
+        sequence_group: the ranks that share the sequence, on a backend for host objects.
+        control_group: the world, on such a backend.
+
+    Communicates: shapes and digests of all tensors over the sequence's ranks; one all_gather for each tensor of tokens.
+
+    Raises:
+        SequenceParallelError: a tensor that differs between the ranks of a sequence and is not one of tokens.
     """
-    local = batch.padded_length // mesh.layout.size
+    size = comm.size_of(sequence_group)
+    if size == 1:
+        return output
+    tensors: list[Tensor] = []
+    apply_to_collection(output, Tensor, tensors.append)
+    held = comm.gather_objects([_digest(each) for each in tensors], sequence_group)
+    tokens = (batch.rows, batch.padded_length // size)
+    comm.agree(_fault(held, tokens), control_group)
+    alike = iter([all(other[index] == own for other in held) for index, own in enumerate(held[0])])
 
     def whole(tensor: Tensor) -> Tensor:
-        return unshard(tensor) if tensor.dim() >= 2 and tensor.shape[:2] == (batch.rows, local) else tensor
+        kept = next(alike) and not _is_constant(tensor)
+        return tensor if kept or tensor.shape[:2] != tokens else unshard(tensor)
 
     return apply_to_collection(output, Tensor, whole)
+
+
+def _digest(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a tensor's shape, and numbers that differ, almost surely, where its elements do."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+    return tuple(tensor.shape), tuple(digest(part) for part in torch.split(flat, DIGEST_ELEMENTS))
+
+
+def _fault(held: list[list[tuple[tuple[int, ...], tuple[int, ...]]]], tokens: tuple[int, int]) -> str | None:
+    """Return what cannot be made whole, the same on all ranks of the sequence; None where all can."""
+    counts = [len(each) for each in held]
+    if len(set(counts)) > 1:
+        return f"predict_step returns {counts} tensors on the {len(held)} ranks of one sequence: it must return as many on each"
+    for index, parts in enumerate(zip(*held, strict=True)):
+        shapes = [shape for shape, _ in parts]
+        if len(set(parts)) > 1 and any(shape[:2] != tokens or shape[2:] != shapes[0][2:] for shape in shapes):
+            told = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
+            return (
+                f"predict_step returns as tensor {index} of {counts[0]} one of shape {told} that differs between the {len(held)} ranks of one "
+                f"sequence: it was computed from each rank's part of the tokens, and only tensors of shape (rows, tokens, ...), here "
+                f"{tokens}, can be gathered; make the tensor that has the tokens whole first, self.trainer.strategy.unshard(tensor), and "
+                "compute from that"
+            )
+    return None
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Return whether all tokens of a tensor (rows, tokens, ...) have the same."""
+    return tensor.dim() >= 2 and bool((tensor == tensor[:, :1]).all())
 
 
 def share_predictions(loop: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:

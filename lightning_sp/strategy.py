@@ -73,7 +73,7 @@ from lightning_sp.parallelize import (
     without_gradient_sync,
 )
 from lightning_sp.predictions import share_predictions, whole_output
-from lightning_sp.preflight import run_preflight, traceless
+from lightning_sp.preflight import check_trainer_features, run_preflight, traceless
 from lightning_sp.processes import ProcessStrategy
 from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
 from lightning_sp.run_state import RunState
@@ -219,6 +219,8 @@ class SequenceParallelStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         Strategy.setup_environment(self)
         self._check_precision()
+        assert self.lightning_module is not None
+        check_trainer_features(self.lightning_module.trainer, self.lightning_module)
         self._setup_distributed()
         if self._base_mesh is None:
             degrees = resolve_degrees(self.config, self.world_size)
@@ -236,7 +238,6 @@ class SequenceParallelStrategy(ProcessStrategy):
                     group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
                     if self.global_rank in ranks:
                         self._sequence_control_group = group
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._base_mesh
 
     def _check_precision(self) -> None:
@@ -541,7 +542,8 @@ class SequenceParallelStrategy(ProcessStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._evaluate(super().predict_step, *args, **kwargs)
         assert self._batch is not None
-        return whole_output(output, self._batch, self.sequence_mesh, self.unshard)
+        group = self._sequence_control_group or self.sequence_mesh.sequence_group
+        return whole_output(output, self._batch, self.unshard, group, self._control_group)
 
     @override
     def on_predict_end(self) -> None:

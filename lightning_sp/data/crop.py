@@ -27,6 +27,8 @@ from lightning_sp.layout import SequenceLayout, merge
 # Two rows, so that what mixes rows shows; more would only cost.
 ROWS = 2
 LEAST_TOKENS = 64
+# Groups whose crops differ: each adds its rows to what every rank runs whole.
+MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ def shared_crop(
     own = crop_batch(batch, options, (min(r for r, _ in extents), min(t for _, t in extents)))
     gathered = comm.gather_objects(own if place[1] == 0 else None, control_group)
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
-    return join_crops(crops, options), crops[place[0]]
+    # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
+    kept = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
+    return join_crops(crops[:kept], options), crops[place[0] % kept]
 
 
 def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:

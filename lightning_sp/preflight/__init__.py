@@ -2,5 +2,6 @@
 
 from lightning_sp.preflight.agreement import Agreement, run_preflight
 from lightning_sp.preflight.traceless import traceless
+from lightning_sp.preflight.trainer_features import check_trainer_features
 
-__all__ = ["Agreement", "run_preflight", "traceless"]
+__all__ = ["Agreement", "check_trainer_features", "run_preflight", "traceless"]

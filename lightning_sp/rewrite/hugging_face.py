@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_sp.context import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.functional import attend, check_dropout
+from lightning_sp.rewrite.rotary import follow_all_positions
 
 _numbers = itertools.count()
 # Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
@@ -86,6 +87,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             self._undo.callback(hook.remove)
             _wrap_loss(model, self.context, self._undo)
             _wrap_generate(model, self.context, self._undo)
+            follow_all_positions(model, self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()

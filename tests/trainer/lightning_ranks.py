@@ -152,6 +152,29 @@ def several_training_loaders(mode: str) -> str:
     return "not refused"
 
 
+class Fetching(User):
+    """Fetches its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
+
+
+def unsupported(feature: str) -> str:
+    """Fit with a feature that cannot work; return the refusal."""
+    averaging: dict[str, Any] = {
+        "StochasticWeightAveraging": dict(swa_lrs=0.01), "EMAWeightAveraging": dict(decay=0.5), "WeightAveraging": {}
+    }  # fmt: skip
+    chosen = [getattr(pl.callbacks, feature)(**averaging[feature])] if feature in averaging else []
+    try:
+        trainer_of({"ring_size": 2}, 2, callbacks=chosen).fit(
+            Fetching() if feature == "dataloader_iter" else User(), DataLoader(TokenDataset(4), batch_size=2)
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
 def mean_of_ranks(strategy: dict[str, Any]) -> float:
     """Reduce this rank's number, an integer, to the mean."""
     return float(SequenceParallelStrategy(**strategy).reduce(torch.tensor(dist.get_rank()), reduce_op="mean"))

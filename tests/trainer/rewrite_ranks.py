@@ -31,6 +31,16 @@ GEMMA2 = {
     "final_logit_softcapping": None,
 }
 WINDOWED = {**LLAMA, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+# What chooses its frequencies by the largest position: the whole of 32 tokens is beyond 20, a shard of 16 may not be.
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 8.0, 16.0],
+    "original_max_position_embeddings": 20,
+}  # fmt: skip
+BY_LAYER = {
+    **LLAMA, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64,
+    "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}},
+}  # fmt: skip
 
 
 class TorchEncoder(nn.Module):
@@ -93,11 +103,26 @@ def windowed_layers() -> nn.Module:
     return model
 
 
+def turned_rope() -> nn.Module:
+    """A rotary embedding that returns its tokens last."""
+    model = hf("llama", **LLAMA, rope_parameters=LONGROPE)
+    rope, original = model.model.rotary_emb, model.model.rotary_emb.forward
+    rope.forward = lambda x, position_ids: tuple(t.transpose(-2, -1) for t in original(x, position_ids))
+    return model
+
+
 BUILDS: dict[str, Any] = {
     "gpt": tiny_gpt,
     "llama": partial(hf, "llama", **LLAMA),
     "llama tied": partial(hf, "llama", **LLAMA, tie_word_embeddings=True),
     "llama dropout": partial(hf, "llama", **LLAMA, attention_dropout=0.1),
+    "llama dynamic": partial(hf, "llama", **{**LLAMA, "max_position_embeddings": 20}, rope_parameters=DYNAMIC),
+    "llama longrope": partial(hf, "llama", **LLAMA, rope_parameters=LONGROPE),
+    "turned rope": turned_rope,
+    "llama old dynamic": partial(
+        hf, "llama", **{**LLAMA, "max_position_embeddings": 20}, rope_scaling={"type": "dynamic", "factor": 4.0}
+    ),
+    "gemma3 by layer": partial(hf, "gemma3_text", **BY_LAYER),
     "gpt2": partial(hf, "gpt2", **GPT2),
     "qwen2": partial(hf, "qwen2", **LLAMA, use_sliding_window=False),
     "qwen2 window": partial(hf, "qwen2", **WINDOWED),
@@ -286,6 +311,7 @@ def _globals(module: Model) -> dict[str, Any]:
         "mask names": sorted(AttentionMaskInterface._global_mapping),
         "implementation": getattr(getattr(module.model, "config", None), "_attn_implementation", None),
         "on the model": sorted(n for n in ("generate", "loss_function", "_loss_function") if n in vars(module.model)),
+        "rotary": sum("forward" in vars(m) for m in module.model.modules()),
         "hooks": sum("_hand_in_positions" in repr(hook) for hook in module.model._forward_pre_hooks.values()),
     }
 
@@ -314,6 +340,10 @@ def _no_documents() -> AbstractContextManager[Any]:
 
 def _no_positions() -> AbstractContextManager[Any]:
     return patch.object(hugging_face, "_hand_in_positions", lambda *_: None)
+
+
+def _shards_largest() -> AbstractContextManager[Any]:
+    return patch.object(hugging_face, "follow_all_positions", lambda *_: None)
 
 
 def _no_mask_function() -> AbstractContextManager[Any]:
@@ -347,6 +377,7 @@ FAULTS: dict[str, Any] = {
     "labels shifted after sharding": _local_edges,
     "document boundaries ignored": _no_documents,
     "positions not given": _no_positions,
+    "RoPE by the shard's largest position": _shards_largest,
     "padding mask dropped": _no_mask_function,
     "sliding window as full causal": _no_window_check,
     "softcap dropped": _no_softcap_check,
@@ -371,3 +402,14 @@ def two_models(world: int) -> list[Any]:
         refusal = str(error)
     meshes = [each.strategy.sequence_mesh.describe() for each in (one, two)]
     return [first.losses, second.losses, meshes, refusal]
+
+
+def evaluate_lengths(build: str, lengths: list[int], strategy: dict[str, Any], world: int) -> Any:
+    """Validate on batches of one sample of these lengths; the losses of this rank's, or the refusal."""
+    module = Model(build)
+    rows = [rows_of(length=length)[0] for length in lengths]
+    try:
+        quiet_trainer(world, strategy=strategy).validate(module, DataLoader(rows, batch_size=1), verbose=False)  # type: ignore[arg-type]
+    except SequenceParallelError as refusal:
+        return str(refusal)
+    return module.evaluated

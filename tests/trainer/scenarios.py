@@ -79,6 +79,42 @@ def evaluate(world: int, strategy: dict[str, Any], samples: int, length: int, mi
     }
 
 
+class Predicting(Plain):
+    """Predicts what the sequence as a whole has, by choice from the whole or, wrongly, from this rank's part."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(tiny_llama)
+        self.kind = kind
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
+        logits = self.logits(batch)
+        whole = self.trainer.strategy.unshard(logits)
+        if self.kind == "whole":
+            return {
+                # As wide as a part has tokens.
+                "pooled": whole.mean(1)[:, :16],
+                "rows": torch.tensor(len(logits)),
+                "whole": whole,
+                "last": whole[:, -1].argmax(-1),
+                "constant": torch.ones_like(batch["input_ids"]),
+                "logits": logits,
+            }
+        wrong = {"last": logits[:, -1].sum(-1), "flat": logits.flatten(0, 1), "number": logits.sum()}
+        return {"logits": logits, self.kind: wrong[self.kind]}
+
+
+def predict(world: int, strategy: dict[str, Any], kind: str) -> Any:
+    """Predict with an untrained model: of each name the batches' tensors, or the refusal."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(world, strategy=strategy)
+    try:
+        found = trainer.predict(Predicting(kind), DataLoader(TokenDataset(4, 32), batch_size=2))
+    except SequenceParallelError as refusal:
+        return str(refusal)
+    assert found is not None
+    return {name: [batch[name] for batch in found] for name in found[0]}
+
+
 def initial_weights(world: int, strategy: dict[str, Any], seed_per_rank: bool, eager: bool) -> dict[str, Any]:
     """Return the weights before any step, as every rank gathers them."""
     torch.manual_seed(11 + (dist.get_rank() if seed_per_rank else 0))

@@ -76,6 +76,33 @@ def test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences(
             assert torch.equal(answer["best"], expected["best"])
 
 
+def test_what_a_predict_step_made_whole_is_returned_as_it_is(pools):
+    expected = pools(1).run(scenarios.predict, 1, {}, "whole")[0]
+    assert expected["pooled"][0].shape == (2, 16)
+    for strategy in (dict(ring_size=2), dict(ulysses_size=2)):
+        for answer in pools(2).run(scenarios.predict, 2, strategy, "whole"):
+            assert answer.keys() == expected.keys()
+            for name, batches in expected.items():
+                for actual, one in zip(answer[name], batches, strict=True):
+                    assert actual.shape == one.shape, name
+                    assert max_error(actual, one) < 1e-12, name
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("last", "(2,)"), ("flat", "(32, 61)"), ("number", "()")])
+def test_predictions_computed_from_a_part_are_refused_by_name(pools, kind, shape):
+    for answer in pools(2).run(scenarios.predict, 2, dict(ring_size=2), kind):
+        for part in (
+            f"as tensor 1 of 2 one of shape {shape}",
+            "between the 2 ranks",
+            "here (2, 16)",
+            "strategy.unshard",
+        ):
+            assert part in answer
+    # With two sequences side by side all four ranks end together.
+    for answer in pools(4).run(scenarios.predict, 4, dict(data_parallel_size=2, ring_size=2), kind):
+        assert f"one of shape {shape}" in answer
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_initial_weights_are_rank_zeros_bit_for_bit(pools, eager):
     expected = pools(1).run(scenarios.initial_weights, 1, {}, False, eager)[0]

@@ -31,6 +31,11 @@ EXACT = [
     (dict(build="full encoder", data=PADDED), 1e-10),
     (dict(build="multihead"), 1e-10),
     (dict(build="scaled"), 1e-10),
+    (dict(build="llama dynamic"), 1e-10),
+    (dict(build="llama longrope", data=PADDED), 1e-10),
+    # Transformers computes in the default dtype here, which Lightning's 64-true makes float64 and plain torch leaves float32.
+    (dict(build="llama old dynamic", data=PADDED), 1e-8),
+    (dict(build="gemma3 by layer"), 1e-8),
 ]  # fmt: skip
 LAYOUTS = {
     2: [dict(ulysses_size=2), dict(ring_size=2, preflight=True)],
@@ -38,7 +43,7 @@ LAYOUTS = {
 }
 
 # The first layout of each world runs every case, the others a few.
-FEW = (0, 2, 4, 5, 11, 17)
+FEW = (0, 2, 4, 5, 11, 17, 21, 22)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,7 @@ REFUSED = [
     (dict(build="explicit mask"), ["attn_mask of shape (16, 16)", "is_causal=True"]),
     (dict(build="attention dropout"), ["attention dropout 0.1"]),
     (dict(build="cross"), ["16 queries over 4 keys inside a step whose shard has 16 tokens"]),
+    (dict(build="turned rope"), ["LlamaRotaryEmbedding of rope_type longrope returns (2, 8, 17) for 17 positions"]),
     (dict(build="flat"), ["(8, 16, 8): must be (batch, heads, tokens, head dim)"]),
 ]  # fmt: skip
 
@@ -102,6 +108,10 @@ FAULTY = [
     ("document boundaries ignored", 5, dict(ulysses_size=2)),
     ("positions not given", 3, dict(ring_size=2)),
     ("positions not given", 6, dict(ulysses_size=2)),
+    ("RoPE by the shard's largest position", 21, dict(ulysses_size=2)),
+    ("RoPE by the shard's largest position", 22, dict(ulysses_size=2)),
+    ("RoPE by the shard's largest position", 23, dict(ulysses_size=2)),
+    ("RoPE by the shard's largest position", 24, dict(ulysses_size=2)),
 ]
 
 
@@ -148,3 +158,17 @@ def test_a_second_model_in_the_same_process(pools, expected):
         assert len(second) == 1
         assert meshes == ["dp 1 x ring 2 x ulysses 1", "dp 1 x ring 1 x ulysses 2"]
         assert "are already fully_shard'ed" in refusal
+
+
+def test_frequencies_that_remember_the_longest_batch_are_not_evaluated_on_unequal_lengths_side_by_side(pools):
+    split, whole = dict(data_parallel_size=2), dict(ring_size=2)
+    for build, lengths in (("llama dynamic", [32, 32, 24, 24]), ("llama longrope", [32, 24, 16, 24])):
+        expected = pools(1).run(ranks.evaluate_lengths, build, lengths, {}, 1)[0]
+        for rank, found in enumerate(pools(2).run(ranks.evaluate_lengths, build, lengths, split, 2)):
+            assert found == [pytest.approx(e, abs=1e-12) for e in expected[rank::2]], build
+        assert pools(2).run(ranks.evaluate_lengths, build, lengths, whole, 2)[0] == [
+            pytest.approx(e, abs=1e-12) for e in expected
+        ]
+    for message in pools(2).run(ranks.evaluate_lengths, "llama dynamic", [32, 24], split, 2):
+        for part in ("rope_type dynamic", "2 data-parallel groups", "24 to 32 positions", "beyond its 20"):
+            assert part in message

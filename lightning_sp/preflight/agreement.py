@@ -108,8 +108,8 @@ def run_preflight(
                 raise
             except Exception as error:
                 advice = (
-                    "a parameter was used outside of the forward of the module that holds it (in a method other than forward, in a penalty on the "
-                    "weights), where FSDP has not gathered it; do it in that module's forward"
+                    "a parameter was used outside of the forward of the module that holds it (in a method other than forward, in a penalty on "
+                    "the weights), where FSDP has not gathered it; do it in that module's forward"
                     if "DTensor" in str(error)
                     else "where the model needs a fixed length, set preflight_tokens to it; preflight=False trains without the check"
                 )

@@ -1,0 +1,53 @@
+"""What users write in their own way trains as on one device under plain Lightning, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.testing import max_error
+from tests.trainer import user_ranks as ranks
+
+CASES = [
+    dict(kind="written"),
+    dict(kind="written, tied"),
+    dict(kind="written, functional"),
+    dict(kind="written, drop_last"),
+    dict(kind="other index"),  # the last batch is short
+    dict(kind="other index", length=29),  # and padded
+    dict(kind="counted"),
+]
+
+
+def same(actual, expected, case):
+    assert not actual["error"], (case, actual["error"])
+    assert actual["steps"] == expected["steps"] > 0, case
+    assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-12), case
+    for name, weight in expected["weights"].items():
+        assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
+
+
+@pytest.mark.parametrize("strategy", [dict(ring_size=2), dict(ulysses_size=2)], ids=str)
+def test_a_users_module_trains_as_on_one_device(pools, strategy):
+    alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case) for case in CASES])[0]
+    for answers in pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, **case) for case in CASES]):
+        for case, actual, expected in zip(CASES, answers, alone, strict=True):
+            same(actual, expected, case)
+
+
+def test_what_keeps_other_groups_company_counts_for_nothing(pools):
+    """Five samples in fours: in the last batch a data-parallel rank has none."""
+    cases = [dict(kind="counted"), dict(kind="other index")]
+    alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, micro=4, **case) for case in cases])[0]
+    strategy = dict(data_parallel_size=2, ring_size=2)
+    for answers in pools(4).run(ranks.runs, [dict(strategy=strategy, world=4, micro=2, **case) for case in cases]):
+        for case, actual, expected in zip(cases, answers, alone, strict=True):
+            same(actual, expected, case)
+
+
+def test_experts_that_only_some_ranks_used_are_refused_before_the_optimizer(pools):
+    for (answer,) in pools(2).run(
+        ranks.runs, [dict(kind="experts", strategy=dict(ring_size=1, ulysses_size=2), world=2, size=4)]
+    ):
+        assert "got a gradient on some ranks and none on others" in answer["error"], answer
+        assert "experts" in answer["error"]
+        assert answer["steps"] == 1, "the first batch had tokens for both"

@@ -24,15 +24,18 @@ def script(folder, name, function):
     return path
 
 
-def start(folder, commands):
-    """Start every command at once and return each one's output by name."""
+def start(folder, commands, *, apart=False):
+    """Start every command at once, each in a folder of its own if they would write to one, and return each one's output by name."""
+    folders = {name: folder / f"at_{name}" if apart else folder for name in commands}
+    for each in folders.values():
+        each.mkdir(exist_ok=True)
     environment = {
         name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")
     }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     running = {
         name: subprocess.Popen(
-            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=folders[name], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         for name, command in commands.items()
     }
@@ -127,7 +130,7 @@ def followed(started):
     folder, _ = started
     (run,) = (folder / "runs" / "lightning_logs").iterdir()
     two = ["--trainer.strategy", "sequence_parallel", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
-    evaluation = [*two, *SMALL_DATA, "--ckpt_path", summary(run)["checkpoint"]]
+    evaluation = [*two, *SMALL_DATA, "--ckpt_path", str(folder / summary(run)["checkpoint"])]
     main = [sys.executable, str(folder / "lightning-sp")]
     commands = {
         "resume": [*shlex.split(summary(folder / "two")["resume"]), f"hydra.run.dir={folder}/resumed"],
@@ -135,7 +138,7 @@ def followed(started):
         "test": [*main, "test", *evaluation, "--trainer.limit_test_batches", "2"],
         "predict": [*main, "predict", *evaluation, "--trainer.limit_predict_batches", "1"],
     }
-    return folder, start(folder, commands)
+    return folder, start(folder, commands, apart=True)
 
 
 def test_the_command_that_a_run_ends_with_resumes_it(followed):

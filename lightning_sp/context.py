@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,12 @@ class BatchInfo:
     position_ids: Tensor | None
     shift_labels: Tensor | None
     mask_is_full: bool = False
+
+    def to(self, device: torch.device) -> BatchInfo:
+        """Return the same with what the step reads on its device; boundaries stay on the host."""
+        labels = self.shift_labels.to(device) if self.shift_labels is not None else None
+        places = self.position_ids.to(device) if self.position_ids is not None else None
+        return replace(self, position_ids=places, shift_labels=labels)
 
     def mask(self, causal: bool) -> AttentionMask:
         """Return the attention's mask: causal or full, within documents, the padding apart."""

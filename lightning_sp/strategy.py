@@ -8,27 +8,24 @@ This file alone knows that order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_sp import comm
 from lightning_sp.checkpoint import (
     load_checkpoint,
     load_model_state,
@@ -39,22 +36,14 @@ from lightning_sp.checkpoint import (
     save_checkpoint,
 )
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
-from lightning_sp.context import BatchInfo, SequenceContext, Step
-from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch, unshard
-from lightning_sp.data.crop import Crop, shared_crop
+from lightning_sp.context import BatchInfo, SequenceContext
+from lightning_sp.data.agreed import agreed_shard
+from lightning_sp.data.batch import ShardOptions, unshard
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.loader import (
-    BroadcastLoader,
-    LoaderPlace,
-    can_replace_sampler,
-    filler_batch,
-    is_ours,
-    replace_sampler,
-)
+from lightning_sp.data.loader import LoaderPlace, filler_batch, same_samples
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.layout import SequenceLayout
-from lightning_sp.loss import CrossEntropyInterception, TokenWindow, loss_of
-from lightning_sp.loss_check import LossCheck
+from lightning_sp.first_batch import try_first_batch
+from lightning_sp.loss import CrossEntropyInterception, TokenWindow
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
 from lightning_sp.parallelize import (
     check_same_gradients,
@@ -73,10 +62,11 @@ from lightning_sp.parallelize import (
     without_gradient_sync,
 )
 from lightning_sp.predictions import share_predictions, whole_output
-from lightning_sp.preflight import check_trainer_features, run_preflight, traceless
+from lightning_sp.preflight import check_trainer_features, traceless
 from lightning_sp.processes import ProcessStrategy
 from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
 from lightning_sp.run_state import RunState
+from lightning_sp.steps import Steps
 
 # Of what this strategy adds to Lightning's checkpoint.
 CHECKPOINT_KEY = "lightning_sp"
@@ -138,7 +128,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
         self._base_mesh: DeviceMesh | None = None
         self._mesh: SequenceMesh | None = None
-        self._context: SequenceContext | None = None
+        self._runner: Steps | None = None
         self._prepared: LightningModule | None = None
         self._interceptions = ExitStack()
         self._control_group: dist.ProcessGroup | None = None
@@ -147,11 +137,19 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._batch: BatchInfo | None = None
         self._window = TokenWindow()
         self._run_state = RunState()
-        self._loss_check = LossCheck()
-        self._attention_reached = False
         self._evaluated = (0, -1)  # loader of the evaluation batch in progress, and its place there
         self._preflight_due = False
         self._first_batch: Any = None
+
+    @property
+    def _steps(self) -> Steps:
+        assert self._runner is not None
+        return self._runner
+
+    @property
+    def _host_sequence_group(self) -> dist.ProcessGroup:
+        """The ranks that share a sequence, on a backend for host objects."""
+        return self._sequence_control_group or self.sequence_mesh.sequence_group
 
     # ---- what users and callbacks read
 
@@ -196,7 +194,7 @@ class SequenceParallelStrategy(ProcessStrategy):
 
         Shapes: (..., s, ...) -> (..., S, ...) along `dim`. Communicates: one all_gather over the sequence's ranks.
         """
-        if self._context is not None and self._context.reference is not None:
+        if self._runner is not None and self._runner.context.reference is not None:
             return tensor
         length = None if self._batch is None else self._batch.length
         return unshard(tensor, self.sequence_mesh.layout, self.sequence_mesh.sequence_group, dim=dim, length=length)
@@ -272,7 +270,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._preflight_due = self.config.preflight and self.world_size > 1
-            self._loss_check = LossCheck()
+            self._steps.start_run()
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._run_state.seed_ranks(
@@ -282,11 +280,11 @@ class SequenceParallelStrategy(ProcessStrategy):
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, rewrite and shard it: once for a model."""
         check_unsharded(module)
-        self._attention_reached = False
         assert self._base_mesh is not None
         ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, self._query_heads(module))
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
-        self._context = SequenceContext(self._mesh, self.config.kernel)
+        context = SequenceContext(self._mesh, self.config.kernel)
+        self._runner = Steps(context, compiled=self.config.compile, control_group=self._control_group)
         self.model = self.precision_plugin.convert_module(module)
         if self.global_rank == 0:
             materialize_meta(module, torch.device("cpu"))
@@ -335,13 +333,13 @@ class SequenceParallelStrategy(ProcessStrategy):
         return heads
 
     def _intercept(self) -> None:
-        assert self._context is not None
         assert self.lightning_module is not None
+        context = self._steps.context
         self._interceptions.close()
         for each in (
-            CrossEntropyInterception(self._context),
-            AttentionInterception(self._context),
-            HuggingFaceRewrite(self._context, self.lightning_module),
+            CrossEntropyInterception(context),
+            AttentionInterception(context),
+            HuggingFaceRewrite(context, self.lightning_module),
         ):
             self._interceptions.enter_context(each)
 
@@ -363,74 +361,32 @@ class SequenceParallelStrategy(ProcessStrategy):
         """Give all ranks of a sequence the same samples, from the resumed position on."""
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.training
-        loader = self._same_samples(dataloader, training=training)
+        dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size
+        loader = same_samples(
+            dataloader,
+            LoaderPlace(dp_rank, dp_size, self._host_sequence_group, self._control_group),
+            training=training,
+            accumulation=self._accumulate,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            by_hand=not self.config.shard_batch,
+        )
         if training:
             self._run_state.take_up_loader(loader)
         return loader
 
-    def _same_samples(self, dataloader: object, *, training: bool) -> object:
-        """Replace the order where the sampler can be replaced, else let one rank of each sequence read."""
-        if is_ours(dataloader):
-            return dataloader
-        group = self._sequence_control_group or self.sequence_mesh.sequence_group
-        place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)
-        if can_replace_sampler(dataloader):
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            loader = cast("DataLoader[Any]", dataloader)
-            return replace_sampler(loader, place, training=training, accumulation=self._accumulate, seed=seed)
-        if self.world_size == 1:
-            return BroadcastLoader(cast("Iterable[Any]", dataloader), place) if training else dataloader
-        if not self.config.shard_batch:
-            rank_zero_info(
-                f"sequence_parallel: the order of {type(dataloader).__name__} cannot be replaced, and with shard_batch=False every rank reads "
-                "its own part"
-            )
-            own = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, None, self._control_group)
-            return BroadcastLoader(cast("Iterable[Any]", dataloader), own)
-        rank_zero_info(
-            f"sequence_parallel: the order of {type(dataloader).__name__} cannot be replaced, so one rank of each sequence's group reads it and "
-            f"sends the batches to its peers; split the data over {self.data_parallel_size} data-parallel groups by "
-            "trainer.strategy.data_parallel_rank"
-        )
-        return BroadcastLoader(cast("Iterable[Any]", dataloader), place)
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        mesh = self.sequence_mesh
-        fault: Exception | None = None
-        local, info = batch, None
-        try:
-            if is_sharded(batch) or not self.config.shard_batch:
-                info = hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, self._options)
-            else:
-                local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, self._options)
-        except Exception as caught:  # told to the other ranks, which would wait for ever
-            fault = caught
-        error = (
-            str(fault)
-            if isinstance(fault, SequenceParallelError) or fault is None
-            else f"{type(fault).__name__}: {fault}"
-        )
-        whole = digest(batch) if fault is None and local is not batch else 0
-        try:
-            place = (mesh.data_parallel_rank, mesh.sequence_rank)
-            comm.check_same_batch(error if fault else None, whole, place, self._control_group)
-        except SequenceParallelError as agreed:
-            raise agreed from fault
-        assert info is not None
-        module = self.lightning_module
-        if self._preflight_due and module is not None and module.trainer.training:
+        by_hand = not self.config.shard_batch
+        local, info = agreed_shard(batch, self.sequence_mesh, self._options, self._control_group, by_hand=by_hand)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._preflight_due and trainer.training:
             self._first_batch = batch
-        if module is not None and (module.trainer.evaluating or module.trainer.predicting):
-            self._note_evaluated(module.trainer, dataloader_idx)
+        if trainer.evaluating or trainer.predicting:
+            self._note_evaluated(trainer, dataloader_idx)
         local = super().batch_to_device(local, device, dataloader_idx)
-        self._batch = self._on_device(info)
+        self._batch = info.to(self.root_device)
         return local
-
-    def _on_device(self, info: BatchInfo) -> BatchInfo:
-        labels = info.shift_labels.to(self.root_device) if info.shift_labels is not None else None
-        places = info.position_ids.to(self.root_device) if info.position_ids is not None else None
-        return BatchInfo(info.rows, info.length, info.padded_length, info.boundaries, places, labels, info.mask_is_full)
 
     # ---- preflight
 
@@ -442,62 +398,28 @@ class SequenceParallelStrategy(ProcessStrategy):
         if not self._preflight_due or whole is None or module is None:
             return
         self._preflight_due = False
-        if not module.automatic_optimization:
-            rank_zero_info(
-                "preflight: skipped, for with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
-            )
-            return
-        mesh = self.sequence_mesh
-        crop, own = shared_crop(
-            whole,
-            self._options,
-            mesh.layout,
-            wanted=None if self.config.preflight_tokens == "auto" else self.config.preflight_tokens,
-            hand_sharded=is_sharded(whole) or not self.config.shard_batch,
-            place=(mesh.data_parallel_rank, mesh.sequence_rank),
-            sequence_group=self._sequence_control_group or mesh.sequence_group,
-            control_group=self._control_group,
-        )
-        if crop.num_targets == 0:
-            rank_zero_warn(
-                "preflight: not possible, for every target of the first batch is ignored: nothing was compared"
-            )
-            return
-        self._preflight(module, crop, own, batch_idx)
-
-    def _preflight(self, module: LightningModule, crop: Crop, own: Crop, batch_idx: int) -> None:
-        assert self._context is not None
-        mesh, trainer, before = self.sequence_mesh, module.trainer, self._batch
-        whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, self._options)
-        local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, self._options)
         index = (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-        loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+        before, tokens = self._batch, self.config.preflight_tokens
 
-        def run_whole() -> Any:
-            self._batch = self._on_device(whole_info)
-            return super(SequenceParallelStrategy, self).training_step(
-                super(SequenceParallelStrategy, self).batch_to_device(whole), *index
-            )
-
-        def run_sharded() -> Any:
-            self._batch = self._on_device(info)
-            return self._sharded_step(super(SequenceParallelStrategy, self).batch_to_device(local), *index)
+        def run(batch: Any, info: BatchInfo) -> Any:
+            self._batch = info
+            return Strategy.training_step(self, Strategy.batch_to_device(self, batch), *index)
 
         try:
-            found = run_preflight(
+            try_first_batch(
+                whole,
                 module,
-                self._context,
-                whole=run_whole,
-                sharded=run_sharded,
-                whole_batch=self._on_device(whole_info),
-                crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
+                self._steps,
+                run,
+                options=self._options,
+                tokens=None if tokens == "auto" else tokens,
+                by_hand=not self.config.shard_batch,
                 device=self.root_device,
+                sequence_group=self._host_sequence_group,
+                control_group=self._control_group,
             )
         finally:
-            self._batch, trainer.loggers = before, loggers
-            self._loss_check = LossCheck()
-        if found is not None:
-            rank_zero_info(found.describe())
+            self._batch = before
 
     # ---- steps
 
@@ -506,29 +428,15 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self._batch is not None
         assert self.lightning_module is not None
         self._run_state.note_micro_batch(self._batch.rows, self.lightning_module.trainer, self.sequence_mesh)
-        output = self._sharded_step(*args, **kwargs)
-        assert self._context is not None
+        output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
         if output is None or not self.lightning_module.automatic_optimization:
-            self._context.step = None
-        return output
-
-    def _sharded_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin a step, which lasts until its backward has ended, and run training_step in it; its loss is a mean over the world."""
-        step = self._begin(None)
-        with self._counted():
-            output = super().training_step(*args, **kwargs)
-        self._check_reached(step)
-        output, counts = loss_of(output, None)
-        if counts is not None:
-            step.token_counts = counts
-        if self.world_size > 1:
-            self._loss_check.check(step, output, self._control_group)
+            self._steps.end()
         return output
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._loss_check.finish(self._control_group)
+        self._steps.end_run()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -542,8 +450,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._evaluate(super().predict_step, *args, **kwargs)
         assert self._batch is not None
-        group = self._sequence_control_group or self.sequence_mesh.sequence_group
-        return whole_output(output, self._batch, self.unshard, group, self._control_group)
+        return whole_output(output, self._batch, self.unshard, self._host_sequence_group, self._control_group)
 
     @override
     def on_predict_end(self) -> None:
@@ -553,19 +460,12 @@ class SequenceParallelStrategy(ProcessStrategy):
         share_predictions(self.lightning_module.trainer.predict_loop, self.sequence_mesh, self._control_group)
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left."""
-        assert self._context is not None
-        module = self.lightning_module
-        assert module is not None
-        step = self._begin(self.sequence_mesh.sequence_group)
-        try:
-            # A filler keeps the other ranks' collectives company: it must not reach a log or a metric.
-            with traceless(module, self.root_device) if self._is_filler() else nullcontext(), self._counted():
-                output = run(*args, **kwargs)
-        finally:
-            self._context.step = None
-        self._check_reached(step)
-        return output
+        assert self._batch is not None
+        assert self.lightning_module is not None
+        filler = self._is_filler()
+        return self._steps.evaluate(
+            self._batch, lambda: run(*args, **kwargs), self.lightning_module, self.root_device, filler=filler
+        )
 
     def _note_evaluated(self, trainer: Trainer, dataloader_idx: int) -> None:
         """Count the batches of each loader: a step that takes no batch_idx is not told it."""
@@ -581,34 +481,11 @@ class SequenceParallelStrategy(ProcessStrategy):
         loaders, (dataloader_idx, batch_idx) = loop._combined_loader, self._evaluated
         return loaders is not None and filler_batch(loaders.flattened[dataloader_idx], batch_idx)
 
-    def _begin(self, loss_group: dist.ProcessGroup | None) -> Step:
-        assert self._context is not None
-        assert self._batch is not None
-        self._context.step = Step(self._batch, loss_group)
-        return self._context.step
-
-    def _counted(self) -> AbstractContextManager[Any]:
-        """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""
-        eager = self.config.compile and not self._attention_reached
-        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
-
-    def _check_reached(self, step: Step) -> None:
-        """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
-        if self.config.compile and self._attention_reached:
-            return
-        self._attention_reached = step.num_attention_calls > 0
-        if not self._attention_reached and self.sequence_parallel_size > 1:
-            raise SequenceParallelError(
-                "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "
-                "model must call F.scaled_dot_product_attention as an attribute (not a name imported from torch.nn.functional), use torch's "
-                "nn.MultiheadAttention with need_weights=False, or be a Hugging Face model with the attention interface"
-            )
-
     # ---- gradients
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        step, module = self._context.step if self._context else None, self.lightning_module
+        step, module = self._steps.context.step, self.lightning_module
         if step is not None and module is not None and module.automatic_optimization and self._accumulate > 1:
             closure_loss = self._window.weigh(closure_loss, step.token_counts)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -616,12 +493,8 @@ class SequenceParallelStrategy(ProcessStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if (
-            self._context is not None
-            and self.lightning_module is not None
-            and self.lightning_module.automatic_optimization
-        ):
-            self._context.step = None
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            self._steps.end()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -740,8 +613,8 @@ class SequenceParallelStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._interceptions.close()
-        if self._context is not None:
-            self._context.step = None
+        if self._runner is not None:
+            self._runner.end()
         self._run_state.end_of_run()
         super().teardown()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import (
@@ -77,6 +78,39 @@ def can_replace_sampler(loader: Any) -> bool:
     return type(sampler) in (SequentialSampler, DistributedSampler) or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
+
+
+def same_samples(
+    loader: Any, place: LoaderPlace, *, training: bool, accumulation: int, seed: int, by_hand: bool
+) -> Any:
+    """Return a loader that gives all ranks of a sequence the same samples: its order replaced, or one rank of each sequence reading.
+
+    Args:
+        loader: the user's.
+        place: this rank's.
+        training: whether its order is one of training.
+        accumulation: micro-batches of an optimizer step.
+        seed: of the shuffle.
+        by_hand: each rank's loader gives its own part of every batch.
+    """
+    if is_ours(loader):
+        return loader
+    if can_replace_sampler(loader):
+        return replace_sampler(loader, place, training=training, accumulation=accumulation, seed=seed)
+    world = comm.size_of(place.control_group or comm.world())
+    if world == 1:
+        return BroadcastLoader(loader, place) if training else loader
+    kind = type(loader).__name__
+    if by_hand:
+        rank_zero_info(
+            f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"
+        )
+        return BroadcastLoader(loader, LoaderPlace(place.dp_rank, place.dp_size, None, place.control_group))
+    rank_zero_info(
+        f"sequence_parallel: the order of {kind} cannot be replaced, so one rank of each sequence's group reads it and sends the batches to "
+        f"its peers; split the data over {place.dp_size} data-parallel groups by trainer.strategy.data_parallel_rank"
+    )
+    return BroadcastLoader(loader, place)
 
 
 def replace_sampler(

@@ -8,14 +8,14 @@ from torch import nn
 
 
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, outermost first; a block inside a block is not another one.
+    """Return the repeated blocks of a model, outermost first, each once; a block inside a block is not another one.
 
     They are what Hugging Face names in `_no_split_modules`, and the elements of one class in an `nn.ModuleList` or `nn.Sequential`.
     """
     names: set[str] = set()
     for each in module.modules():
         names.update(getattr(each, "_no_split_modules", None) or ())
-    return list(_outermost(module, names))
+    return list(dict.fromkeys(_outermost(module, names)))
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:

@@ -9,14 +9,16 @@ mesh; `loss` undoes exactly that factor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -49,11 +51,42 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
 
 
 def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
-    """Return whether a parameter of `unit` is also one of a module outside of it: FSDP2 takes each into one group alone."""
-    inside = set(unit.modules())
-    own = {parameter for each in inside for parameter in each.parameters(recurse=False)}
-    outside = (each for each in root.modules() if each not in inside)
-    return any(parameter in own for each in outside for parameter in each.parameters(recurse=False))
+    """Return whether a parameter of `unit` is also reached another way: FSDP2 takes each into one group alone."""
+    own = {parameter for each in unit.modules() for parameter in each.parameters(recurse=False)}
+    elsewhere, found = [root], {root}
+    while elsewhere:
+        new = {child for child in elsewhere.pop().children() if child is not unit} - found
+        found |= new
+        elsewhere.extend(new)
+    return any(parameter in own for each in found for parameter in each.parameters(recurse=False))
+
+
+def run_on_gathered(run: Callable[[], Any]) -> Any:
+    """Run a step and return its output; name the cause when it uses a parameter that FSDP has not gathered.
+
+    Raises:
+        SequenceParallelError: it does; torch's own error, if there is one, speaks of DTensors.
+    """
+    try:
+        output = run()
+    except SequenceParallelError:
+        raise
+    except Exception as error:
+        if "DTensor" in str(error):
+            raise _used_outside(f"{type(error).__name__}: {error}") from error
+        raise
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, DTensor):
+        raise _used_outside(f"the loss is a DTensor over {loss.device_mesh}")
+    return output
+
+
+def _used_outside(what: str) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"a step uses a parameter outside of the forward of the module that holds it, where FSDP has not gathered it ({what}); do it in "
+        "that module's forward, or for a penalty on the weights use the optimizer's weight_decay; layers that are direct children of the "
+        "LightningModule may be used anywhere in a step"
+    )
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:

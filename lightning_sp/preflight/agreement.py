@@ -107,14 +107,9 @@ def run_preflight(
             except SequenceParallelError:
                 raise
             except Exception as error:
-                advice = (
-                    "a parameter was used outside of the forward of the module that holds it (in a method other than forward, in a penalty on "
-                    "the weights), where FSDP has not gathered it; do it in that module's forward"
-                    if "DTensor" in str(error)
-                    else "where the model needs a fixed length, set preflight_tokens to it; preflight=False trains without the check"
-                )
                 raise SequenceParallelError(
-                    f"preflight: training_step fails on {crop}: {type(error).__name__}: {error}; {advice}"
+                    f"preflight: training_step fails on {crop}: {type(error).__name__}: {error}; where the model needs a fixed length, set "
+                    "preflight_tokens to it; preflight=False trains without the check"
                 ) from error
             whole_gradients = _backward(module, reference)
             whole_buffers = _buffers(module)

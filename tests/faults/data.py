@@ -9,23 +9,23 @@ DATA_MODULE = "tests/unit/test_data_datamodule.py"
 DATA = (
     fault(
         "a batch sharded twice",
-        "strategy.py",
-        "if is_sharded(batch) or not self.config.shard_batch:",
-        "if not self.config.shard_batch:",
+        "data/agreed.py",
+        "if by_hand or is_sharded(batch):",
+        "if by_hand:",
         "tests/trainer/test_fit.py::test_a_batch_that_the_loader_sharded_is_not_sharded_again[4-False-marked]",
     ),
     fault(
         "an epoch as short as if each rank had its own samples",
         "strategy.py",
-        "place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)",
-        "place = LoaderPlace(self.data_parallel_rank, self.world_size, group, self._control_group)",
+        "dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size",
+        "dp_rank, dp_size = self.data_parallel_rank, self.world_size",
         f"{FITS}[2]",
     ),
     fault(
         "an epoch dealt out over the world by DistributedSampler",
         "strategy.py",
-        "place = LoaderPlace(self.data_parallel_rank, self.data_parallel_size, group, self._control_group)",
-        "place = LoaderPlace(self.global_rank, self.world_size, group, self._control_group)",
+        "dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size",
+        "dp_rank, dp_size = self.global_rank, self.world_size",
         f"{FITS}[2]",
     ),
     fault(
@@ -37,9 +37,9 @@ DATA = (
     ),
     fault(
         "a stream read by every rank",
-        "strategy.py",
-        '        )\n        return BroadcastLoader(cast("Iterable[Any]", dataloader), place)\n',
-        "        )\n        return dataloader\n",
+        "data/loader.py",
+        "    )\n    return BroadcastLoader(loader, place)\n",
+        "    )\n    return loader\n",
         "tests/trainer/test_fit.py::test_streams_are_read_by_one_rank_and_end_together",
     ),
     fault(
@@ -86,9 +86,9 @@ DATA = (
     ),
     fault(
         "eval_loss over the world's samples",
-        "strategy.py",
-        "step = self._begin(self.sequence_mesh.sequence_group)",
-        "step = self._begin(None)",
+        "steps.py",
+        "step = self._begin(batch, self.context.mesh.sequence_group)",
+        "step = self._begin(batch, None)",
         EVALUATED,
     ),
     fault(

@@ -10,12 +10,12 @@ GROUPS = (
         (
             Change(
                 "strategy.py",
-                "            AttentionInterception(self._context),\n",
-                '            *([AttentionInterception(self._context)] if self.config.shard_size == "auto" else []),\n',
+                "            AttentionInterception(context),\n",
+                '            *([AttentionInterception(context)] if self.config.shard_size == "auto" else []),\n',
             ),
             Change(
-                "strategy.py",
-                "if not self._attention_reached and self.sequence_parallel_size > 1:",
+                "steps.py",
+                "if not self._attention_reached and self.context.mesh.layout.size > 1:",
                 "if False:",
             ),
         ),
@@ -23,8 +23,8 @@ GROUPS = (
     ),
     fault(
         "attention that nobody saw",
-        "strategy.py",
-        "if not self._attention_reached and self.sequence_parallel_size > 1:",
+        "steps.py",
+        "if not self._attention_reached and self.context.mesh.layout.size > 1:",
         "if False:",
         f"{REFUSED}[no attention-words0]",
     ),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_sp import SequenceParallelError, SequenceParallelStrategy, sharded_cross_entropy
+from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
 from lightning_sp.context import BatchInfo
 from lightning_sp.rewrite import hugging_face
@@ -319,9 +319,8 @@ def _globals(module: Model) -> dict[str, Any]:
 # ---- what goes silently wrong elsewhere, put back
 
 
-def _edges(context: Any, *args: Any) -> Any:
+def _edges(info: BatchInfo) -> BatchInfo:
     """Labels shifted on the shard: the target at its edge is lost."""
-    info = args[-1]
     if info.shift_labels is not None:
         labels = info.shift_labels.clone()
         labels[:, -1] = -100
@@ -330,8 +329,8 @@ def _edges(context: Any, *args: Any) -> Any:
 
 
 def _local_edges() -> AbstractContextManager[Any]:
-    original = SequenceParallelStrategy._on_device
-    return patch.object(SequenceParallelStrategy, "_on_device", lambda self, info: _edges(self, original(self, info)))
+    original = BatchInfo.to
+    return patch.object(BatchInfo, "to", lambda self, device: _edges(original(self, device)))
 
 
 def _no_documents() -> AbstractContextManager[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
+from packaging.version import Version
 
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 from tests.trainer import rewrite_ranks as ranks
@@ -35,8 +38,11 @@ EXACT = [
     (dict(build="llama longrope", data=PADDED), 1e-10),
     # Transformers computes in the default dtype here, which Lightning's 64-true makes float64 and plain torch leaves float32.
     (dict(build="llama old dynamic", data=PADDED), 1e-8),
-    (dict(build="gemma3 by layer"), 1e-8),
 ]  # fmt: skip
+HAS_BY_LAYER = Version(version("transformers")) >= Version("5.23")
+if HAS_BY_LAYER:
+    # 5.20 by itself cannot run this model twice: an UnboundLocalError (`long_inv_freq`) in plain transformers.
+    EXACT.append((dict(build="gemma3 by layer"), 1e-8))
 LAYOUTS = {
     2: [dict(ulysses_size=2), dict(ring_size=2, preflight=True)],
     4: [dict(ulysses_size=2, ring_size=2), dict(ring_size=4), dict(ulysses_size=4)],
@@ -111,7 +117,7 @@ FAULTY = [
     ("RoPE by the shard's largest position", 21, dict(ulysses_size=2)),
     ("RoPE by the shard's largest position", 22, dict(ulysses_size=2)),
     ("RoPE by the shard's largest position", 23, dict(ulysses_size=2)),
-    ("RoPE by the shard's largest position", 24, dict(ulysses_size=2)),
+    *([("RoPE by the shard's largest position", 24, dict(ulysses_size=2))] if HAS_BY_LAYER else []),
 ]
 
 

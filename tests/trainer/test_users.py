@@ -15,6 +15,8 @@ CASES = [
     dict(kind="other index"),  # the last batch is short
     dict(kind="other index", length=29),  # and padded
     dict(kind="counted"),
+    dict(kind="shared part"),
+    dict(kind="shared block"),
 ]
 
 
@@ -51,3 +53,12 @@ def test_experts_that_only_some_ranks_used_are_refused_before_the_optimizer(pool
         assert "got a gradient on some ranks and none on others" in answer["error"], answer
         assert "experts" in answer["error"]
         assert answer["steps"] == 1, "the first batch had tokens for both"
+
+
+@pytest.mark.parametrize("preflight", [True, False])
+def test_a_penalty_on_the_weights_is_refused_by_name(pools, preflight):
+    case = dict(kind="penalised", strategy=dict(ring_size=2, preflight=preflight), world=2)
+    for (answer,) in pools(2).run(ranks.runs, [case]):
+        assert "outside of the forward of the module that holds it" in answer["error"], answer
+        assert "weight_decay" in answer["error"]
+        assert answer["steps"] == 0

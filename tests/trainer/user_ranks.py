@@ -74,6 +74,27 @@ class Alone(Counted):
         return output["loss"] / output["num_tokens"]
 
 
+class Penalised(Plain):
+    """A penalty on the weights in the loss, instead of an optimizer's weight decay."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters())
+
+
+def shared_part() -> nn.Module:
+    """Return a GPT whose two blocks hold one feed-forward norm."""
+    model = tiny_gpt()
+    model.layers[1].feed_forward_norm = model.layers[0].feed_forward_norm
+    return model
+
+
+def shared_block() -> nn.Module:
+    """Return a GPT that runs one block twice, as ALBERT does."""
+    model = tiny_gpt()
+    model.layers[1] = model.layers[0]
+    return model
+
+
 class Experts(nn.Module):
     """Two experts, one for low tokens and one for high; each runs only if it has a token."""
 
@@ -133,8 +154,10 @@ def run(
         module = OtherIndex(tiny_gpt)
     elif kind == "counted":
         module = (Alone if strategy is None else Counted)(tiny_gpt)
+    elif kind == "penalised":
+        module = Penalised(tiny_gpt)
     else:
-        module = Plain(Experts)
+        module = Plain({"experts": Experts, "shared part": shared_part, "shared block": shared_block}[kind])
     declared = {"labels_shifted": True} if kind == "counted" else {}
     trainer = trainer_of(None if strategy is None else {**declared, **strategy}, world, **options)
     drop_last = kind == "written, drop_last"

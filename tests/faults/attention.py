@@ -31,7 +31,7 @@ ATTENTION = (
         "data/batch.py",
         "    if mask.dim() != 2 or hidden:\n",
         "    if mask.dim() != 2:\n",
-        f"{REFUSED}[padding-words4]",
+        f"{REFUSED}[padding-]",
     ),
     fault(
         "padding mask of the model dropped",

@@ -33,7 +33,7 @@ DATA = (
         "comm.py",
         "        if len(digests) > 1:\n",
         "        if False:\n",
-        f"{REFUSED}[different samples-words7]",
+        f"{REFUSED}[different samples-]",
     ),
     fault(
         "a stream read by every rank",

@@ -26,7 +26,7 @@ GROUPS = (
         "steps.py",
         "if not self._attention_reached and self.context.mesh.layout.size > 1:",
         "if False:",
-        f"{REFUSED}[no attention-words0]",
+        f"{REFUSED}[no attention-]",
     ),
     fault(
         "one group for all meshes of the process",

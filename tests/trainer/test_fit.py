@@ -215,6 +215,7 @@ def test_a_stream_that_gives_parts_is_read_by_every_rank_alike_or_refused(pools,
         ("local mse", ["differs between ranks", "sharded_cross_entropy"]),
         ("mse alone", ["without F.cross_entropy"]),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_by_name_on_all_ranks(pools, change, words):
     answers = pools(2).run(scenarios.refusal, "fit_with", 2, dict(ring_size=2), change)

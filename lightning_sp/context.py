@@ -29,7 +29,9 @@ class BatchInfo:
         boundaries: documents in global positions, with the padding as a document of its own; None for one document.
         position_ids: this rank's global positions, (B, s).
         shift_labels: this rank's targets, (B, s), where the labels are known; else None.
-        mask_is_full: an attention mask was given and hid nothing.
+        valid: the keys of each row that an attention mask leaves, (rows, 2); None where it hides nothing or none was given.
+        mask_given: the batch has an attention mask.
+        local_mask: this rank's part of it, (B, s).
     """
 
     rows: int
@@ -38,20 +40,38 @@ class BatchInfo:
     boundaries: Tensor | None
     position_ids: Tensor | None
     shift_labels: Tensor | None
-    mask_is_full: bool = False
+    valid: Tensor | None = None
+    mask_given: bool = False
+    local_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Return the same with what the step reads on its device; boundaries stay on the host."""
         labels = self.shift_labels.to(device) if self.shift_labels is not None else None
         places = self.position_ids.to(device) if self.position_ids is not None else None
-        return replace(self, position_ids=places, shift_labels=labels)
+        local_mask = self.local_mask.to(device) if self.local_mask is not None else None
+        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask)
 
-    def mask(self, causal: bool) -> AttentionMask:
-        """Return the attention's mask: causal or full, within documents, the padding apart."""
-        if self.boundaries is None and self.padded_length > self.length and not causal:
+    def mask(
+        self,
+        causal: bool,
+        window_size: tuple[int | None, int | None] = (None, None),
+        chunk_size: int | None = None,
+        *,
+        hides_padding: bool = False,
+    ) -> AttentionMask:
+        """Return the attention's mask: within documents, our own padding apart, and the rest as the model asks.
+
+        Args:
+            causal: as `AttentionMask`'s.
+            window_size: likewise.
+            chunk_size: likewise.
+            hides_padding: the model hides what the batch's attention mask hides.
+        """
+        boundaries = self.boundaries
+        if boundaries is None and self.padded_length > self.length and not causal:
             # Causal queries never see the padding behind them; full ones would.
-            return AttentionMask(False, torch.tensor([[0, self.length, self.padded_length]]))
-        return AttentionMask(causal, self.boundaries)
+            boundaries = torch.tensor([[0, self.length, self.padded_length]])
+        return AttentionMask(causal, boundaries, window_size, chunk_size, self.valid if hides_padding else None)
 
 
 @dataclass

@@ -6,15 +6,17 @@ functions. B batch, H query heads, K key-value heads, S local tokens, D head dim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.kernel import Kernel
 from lightning_sp.attention.merge import accumulator_dtype, merge_into
-from lightning_sp.attention.plan import Block, Range
+from lightning_sp.attention.plan import Block, Kind
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,19 @@ class BlockKernel:
     scale: float
     head_groups: tuple[HeadGroup, ...]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block. Shapes: (B, H, Sq, D), (B, K, Sk, D) twice -> (B, H, Sq, D), (B, H, Sq)."""
+        if kind is Kind.ANTICAUSAL:
+            # Read backwards, query i sees the keys up to the i-th.
+            out, lse = self.forward(q.flip(2), k.flip(2), v.flip(2), Kind.CAUSAL)
+            return out.flip(2), lse.flip(2)
         parts = [
             self.kernel.forward(
-                q[:, slice(*g.queries)], k[:, slice(*g.keys)], v[:, slice(*g.keys)], causal=causal, scale=self.scale
+                q[:, slice(*g.queries)],
+                k[:, slice(*g.keys)],
+                v[:, slice(*g.keys)],
+                causal=kind is Kind.CAUSAL,
+                scale=self.scale,
             )
             for g in self.head_groups
         ]
@@ -46,9 +56,13 @@ class BlockKernel:
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block from the global out and lse."""
+        if kind is Kind.ANTICAUSAL:
+            grad, q, k, v, out, lse = (t.flip(2) for t in (grad, q, k, v, out, lse))
+            dq, dk, dv = self.backward(grad, q, k, v, out, lse, Kind.CAUSAL)
+            return dq.flip(2), dk.flip(2), dv.flip(2)
         parts = []
         for g in self.head_groups:
             heads, kv = slice(*g.queries), slice(*g.keys)
@@ -60,7 +74,7 @@ class BlockKernel:
                     v[:, kv],
                     out[:, heads],
                     lse[:, heads],
-                    causal=causal,
+                    causal=kind is Kind.CAUSAL,
                     scale=self.scale,
                 )
             )
@@ -80,33 +94,30 @@ def forward_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_offset: int,
     running: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Add one source rank's keys to the running partials, in place, and return them.
 
     Args:
         kernel: the local kernel.
-        blocks: plan of this step; with `running` None it must cover every row (the rank's own keys do).
+        blocks: plan of this step, keys numbered as they lie in `k`.
         q: local queries, (B, H, S, D).
-        k: keys that travelled, (B, K, n, D): local range [key_offset, key_offset + n) of the source rank.
+        k: keys that travelled, (B, K, n, D).
         v: values likewise.
-        key_offset: see k.
-        running: (out, lse) in the accumulator's dtype, None in the first step.
+        running: (out, lse) in the accumulator's dtype, None in the first step; a query that has seen no key has 0 and -inf.
     """
+    first = running is None
     if running is None:
-        if len(blocks) == 1 and blocks[0].row is None:
-            out, lse = kernel.forward(q, k, v, blocks[0].causal)
+        if _is_whole(blocks, q):
+            keys = slice(*blocks[0].keys)
+            out, lse = kernel.forward(q, k[:, :, keys], v[:, :, keys], blocks[0].kind)
             return out.to(accumulator_dtype(out.dtype)), lse
         dtype = accumulator_dtype(q.dtype)
-        running = (empty_token_major(q, dtype), q.new_empty(q.shape[:3], dtype=dtype))
-        first = True
-    else:
-        first = False
+        running = (empty_token_major(q, dtype).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=dtype))
     for block in blocks:
-        queries, keys, row = _slices(block, key_offset)
-        out, lse = kernel.forward(q[row, :, queries], k[row, :, keys], v[row, :, keys], block.causal)
-        if first:
+        queries, keys, row = _slices(block)
+        out, lse = kernel.forward(q[row, :, queries], k[row, :, keys], v[row, :, keys], block.kind)
+        if first and block.opens:
             running[0][row, :, queries] = out
             running[1][row, :, queries] = lse
         else:
@@ -119,44 +130,43 @@ def backward_step(
     blocks: Sequence[Block],
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     kv: tuple[Tensor, Tensor],
-    key_offset: int,
     dq: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq with this step's part added in place, dk, dv of the keys given).
 
     Args:
         kernel: the local kernel.
-        blocks: plan of this step.
+        blocks: plan of this step, keys numbered as they lie in `kv`.
         saved: (gradient of out, q, out, lse) of the local queries, out and lse global.
         kv: keys and values that travelled, (B, K, n, D).
-        key_offset: first local position of those keys on their rank.
         dq: running gradient of q in the accumulator's dtype, None in the first step.
     """
     grad, q, out, lse = saved
     k, v = kv
-    if dq is None and len(blocks) == 1 and blocks[0].row is None:
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, blocks[0].causal)
+    if dq is None and _is_whole(blocks, q) and blocks[0].keys == (0, k.shape[2]):
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, blocks[0].kind)
         return dq.to(accumulator_dtype(dq.dtype)), dk, dv
     if dq is None:
         dq = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
-    if len(blocks) == 1 and blocks[0].row is None:
-        queries = slice(*blocks[0].queries)  # one block holds all the keys that travelled
+    if len(blocks) == 1 and blocks[0].row is None and blocks[0].keys == (0, k.shape[2]):
+        queries = slice(*blocks[0].queries)
         part, dk, dv = kernel.backward(
-            grad[:, :, queries], q[:, :, queries], k, v, out[:, :, queries], lse[:, :, queries], blocks[0].causal
+            grad[:, :, queries], q[:, :, queries], k, v, out[:, :, queries], lse[:, :, queries], blocks[0].kind
         )
         dq[:, :, queries] += part
         return dq, dk, dv
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    # Blocks share keys where windows overlap: sums, in no less than float32.
+    dk, dv = (torch.zeros_like(t, dtype=accumulator_dtype(t.dtype)) for t in (k, v))
     for block in blocks:
-        queries, keys, row = _slices(block, key_offset)
+        queries, keys, row = _slices(block)
         part, dk_part, dv_part = kernel.backward(
             grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
-            out[row, :, queries], lse[row, :, queries], block.causal,
+            out[row, :, queries], lse[row, :, queries], block.kind,
         )  # fmt: skip
         dq[row, :, queries] += part
-        # Blocks of one step are different documents: their keys are disjoint, so this is an assignment.
-        dk[row, :, keys], dv[row, :, keys] = dk_part, dv_part
-    return dq, dk, dv
+        dk[row, :, keys] += dk_part
+        dv[row, :, keys] += dv_part
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def empty_token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,6 +175,11 @@ def empty_token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_empty((batch, tokens, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _slices(block: Block, key_offset: int) -> tuple[slice, slice, slice]:
+def _is_whole(blocks: Sequence[Block], q: Tensor) -> bool:
+    """Return whether one block holds every query."""
+    return len(blocks) == 1 and blocks[0].row is None and blocks[0].queries == (0, q.shape[2])
+
+
+def _slices(block: Block) -> tuple[slice, slice, slice]:
     row = slice(None) if block.row is None else slice(block.row, block.row + 1)
-    return slice(*block.queries), slice(block.keys[0] - key_offset, block.keys[1] - key_offset), row
+    return slice(*block.queries), slice(*block.keys), row

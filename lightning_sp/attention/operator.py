@@ -15,7 +15,9 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.attention.block import BlockKernel, empty_token_major
 from lightning_sp.attention.kernel import select_kernel
-from lightning_sp.attention.ring import Ring, documents_of, ring_backward, ring_forward
+from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.attention.plan import plan_of
+from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
 from lightning_sp.attention.ulysses import (
     HeadSplit,
     exchange_out,
@@ -32,8 +34,8 @@ def attention_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    boundaries: Tensor | None,
-    causal: bool,
+    mask_numbers: list[int],
+    mask_tensors: list[Tensor],
     scale: float,
     ring_group: str,
     ulysses_group: str,
@@ -50,7 +52,7 @@ def attention_op(
     if ulysses is not None:
         packed = exchange_qkv(q, k, v, split, rank, ulysses)
         q, k, v = split_qkv(packed, split, rank)
-    ring = _ring(q.shape[2], boundaries, causal, ring_group, split.size)
+    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
     block_kernel = BlockKernel(select_kernel(kernel, q.device, q.dtype), scale, split.head_groups(rank))
     out, lse = ring_forward(ring, block_kernel, q, k, v)
     if ulysses is not None:
@@ -64,8 +66,8 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    boundaries: Tensor | None,
-    causal: bool,
+    mask_numbers: list[int],
+    mask_tensors: list[Tensor],
     scale: float,
     ring_group: str,
     ulysses_group: str,
@@ -89,10 +91,10 @@ def attention_backward_op(
     saved: list[Tensor],
     out: Tensor,
     lse: Tensor,
-    boundaries: Tensor | None,
+    mask_numbers: list[int],
+    mask_tensors: list[Tensor],
     num_heads: int,
     num_kv_heads: int,
-    causal: bool,
     scale: float,
     ring_group: str,
     ulysses_group: str,
@@ -110,7 +112,7 @@ def attention_backward_op(
         grad = exchange_out_grad(grad, split, rank, ulysses)
     else:
         q, k, v = saved
-    ring = _ring(q.shape[2], boundaries, causal, ring_group, split.size)
+    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
     block_kernel = BlockKernel(select_kernel(kernel, q.device, q.dtype), scale, split.head_groups(rank))
     grads = list(ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
     del grad
@@ -126,10 +128,10 @@ def _(
     saved: list[Tensor],
     out: Tensor,
     lse: Tensor,
-    boundaries: Tensor | None,
+    mask_numbers: list[int],
+    mask_tensors: list[Tensor],
     num_heads: int,
     num_kv_heads: int,
-    causal: bool,
     scale: float,
     ring_group: str,
     ulysses_group: str,
@@ -141,22 +143,25 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, boundaries, causal, scale, ring_group, ulysses_group, kernel = inputs
+    q, k, v, numbers, tensors, scale, ring_group, ulysses_group, kernel = inputs
     out, lse, packed, heads_out = output
     ctx.mark_non_differentiable(lse, packed, heads_out)
     ctx.set_materialize_grads(False)
     ctx.heads = (q.shape[1], k.shape[1])
-    ctx.options = (causal, scale, ring_group, ulysses_group, kernel)
+    ctx.numbers, ctx.num_mask_tensors = numbers, len(tensors)
+    ctx.options = (scale, ring_group, ulysses_group, kernel)
     saved = (packed, heads_out) if ulysses_group else (q, k, v, out)
-    ctx.save_for_backward(lse, boundaries, *saved)
+    ctx.save_for_backward(lse, *tensors, *saved)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    no_tensors = [None] * ctx.num_mask_tensors
     if grad is None:
-        return (None,) * 9
-    lse, boundaries, *saved, out = ctx.saved_tensors
-    dq, dk, dv = attention_backward_op(grad, saved, out, lse, boundaries, *ctx.heads, *ctx.options)
-    return (dq, dk, dv, None, None, None, None, None, None)
+        return (None, None, None, None, no_tensors, None, None, None, None)
+    lse, *rest, out = ctx.saved_tensors
+    tensors, saved = rest[: ctx.num_mask_tensors], rest[ctx.num_mask_tensors :]
+    dq, dk, dv = attention_backward_op(grad, saved, out, lse, ctx.numbers, tensors, *ctx.heads, *ctx.options)
+    return (dq, dk, dv, None, no_tensors, None, None, None, None)
 
 
 attention_op.register_autograd(_backward, setup_context=_save)
@@ -173,8 +178,9 @@ def _head_split(num_heads: int, num_kv_heads: int, ulysses_group: str) -> tuple[
     return HeadSplit(int(num_heads), int(num_kv_heads), comm.size_of(group)), group, comm.rank_in(group)
 
 
-def _ring(tokens: int, boundaries: Tensor | None, causal: bool, ring_group: str, ulysses_size: int) -> Ring:
+def _ring(q: Tensor, numbers: list[int], tensors: list[Tensor], ring_group: str, ulysses_size: int) -> Ring:
     group = comm.group_by_name(ring_group)
     size = comm.size_of(group)
-    layout = SequenceLayout(size, ulysses_size)
-    return Ring(layout, tokens * size, documents_of(boundaries), causal, comm.rank_in(group), group)
+    mask = AttentionMask.from_arguments(numbers, tensors)
+    plan = plan_of(mask, SequenceLayout(size, ulysses_size), q.shape[2] * size, q.shape[0])
+    return Ring(plan, comm.rank_in(group), group)

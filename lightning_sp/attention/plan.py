@@ -1,88 +1,169 @@
-"""Which rectangles of queries x keys a ring step computes: pure functions of (layout, mask, ranks). No process, no collective.
+"""Which rectangles and triangles of queries x keys a ring step computes: pure functions of (layout, mask, ranks).
 
-Zigzag makes each step simple. Ring rank r holds chunks early(r) < late(r). For causal attention against source rank s:
+Every piece of `intervals` is at most three blocks, which any flash kernel computes and differentiates without a mask:
 
-    s == r:  causal square over the rank's own tokens (late sees early, both see themselves)
+    low stands, high stands     full
+    low stands, high moves      full | causal                causal: query i sees the keys up to the i-th
+    low moves,  high stands     anticausal | full            anticausal: query i sees the keys from the i-th on
+    both move (a window)        anticausal | full | causal, for every TILE of its queries
+
+Zigzag makes causal steps simple. Ring rank r holds chunks early(r) < late(r), and against source rank s has one block:
+
+    s == r:  causal over the rank's own tokens (late sees early, both see themselves)
     s <  r:  all queries see early(s) and none of late(s)          -> only the first half of s's keys travels
     s >  r:  only late(r)'s queries see anything, and all of s's keys
-
-A document intersects both chunks of a rank only if it also covers all between them, so its tokens are contiguous in local order: one
-rectangle a document and step. Every query's own position lies in step s == r, so each row is initialised there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from enum import Enum
+from functools import lru_cache
 
+import torch
+
+from lightning_sp.attention.intervals import Piece, Range, local, visible
+from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 
-Range = tuple[int, int]
+# Queries of a window's block. Flash kernels compute triangles in squares of about this size, so smaller ones save nothing and
+# larger ones compute more of what is masked (docs/LOG.md, "Windows").
+TILE = 128
+
+
+class Kind(Enum):
+    """What of a block's rectangle its queries see."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    ANTICAUSAL = "anticausal"
 
 
 @dataclass(frozen=True)
 class Block:
-    """One kernel call: local ranges of queries and keys, of one row of the batch or of all (None)."""
+    """One kernel call.
+
+    Args:
+        queries: local range.
+        keys: local range; as long as that of the queries unless the kind is full.
+        kind: what of it is seen.
+        row: of the batch; None for all.
+        opens: whether no earlier block of the step holds one of its queries.
+    """
 
     queries: Range
     keys: Range
-    causal: bool
+    kind: Kind = Kind.FULL
     row: int | None = None
+    opens: bool = True
 
 
-def plan_step(
-    layout: SequenceLayout,
-    length: int,
-    documents: Sequence[Sequence[int]] | None,
-    causal: bool,
-    query_rank: int,
-    key_rank: int,
-) -> list[Block]:
-    """Return the blocks of ring rank `query_rank`'s queries against ring rank `key_rank`'s keys.
+class Plan:
+    """The blocks of one mask for all pairs of ring ranks, each made once. Make it by `plan_of`.
 
     Args:
+        mask: what a query may see.
         layout: the degrees.
-        length: global sequence length, in tokens.
-        documents: boundaries per row (one row: for all), None for one document.
-        causal: whether a query sees no later key.
-        query_rank: ring rank that holds the queries.
-        key_rank: ring rank that holds the keys.
+        length: global tokens.
+        rows: of the batch.
     """
-    query_chunks, key_chunks = layout.ring_chunks(length, query_rank), layout.ring_chunks(length, key_rank)
-    rows = [(0, length)] if documents is None else documents
-    blocks = []
-    for row, edges in enumerate(rows):
-        for start, end in pairwise(edges):
-            queries, keys = _pieces(query_chunks, start, end), _pieces(key_chunks, start, end)
-            if causal and query_rank > key_rank:
-                keys = keys[:1]
-            elif causal and query_rank < key_rank:
-                queries = queries[1:]
-            q, k = _join(queries), _join(keys)
-            if q and k:
-                blocks.append(Block(q, k, causal and query_rank == key_rank, None if len(rows) == 1 else row))
-    return blocks
+
+    def __init__(self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int) -> None:
+        self.layout, self.length = layout, length
+        tensors = [t for t in (mask.boundaries, mask.valid, mask.bidirectional) if t is not None]
+        pieces = [visible(mask, row, length) for row in range(max([t.shape[0] for t in tensors], default=1))]
+        self._pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
+        assert len(self._pieces) in (1, rows)
+        self._steps: dict[Range, tuple[Block, ...]] = {}
+
+    def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
+        """Return the blocks of ring rank `query_rank`'s queries against ring rank `key_rank`'s keys."""
+        pair = (query_rank, key_rank)
+        if pair not in self._steps:
+            queries, keys = (self.layout.ring_chunks(self.length, rank) for rank in pair)
+            self._steps[pair] = tuple(
+                block
+                for row, pieces in enumerate(self._pieces)
+                for piece in local(pieces, queries, keys)
+                for block in _blocks(piece, None if len(self._pieces) == 1 else row)
+            )
+        return self._steps[pair]
 
 
-def key_range(blocks: Sequence[Block]) -> Range:
-    """Return the smallest local range that holds the keys of all blocks: what has to travel. (0, 0) when there is no block."""
-    if not blocks:
-        return (0, 0)
-    return (min(b.keys[0] for b in blocks), max(b.keys[1] for b in blocks))
+def plan_of(mask: AttentionMask, layout: SequenceLayout, length: int, rows: int) -> Plan:
+    """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
+    numbers, tensors = mask.arguments()
+    contents = tuple((tuple(t.shape), t.numpy().tobytes()) for t in tensors)
+    return _plan(tuple(numbers), contents, layout, length, rows)
 
 
-def _pieces(chunks: Sequence[Range], start: int, end: int) -> list[Range | None]:
-    """Return a document's local range in each chunk."""
-    pieces: list[Range | None] = []
-    offset = 0
-    for low, high in chunks:
-        first, last = max(low, start), min(high, end)
-        pieces.append((offset + first - low, offset + last - low) if first < last else None)
-        offset += high - low
-    return pieces
+@lru_cache(maxsize=32)
+def _plan(
+    numbers: tuple[int, ...],
+    contents: tuple[tuple[tuple[int, ...], bytes], ...],
+    layout: SequenceLayout,
+    length: int,
+    rows: int,
+) -> Plan:
+    tensors = [
+        torch.tensor(memoryview(held).cast("q"), dtype=torch.int64).view(shape)
+        if held
+        else torch.empty(shape, dtype=torch.int64)
+        for shape, held in contents
+    ]
+    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows)
 
 
-def _join(pieces: Sequence[Range | None]) -> Range | None:
-    present = [p for p in pieces if p]
-    return (present[0][0], present[-1][1]) if present else None
+def key_ranges(blocks: Iterable[Block]) -> list[Range]:
+    """Return the local ranges of keys that the blocks need, rising and apart: what has to travel."""
+    ranges: list[Range] = []
+    for start, end in sorted({block.keys for block in blocks}):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
+        else:
+            ranges.append((start, end))
+    return ranges
+
+
+def renumbered(blocks: Iterable[Block], ranges: Sequence[Range]) -> list[Block]:
+    """Return the blocks with keys numbered as they lie in the ranges, one after the other: as they travelled."""
+    found = []
+    for block in blocks:
+        offset = 0
+        for start, end in ranges:
+            if start <= block.keys[0] < end:
+                low, high = block.keys[0] - start + offset, block.keys[1] - start + offset
+                found.append(Block(block.queries, (low, high), block.kind, block.row, block.opens))
+                break
+            offset += end - start
+    return found
+
+
+def _blocks(piece: Piece, row: int | None) -> Iterable[Block]:
+    if not (piece.low_step and piece.high_step):
+        yield from _tile(piece, piece.start, piece.end, row)
+        return
+    # As many queries as both triangles have room for side by side.
+    size = max(1, min(TILE, piece.high - piece.low - 1))
+    for start in range(piece.start, piece.end, size):
+        yield from _tile(piece, start, min(start + size, piece.end), row)
+
+
+def _tile(piece: Piece, start: int, end: int, row: int | None) -> Iterable[Block]:
+    low = piece.low + piece.low_step * (start - piece.start)
+    high = piece.high + piece.high_step * (start - piece.start)
+    count, queries = end - start, (start, end)
+    if count == 1:
+        yield Block(queries, (low, high), Kind.FULL, row)
+        return
+    opens = True
+    full = (low + count if piece.low_step else low, high - 1 if piece.high_step else high)
+    for keys, kind in (
+        ((low, low + count), Kind.ANTICAUSAL) if piece.low_step else (None, Kind.FULL),
+        (full, Kind.FULL) if full[0] < full[1] else (None, Kind.FULL),
+        ((high - 1, high - 1 + count), Kind.CAUSAL) if piece.high_step else (None, Kind.FULL),
+    ):
+        if keys is not None:
+            yield Block(queries, keys, kind, row, opens)
+            opens = False

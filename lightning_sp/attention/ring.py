@@ -13,7 +13,7 @@ Communicates, sent by ring rank r of R, in units of its local K (or V, of equal 
              backward that again, and dK, dV home 2(R-1) - r; together 4(R-1) + r, on average over r 4.5(R-1)
     full:    forward 2(R-1), backward 4(R-1)
 
-Packed documents send less: only the range of keys that some query of the receiver may see.
+Windows, chunks and packed documents send less: only the ranges of keys that some query of the receiver may see.
 Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-attention; direct hops are this project's.
 """
 
@@ -27,42 +27,53 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.block import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.merge import accumulator_dtype
-from lightning_sp.attention.plan import Block, key_range, plan_step
+from lightning_sp.attention.plan import Block, Plan, key_ranges, renumbered
 from lightning_sp.comm import Transfer
-from lightning_sp.layout import SequenceLayout
 
 
 @dataclass(frozen=True)
 class Ring:
     """One rank's view of the ring for one sequence: who holds what, and what travels."""
 
-    layout: SequenceLayout
-    length: int
-    documents: Sequence[Sequence[int]] | None
-    causal: bool
+    plan: Plan
     rank: int
     group: ProcessGroup | None
 
-    def blocks(self, query_rank: int, key_rank: int) -> list[Block]:
-        """Return the blocks of one rank's queries against another's keys."""
-        return plan_step(self.layout, self.length, self.documents, self.causal, query_rank, key_rank)
+    @property
+    def size(self) -> int:
+        """Return the ranks of the ring."""
+        return self.plan.layout.ring_size
+
+    @property
+    def own(self) -> tuple[Block, ...]:
+        """Return the blocks of this rank's queries against its own keys."""
+        return self.plan.blocks(self.rank, self.rank)
 
     def source(self, hop: int) -> int:
         """Return the rank whose keys arrive in a hop."""
-        return (self.rank - hop) % self.layout.ring_size
+        return (self.rank - hop) % self.size
 
     def target(self, hop: int) -> int:
         """Return the rank to which this rank's keys go in a hop."""
-        return (self.rank + hop) % self.layout.ring_size
+        return (self.rank + hop) % self.size
+
+    def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:
+        """Return the ranges of the source's keys that arrive in a hop, and the blocks on them as they lie then."""
+        blocks = self.plan.blocks(self.rank, self.source(hop))
+        ranges = key_ranges(blocks)
+        return ranges, renumbered(blocks, ranges)
+
+    def leaving(self, hop: int) -> list[Range]:
+        """Return the ranges of this rank's keys that the target needs in a hop."""
+        return key_ranges(self.plan.blocks(self.target(hop), self.rank))
 
     def start_keys(self, kv: Tensor, hop: int) -> Transfer:
         """Start the hop that brings `source(hop)`'s needed keys. Shapes: kv (S, 2, B, K, D), contiguous, token-major."""
         assert self.group is not None
-        sent_from, sent_to = key_range(self.blocks(self.target(hop), self.rank))
-        low, high = key_range(self.blocks(self.rank, self.source(hop)))
-        received = kv.new_empty(high - low, *kv.shape[1:])
-        return Transfer(kv[sent_from:sent_to], self.target(hop), received, self.source(hop), self.group)
+        received = kv.new_empty(_length(self.arriving(hop)[0]), *kv.shape[1:])
+        return Transfer(_taken(kv, self.leaving(hop)), self.target(hop), received, self.source(hop), self.group)
 
 
 def ring_forward(ring: Ring, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,20 +81,17 @@ def ring_forward(ring: Ring, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tenso
 
     Shapes: q (B, H, S, D), k and v (B, K, S, D) -> (B, H, S, D), (B, H, S); S = this ring rank's tokens.
     """
-    size = ring.layout.ring_size
+    size = ring.size
     hop_kv = _pack(k, v) if size > 1 else None
     running = None
     transfer: Transfer | None = None
     for hop in range(size):
         following = ring.start_keys(hop_kv, hop + 1) if hop_kv is not None and hop + 1 < size else None
-        blocks = ring.blocks(ring.rank, ring.source(hop))
         if hop == 0:
-            running = forward_step(kernel, blocks, q, k, v, 0, None)
+            running = forward_step(kernel, ring.own, q, k, v, None)
         elif transfer is not None:
-            received = transfer.wait()
-            if blocks:
-                keys, values = _unpack(received)
-                running = forward_step(kernel, blocks, q, keys, values, key_range(blocks)[0], running)
+            keys, values = _unpack(transfer.wait())
+            running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running)
         transfer = following
     assert running is not None
     out, lse = running
@@ -97,21 +105,21 @@ def ring_backward(
 
     Shapes: as in `ring_forward`.
     """
-    size = ring.layout.ring_size
+    size = ring.size
     saved = (grad, q, out, lse)
-    dq, dk, dv = backward_step(kernel, ring.blocks(ring.rank, ring.rank), saved, (k, v), 0, None)
+    dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None)
     if size == 1:
         return dq.to(q.dtype), dk, dv
     dkv = _pack(dk, dv).to(accumulator_dtype(k.dtype))
     del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
     hop_kv = _pack(k, v)
     transfer: Transfer | None = ring.start_keys(hop_kv, 1)
-    homeward: tuple[Transfer, int] | None = None
+    homeward: tuple[Transfer, list[Range]] | None = None
     for hop in range(1, size):
         assert transfer is not None
         received = transfer.wait()
         transfer = ring.start_keys(hop_kv, hop + 1) if hop + 1 < size else None
-        dq, partial = _hop_backward(kernel, ring.blocks(ring.rank, ring.source(hop)), saved, received, dq)
+        dq, partial = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq)
         del received
         _add_home(dkv, homeward)
         homeward = _send_home(ring, hop, partial, hop_kv)
@@ -122,28 +130,47 @@ def ring_backward(
 
 
 def _hop_backward(
-    kernel: BlockKernel, blocks: list[Block], saved: tuple[Tensor, Tensor, Tensor, Tensor], received: Tensor, dq: Tensor
+    kernel: BlockKernel,
+    blocks: Sequence[Block],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    received: Tensor,
+    dq: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return dq with the hop's part added, and the packed (dk, dv) of the keys received; empty where no query saw them."""
     if not blocks:
         return dq, received.new_empty(0)
-    dq, dk, dv = backward_step(kernel, blocks, saved, _unpack(received), key_range(blocks)[0], dq)
+    dq, dk, dv = backward_step(kernel, blocks, saved, _unpack(received), dq)
     return dq, _pack(dk, dv)
 
 
-def _send_home(ring: Ring, hop: int, partial: Tensor, like: Tensor) -> tuple[Transfer, int]:
+def _send_home(ring: Ring, hop: int, partial: Tensor, like: Tensor) -> tuple[Transfer, list[Range]]:
     """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
     assert ring.group is not None
-    low, high = key_range(ring.blocks(ring.target(hop), ring.rank))
-    received = like.new_empty(high - low, *like.shape[1:])
-    return Transfer(partial, ring.source(hop), received, ring.target(hop), ring.group), low
+    ranges = ring.leaving(hop)
+    received = like.new_empty(_length(ranges), *like.shape[1:])
+    return Transfer(partial, ring.source(hop), received, ring.target(hop), ring.group), ranges
 
 
-def _add_home(dkv: Tensor, homeward: tuple[Transfer, int] | None) -> None:
-    if homeward is not None:
-        transfer, low = homeward
-        received = transfer.wait()
-        dkv[low : low + received.shape[0]] += received
+def _add_home(dkv: Tensor, homeward: tuple[Transfer, list[Range]] | None) -> None:
+    if homeward is None:
+        return
+    transfer, ranges = homeward
+    received = transfer.wait()
+    for (start, end), part in zip(
+        ranges, received.split_with_sizes([end - start for start, end in ranges]), strict=True
+    ):
+        dkv[start:end] += part
+
+
+def _taken(kv: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """Return the tokens of the ranges, one after the other: a view where there is one range."""
+    if len(ranges) == 1:
+        return kv[slice(*ranges[0])]
+    return torch.cat([kv[slice(*held)] for held in ranges]) if ranges else kv[:0]
+
+
+def _length(ranges: Sequence[Range]) -> int:
+    return sum(end - start for start, end in ranges)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -158,11 +185,3 @@ def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Views. Shapes: (S, 2, B, K, D) -> (B, K, S, D) twice."""
     k, v = packed.unbind(1)
     return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-
-
-def documents_of(boundaries: Tensor | None) -> list[list[int]] | None:
-    """Return boundaries as lists without empty documents; one list when all rows agree."""
-    if boundaries is None:
-        return None
-    rows = [torch.unique_consecutive(row).tolist() for row in boundaries]
-    return rows[:1] if all(row == rows[0] for row in rows) else rows

@@ -54,7 +54,7 @@ def sequence_parallel_attention(
     ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out: Tensor
-    out, _, _, _ = attention_op(q, k, v, mask.boundaries, mask.causal, factor, ring, ulysses, kernel)
+    out, _, _, _ = attention_op(q, k, v, *mask.arguments(), factor, ring, ulysses, kernel)
     return out
 
 

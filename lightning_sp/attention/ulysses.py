@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.block import HeadGroup
+from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.merge import accumulator_dtype
-from lightning_sp.attention.plan import Range
 from lightning_sp.comm import exchange
 
 

@@ -74,8 +74,9 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     padded = layout.padded_length(length)
     entries = dict(entries)
     position_ids, given = _position_ids(entries, rows, length)
-    mask_is_full = _check_attention_mask(entries.get("attention_mask"))
-    boundaries = _documents(position_ids, options, mask_is_full) if given else None
+    mask_given = isinstance(entries.get("attention_mask"), Tensor)
+    valid = _valid_keys(entries["attention_mask"], options) if mask_given else None
+    boundaries = _documents(position_ids, options, mask_given) if given else None
     labels = _shifted_labels(entries, options)
     if padded > length:
         boundaries = _pad_boundaries(boundaries, padded)
@@ -93,7 +94,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         local["position_ids"] = local_positions
         if local_labels is not None and options.model_shifts_labels:
             local["shift_labels"] = local_labels
-    info = BatchInfo(rows, length, padded, boundaries, local_positions, local_labels, mask_is_full)
+    local_mask = local["attention_mask"] if mask_given else None
+    info = BatchInfo(rows, length, padded, boundaries, local_positions, local_labels, valid, mask_given, local_mask)
     return _rebuild(batch, local), info
 
 
@@ -214,11 +216,11 @@ def _position_ids(entries: Mapping[str, Any], rows: int, length: int) -> tuple[T
     return given.expand(rows, length), True
 
 
-def _documents(position_ids: Tensor, options: ShardOptions, mask_is_full: bool) -> Tensor | None:
+def _documents(position_ids: Tensor, options: ShardOptions, mask_given: bool) -> Tensor | None:
     """Return the boundaries of packed documents, where positions that do not rise by one are known to mean them."""
     boundaries = boundaries_from_positions(position_ids)
     packed = options.packed_documents
-    if packed is None and options.model_shifts_labels and not mask_is_full:
+    if packed is None and options.model_shifts_labels and not mask_given:
         packed = True  # Hugging Face's convention; given a mask, its models go by that alone
     if boundaries is None or packed:
         return boundaries
@@ -233,16 +235,37 @@ def _documents(position_ids: Tensor, options: ShardOptions, mask_is_full: bool) 
     return None
 
 
-def _check_attention_mask(mask: Any) -> bool:
-    if not isinstance(mask, Tensor):
-        return False
-    hidden = int((mask == 0).sum())
-    if mask.dim() != 2 or hidden:
+def _valid_keys(mask: Tensor, options: ShardOptions) -> Tensor | None:
+    """Return the run of tokens that each row's padding mask leaves; None where it hides nothing.
+
+    Shapes: (B, S) -> (B, 2), int64 on the CPU.
+
+    Raises:
+        SequenceParallelError: what it leaves is no run, or nothing tells how the model uses it.
+    """
+    left = mask.cpu() != 0
+    hidden = int((~left).sum())
+    if mask.dim() == 2 and hidden == 0:
+        return None
+    shape = tuple(mask.shape)
+    if mask.dim() != 2:
+        raise SequenceParallelError(f"attention_mask of shape {shape}: must be (batch, tokens)")
+    if not options.model_shifts_labels:
         raise SequenceParallelError(
-            f"attention_mask of shape {tuple(mask.shape)} hides {hidden} tokens: padding masks are not supported yet and dropping one would "
-            "be silently wrong; pack documents with position_ids that restart at 0 (SequenceShardingDataModule(packing='packed'))"
+            f"attention_mask of shape {shape} hides {hidden} tokens, and what the model does with it is not known; padding masks are carried "
+            "for Hugging Face models; for others pack documents with position_ids that restart at 0"
         )
-    return True
+    counts = left.sum(1)
+    start = left.long().argmax(1)
+    valid = torch.stack([start, start + counts], 1)
+    tokens = torch.arange(mask.shape[1])
+    holes = (((valid[:, :1] <= tokens) & (tokens < valid[:, 1:])) != left).any(1)
+    if bool(holes.any()):
+        raise SequenceParallelError(
+            f"attention_mask of shape {shape} hides {hidden} tokens, in row {int(holes.nonzero()[0])} some between others: padding on the left "
+            "and on the right is carried; part documents by position_ids that restart at 0"
+        )
+    return valid
 
 
 def _shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.attention import sequence_parallel_attention
+from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.mask import document_ids
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
@@ -74,7 +74,8 @@ class AttentionInterception(AbstractContextManager[None]):
             raise SequenceParallelError(
                 f"scaled_dot_product_attention on {tuple(query.shape)}: must be (batch, heads, tokens, head dim)"
             )
-        return attend(self.context, query, key, value, causal=is_causal, scale=scale)
+        mask = self.context.step.masks[is_causal]
+        return attend(self.context, query, key, value, mask=mask, scale=scale)
 
 
 def _document_mask(reference: BatchInfo, causal: bool, query: Tensor) -> tuple[Tensor | None, bool]:
@@ -90,7 +91,7 @@ def _document_mask(reference: BatchInfo, causal: bool, query: Tensor) -> tuple[T
 
 
 def attend(
-    context: SequenceContext, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
+    context: SequenceContext, query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, scale: float | None
 ) -> Tensor:
     """Run the operator on a rewritten model's attention call, counting it.
 
@@ -109,7 +110,7 @@ def attend(
     ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
         step.num_attention_calls += 1
     return sequence_parallel_attention(
-        query, key, value, mesh=context.mesh, mask=step.masks[causal], scale=scale, kernel=context.kernel
+        query, key, value, mesh=context.mesh, mask=mask, scale=scale, kernel=context.kernel
     )
 
 

@@ -1,8 +1,9 @@
 """Hugging Face models, through their attention interface, with a mask function of ours; nothing of the model is edited.
 
 Each strategy registers its own pair of functions under its own name, bound to its context, and takes them back. A custom attention without
-a registered mask function gets no mask at all, silently: ours receives every mask the model asks for and refuses by name what it
-cannot carry. Positions are always handed in, the loss gets the labels that were shifted on the whole sequence.
+a registered mask function gets no mask at all, silently: ours receives every mask the model asks for. Windows, chunks and padding it hands
+on as a value, and what it cannot carry it refuses by name. Positions are always handed in, the loss gets the labels that were shifted on the
+whole sequence.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_sp.context import SequenceContext
+from lightning_sp.attention import AttentionMask
+from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.functional import attend, check_dropout
 from lightning_sp.rewrite.rotary import follow_all_positions
@@ -25,7 +29,11 @@ from lightning_sp.rewrite.rotary import follow_all_positions
 _numbers = itertools.count()
 # Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
 _CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
-_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_WINDOW, _BOTH_WAYS = (
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+)
+_CHUNKS = "chunked_overlay.<locals>.inner_mask"
 _PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
 _WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
 _REFUSED_ARGUMENTS = (
@@ -127,7 +135,7 @@ def _attention(
         )
         return result
     kind = type(module).__name__
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, AttentionMask):
         raise SequenceParallelError(
             f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
         )
@@ -137,10 +145,10 @@ def _attention(
                 f"{kind} uses {argument}: it cannot be carried yet; without it the model would be silently wrong"
             )
     window = kwargs.get("sliding_window")
-    if window is not None and context.step.batch.padded_length > int(window):
+    if attention_mask is None and window is not None and context.step.batch.padded_length > int(window):
         raise SequenceParallelError(
-            f"{kind} has a sliding window of {window} tokens and the sequence {context.step.batch.padded_length}: windows cannot be carried "
-            "yet; set config.sliding_window=None to train with full causal attention, knowingly"
+            f"{kind} has a sliding window of {window} tokens and the sequence {context.step.batch.padded_length}, but the model asked for no "
+            "mask with a window: which of the two this layer means is not known"
         )
     check_dropout(dropout)
     causal = kwargs.get("is_causal")
@@ -150,41 +158,74 @@ def _attention(
         raise SequenceParallelError(
             f"{kind} says is_causal={causal}, but the model asked for {'causal' if True in asked else 'full'} masks: the two must agree"
         )
-    return attend(context, query, key, value, causal=causal, scale=scaling).transpose(1, 2), None
+    mask = context.step.masks[causal] if attention_mask is None else attention_mask
+    return attend(context, query, key, value, mask=mask, scale=scaling).transpose(1, 2), None
 
 
 def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Receive every mask the model asks for; nothing is built for those the operator carries."""
+    """Receive every mask the model asks for: return it as a value, None where causal or full says it all."""
     step = context.step
     if step is None:
         return original(*args, **kwargs)
-    length = step.batch.padded_length
-    # A window that holds the whole sequence hides nothing.
-    parts = [
-        (name, window) for name, window in _mask_parts(kwargs.get("mask_function")) if window is None or window < length
-    ]
-    names = [name for name, _ in parts]
-    for name, window in parts:
-        if window is not None:
-            raise SequenceParallelError(
-                f"the model asks for a sliding window of {window} tokens and the sequence has {length}: windows cannot be carried yet; set "
-                "config.sliding_window=None to train with full causal attention, knowingly"
-            )
-        if name not in (_CAUSAL, _FULL):
-            raise SequenceParallelError(
-                f"the model asks for a mask made of {', '.join(names)}: {name} cannot be carried yet; without it the model would be "
-                "silently wrong"
-            )
-    padding = kwargs.get("attention_mask")
-    if padding is not None and not step.batch.mask_is_full and not bool(padding.all()):
+    batch = step.batch
+    parts = _mask_parts(kwargs.get("mask_function"))
+    names = [part.name for part in parts]
+    if unknown := [name for name in names if name not in (_CAUSAL, _FULL, _WINDOW, _BOTH_WAYS, _CHUNKS)]:
         raise SequenceParallelError(
-            f"a padding mask {_shape(padding)} that hides tokens reached the model: it cannot be carried yet"
+            f"the model asks for a mask made of {', '.join(names)}: {unknown[0]} cannot be carried yet; without it the model would be "
+            "silently wrong"
         )
-    step.causal_masks.add(_CAUSAL in names)
+    # A window that holds the whole sequence hides nothing.
+    sized = [part for part in parts if part.size is not None and part.size < batch.padded_length]
+    if len(sized) > 1:
+        raise SequenceParallelError(
+            f"the model asks for a mask made of {', '.join(names)}: more than one window or chunk cannot be carried yet"
+        )
+    sizes = {part.name: part.size for part in sized}
+    hides = _hides_padding(batch, kwargs.get("attention_mask"))
+    if _CHUNKS in sizes and batch.valid is not None and bool((batch.valid[:, 0] > 0).any()):
+        raise SequenceParallelError(
+            "chunked attention with padding on the left cannot be carried yet; pad on the right"
+        )
+    causal = _CAUSAL in names
+    step.causal_masks.add(causal)
+    if not sizes and not hides:
+        return None
+    left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
+    window = (right, right) if right is not None else (None if left is None else left - 1, None)
+    return batch.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides)
 
 
-def _mask_parts(function: Any) -> list[tuple[str, int | None]]:
-    """Return the elementary masks that a mask function is the intersection of: their names, and the window of a sliding one."""
+def _hides_padding(batch: BatchInfo, padding: Tensor | None) -> bool:
+    """Return whether the model hides padding, which must be the batch's: a rank sees a part of it."""
+    if padding is None or (batch.mask_given and batch.valid is None):
+        return False
+    if batch.valid is None:
+        if bool(padding.all()):
+            return False
+        raise SequenceParallelError(
+            f"a padding mask {_shape(padding)} that hides tokens reached the model, and the batch has none: from a rank's part alone the whole "
+            "is not known; give it as the batch's attention_mask"
+        )
+    assert batch.local_mask is not None
+    if padding.shape != batch.local_mask.shape or not torch.equal(padding.bool(), batch.local_mask.bool()):
+        raise SequenceParallelError(
+            f"the padding mask {_shape(padding)} that reached the model is not the batch's attention_mask: one made in training_step cannot be "
+            "carried; change the batch before it is sharded"
+        )
+    return True
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An elementary mask function: its name, and the size of its window or chunk."""
+
+    name: str
+    size: int | None = None
+
+
+def _mask_parts(function: Any) -> list[_Part]:
+    """Return the elementary masks that a mask function is the intersection of."""
     name = getattr(function, "__qualname__", repr(function))
     if name in _PACKED:
         return []
@@ -192,10 +233,11 @@ def _mask_parts(function: Any) -> list[tuple[str, int | None]]:
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents
         inner += list(content) if isinstance(content, tuple) else [content]
-    if name == _WINDOW and len(inner) == 1 and isinstance(inner[0], int):
-        return [(name, inner[0])]
+    if name in (_WINDOW, _BOTH_WAYS, _CHUNKS):
+        sizes = [each for each in inner if isinstance(each, int)]
+        return [_Part(name, sizes[0]) if len(sizes) == 1 else _Part(f"{name} of unknown size")]
     if not name.startswith(_WRAPPERS):
-        return [(name, None)]
+        return [_Part(name)]
     return [each for content in inner if callable(content) for each in _mask_parts(content)]
 
 

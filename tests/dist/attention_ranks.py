@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
+from lightning_sp.attention import sequence_parallel_attention
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.layout import merge, pad, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
+from tests import masks
 
 _meshes: dict[tuple[int, int], SequenceMesh] = {}
 
@@ -35,22 +36,18 @@ def inputs(heads, kv_heads, length, batch=2, dim=8, dtype=torch.float64, seed=0)
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def sharded(ulysses, ring, heads, kv_heads, length, causal, lengths=None, dtype=torch.float64, seed=0, scale=None):
-    """Return whole (out, dq, dk, dv), gathered from the shards; padding cut off."""
+def sharded(ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None):
+    """Return whole (out, dq, dk, dv), gathered from the shards; padding cut off. `mask`: a description for tests/masks.py."""
     mesh = mesh_of(ulysses, ring)
     layout, rank = mesh.layout, mesh.sequence_rank
     padded = layout.padded_length(length)
-    rows = lengths if lengths is not None else ([[length]] if padded > length else None)
-    boundaries = None
-    if rows is not None:
-        boundaries = boundaries_from_lengths([[*row, padded - length] if padded > length else row for row in rows])
     q, k, v, grad = (
         shard(pad(t, padded, dim=2, value=0.0), layout, rank, dim=2)
         for t in inputs(heads, kv_heads, length, dtype=dtype, seed=seed)
     )
     for t in (q, k, v):
         t.requires_grad_(True)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal, boundaries), scale=scale)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), scale=scale)
     out.backward(grad)
     results = []
     for tensor in (out.detach(), q.grad, k.grad, v.grad):
@@ -63,13 +60,12 @@ def sharded(ulysses, ring, heads, kv_heads, length, causal, lengths=None, dtype=
     return results
 
 
-def whole(heads, kv_heads, length, causal, lengths=None, dtype=torch.float64, seed=0, scale=None):
+def whole(heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None):
     """Return the plain reference's (out, dq, dk, dv)."""
     q, k, v, grad = inputs(heads, kv_heads, length, dtype=dtype, seed=seed)
     for t in (q, k, v):
         t.requires_grad_(True)
-    boundaries = boundaries_from_lengths(lengths) if lengths is not None else None
-    out = reference_attention(q, k, v, AttentionMask(causal, boundaries), scale)
+    out = reference_attention(q, k, v, masks.build(mask, length, length), scale)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 

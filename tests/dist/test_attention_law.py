@@ -9,50 +9,66 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_sp.testing import assert_sharded_equals_unsharded
+from tests import masks
 from tests.dist.attention_ranks import law_case, whole
 
 NAMES = ("out", "dq", "dk", "dv")
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
 DEGREES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
-# 32 divides by every degree; 37 by none, so it is padded. Packed rows differ and cross every chunk edge.
-LENGTHS = [(32, None), (37, None), (32, [[5, 20, 7], [32]]), (37, [[1, 1, 30, 5], [13, 24]])]
+# Every mask with heads that share keys unevenly; every head count with three masks.
+CASES = [
+    *((heads, name) for name in masks.NAMED for heads in [(6, 2)]),
+    *((heads, name) for heads in HEADS for name in ("causal", "full", "packed", "window left")),
+]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_law(pools, world):
+@pytest.mark.parametrize("length", [32, 37])  # every degree divides the one, none the other
+def test_law(pools, world, length):
     cases = [
-        dict(ulysses=u, ring=r, heads=h, kv_heads=k, length=s, causal=causal, lengths=docs)
-        for (u, r), (h, k), (s, docs), causal in itertools.product(DEGREES[world], HEADS, LENGTHS, (True, False))
+        dict(ulysses=u, ring=r, heads=heads[0], kv_heads=heads[1], length=length, mask=stretched(name, length))
+        for (u, r), (heads, name) in itertools.product(DEGREES[world], CASES)
     ]
     answers = pools(world).run(law_case, cases)
+    expected = {}
     for i, case in enumerate(cases):
-        expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring")})
+        alone = {n: v for n, v in case.items() if n not in ("ulysses", "ring")}
+        if str(alone) not in expected:
+            expected[str(alone)] = whole(**alone)
         for rank in range(world):
-            assert_sharded_equals_unsharded(answers[rank][i], expected, [f"{case} rank {rank} {n}" for n in NAMES])
+            labels = [f"{case} rank {rank} {n}" for n in NAMES]
+            assert_sharded_equals_unsharded(answers[rank][i], expected[str(alone)], labels)
+
+
+def stretched(name, length):
+    """Return a named mask, made for 32 tokens, for `length`: its documents end with the sequence."""
+    options = dict(masks.NAMED[name])
+    if "lengths" in options:
+        options["lengths"] = [[*row[:-1], row[-1] + length - 32] for row in options["lengths"]]
+    return options
 
 
 @settings(
-    max_examples=settings().max_examples // 6,  # each runs on all ranks
+    max_examples=settings().max_examples // 4,  # each runs on all ranks
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(
-    documents=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    length=st.integers(1, 150),
     degrees=st.sampled_from([(2, 2), (4, 1), (1, 4)]),
     heads=st.sampled_from([*HEADS, (5, 5), (4, 2)]),
-    causal=st.booleans(),
+    data=st.data(),
 )
-def test_law_for_drawn_documents(pools, documents, degrees, heads, causal):
-    total = sum(documents)
-    case = dict(ulysses=degrees[0], ring=degrees[1], heads=heads[0], kv_heads=heads[1], length=total, causal=causal)
-    case["lengths"] = [documents, list(reversed(documents))]
+def test_law_for_drawn_masks(pools, length, degrees, heads, data):
+    mask = data.draw(masks.drawn(length))
+    case = dict(ulysses=degrees[0], ring=degrees[1], heads=heads[0], kv_heads=heads[1], length=length, mask=mask)
     expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring")})
     for rank, answer in enumerate(pools(4).run(law_case, [case])):
         assert_sharded_equals_unsharded(answer[0], expected, [f"{case} rank {rank} {n}" for n in NAMES])
 
 
 def test_an_explicit_scale_is_used(pools):
-    case = dict(heads=4, kv_heads=2, length=32, causal=True, scale=0.7)
+    case = dict(heads=4, kv_heads=2, length=32, mask={}, scale=0.7)
     expected = whole(**case)
     other = whole(**{**case, "scale": None})
     assert (expected[0] - other[0]).abs().max() > 1e-3

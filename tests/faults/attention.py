@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import KERNELS, LAW, NOT_CARRIED, PACKED, REFUSED, REWRITTEN, Change, Fault, fault
+from tests.faults.fault import KERNELS, LAW, NOT_CARRIED, PACKED, REWRITTEN, fault
 
 ATTENTION = (
     fault(
         "document boundaries ignored",
         "context.py",
-        "return AttentionMask(causal, self.boundaries)",
-        "return AttentionMask(causal, None)",
+        "return AttentionMask(causal, boundaries, window_size,",
+        "return AttentionMask(causal, None, window_size,",
         PACKED,
     ),
     fault(
         "our own padding attended to",
         "context.py",
-        "if self.boundaries is None and self.padded_length > self.length and not causal:",
+        "if boundaries is None and self.padded_length > self.length and not causal:",
         "if False:",
         REWRITTEN,
     ),
@@ -29,39 +29,44 @@ ATTENTION = (
     fault(
         "padding mask of the batch dropped",
         "data/batch.py",
-        "    if mask.dim() != 2 or hidden:\n",
-        "    if mask.dim() != 2:\n",
-        f"{REFUSED}[padding-]",
+        'valid = _valid_keys(entries["attention_mask"], options) if mask_given else None',
+        "valid = None",
+        REWRITTEN,
     ),
     fault(
         "padding mask of the model dropped",
         "rewrite/hugging_face.py",
-        "if padding is not None and not step.batch.mask_is_full and not bool(padding.all()):",
-        "if False:",
-        NOT_CARRIED,
+        "hides_padding=hides)",
+        "hides_padding=False)",
+        REWRITTEN,
     ),
-    Fault(
+    fault(
         "sliding window trained as full causal",
-        (
-            Change(
-                "rewrite/hugging_face.py",
-                "if window is None or window < length\n",
-                "if window is None\n",
-            ),
-            Change(
-                "rewrite/hugging_face.py",
-                "if window is not None and context.step.batch.padded_length > int(window):",
-                "if False:",
-            ),
-        ),
-        (NOT_CARRIED,),
+        "rewrite/hugging_face.py",
+        "sizes = {part.name: part.size for part in sized}",
+        "sizes: dict[str, Any] = {}",
+        REWRITTEN,
     ),
     fault(
         "window passed to each ring block",
+        "attention/intervals.py",
+        "return _count(keys, piece.low + piece.low_step * (i - piece.start))",
+        "return _count(keys, piece.low)",
+        f"{LAW}[32-2]",
+    ),
+    fault(
+        "a window one token too wide",
         "rewrite/hugging_face.py",
-        "if window is not None and context.step.batch.padded_length > int(window):",
-        "if False:",
-        NOT_CARRIED,
+        "None if left is None else left - 1",
+        "left",
+        REWRITTEN,
+    ),
+    fault(
+        "what lies before a window read as what lies in it",
+        "attention/block.py",
+        "return out.flip(2), lse.flip(2)",
+        "return out, lse",
+        f"{LAW}[32-1]",
     ),
     fault(
         "ring backward with stale keys",
@@ -71,29 +76,29 @@ ATTENTION = (
         "        received = stale if hop > 1 and stale.shape == arrived.shape else arrived\n"
         "        stale = received\n"
         "        transfer = ring.start_keys(hop_kv, hop + 1)",
-        f"{LAW}[4]",
+        f"{LAW}[32-4]",
     ),
     fault(
         "dK and dV without the ring's last hop",
         "attention/ring.py",
         "    _add_home(dkv, homeward)\n    home_dk",
         "    assert homeward is not None\n    homeward[0].wait()\n    home_dk",
-        f"{LAW}[2]",
-        f"{LAW}[4]",
+        f"{LAW}[32-2]",
+        f"{LAW}[32-4]",
     ),
     fault(
         "dK and dV added to other tokens than they came from",
         "attention/ring.py",
-        "dkv[low : low + received.shape[0]] += received",
-        "dkv[: received.shape[0]] += received",
-        f"{LAW}[4]",
+        "dkv[start:end] += part",
+        "dkv[: end - start] += part",
+        f"{LAW}[32-4]",
     ),
     fault(
         "dK and dV from each other's buffer",
         "attention/ring.py",
         "    home_dk, home_dv = _unpack(dkv)\n",
         "    home_dv, home_dk = _unpack(dkv)\n",
-        f"{LAW}[2]",
+        f"{LAW}[32-2]",
     ),
     fault(
         "zigzag positions not given",
@@ -145,14 +150,14 @@ ATTENTION = (
         "attention/kernel.py",
         "_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)",
         "_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)",
-        f"{LAW}[1]",
+        f"{LAW}[32-1]",
     ),
     fault(
         "causal ignored by the kernel's backward",
         "attention/kernel.py",
         "grad, q, k, v, out, lse, 0.0, causal, scale=scale\n",
         "grad, q, k, v, out, lse, 0.0, False, scale=scale\n",
-        f"{LAW}[1]",
+        f"{LAW}[32-1]",
     ),
     fault(
         "causal ignored by the CUDA kernel",
@@ -185,8 +190,8 @@ ATTENTION = (
     fault(
         "causal ignored by the rewrite",
         "rewrite/functional.py",
-        "causal=is_causal, scale=scale)",
-        "causal=True, scale=scale)",
+        "self.context.step.masks[is_causal]",
+        "self.context.step.masks[True]",
         REWRITTEN,
     ),
 )

@@ -33,7 +33,7 @@ GROUPS = (
         "comm.py",
         "    return _new_groups(dist.group.WORLD, blocks)\n",
         '    return globals().setdefault("_kept", _new_groups(dist.group.WORLD, blocks))  # type: ignore[no-any-return]\n',
-        f"{LAW}[4]",
+        f"{LAW}[32-4]",
     ),
     fault(
         "the first model's mesh for a second one",

@@ -53,7 +53,7 @@ LOSS = (
         "strategy.py",
         "            closure_loss = self._window.weigh(closure_loss, step.token_counts)\n",
         "            pass\n",
-        f"{FITS}[2]",
+        LOSSES,
     ),
     fault(
         "gradients scaled by the group's size",

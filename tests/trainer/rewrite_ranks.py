@@ -37,6 +37,13 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 8.0, 16.0],
     "original_max_position_embeddings": 20,
 }  # fmt: skip
+GEMMA3 = {
+    **LLAMA, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9,
+}  # fmt: skip
+LLAMA4 = {
+    **LLAMA, "head_dim": 8, "attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+    "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [], "attn_temperature_tuning": False,
+}  # fmt: skip
 BY_LAYER = {
     **LLAMA, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64,
     "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}},
@@ -122,6 +129,8 @@ BUILDS: dict[str, Any] = {
     "llama old dynamic": partial(
         hf, "llama", **{**LLAMA, "max_position_embeddings": 20}, rope_scaling={"type": "dynamic", "factor": 4.0}
     ),
+    "gemma3": partial(hf, "gemma3_text", **GEMMA3),
+    "llama4": partial(hf, "llama4_text", **LLAMA4),
     "gemma3 by layer": partial(hf, "gemma3_text", **BY_LAYER),
     "gpt2": partial(hf, "gpt2", **GPT2),
     "qwen2": partial(hf, "qwen2", **LLAMA, use_sliding_window=False),
@@ -226,6 +235,10 @@ def rows_of(kind: str = "", length: int = 32, packed: bool = False) -> list[dict
             row.update(attention_mask=torch.ones_like(tokens))
         if kind == "padding":
             row.update(attention_mask=(torch.arange(length) < length - 3).long())
+        if kind == "left padding":
+            row.update(attention_mask=(torch.arange(length) >= 5 + 6 * len(tokens[tokens > 40]) % 17).long())
+        if kind == "holes":
+            row.update(attention_mask=(torch.arange(length) % 7 != 3).long())
     if kind == "count":
         count = sum(int((row["shift_labels"] != -100).sum()) for row in rows)
         for row in rows:

@@ -38,11 +38,17 @@ EXACT = [
     (dict(build="llama longrope", data=PADDED), 1e-10),
     # Transformers computes in the default dtype here, which Lightning's 64-true makes float64 and plain torch leaves float32.
     (dict(build="llama old dynamic", data=PADDED), 1e-8),
+    (dict(build="qwen2 window", strategy={"preflight": True}), 1e-10),
+    (dict(build="mistral window", data={**PADDED, **PACKED}), 1e-10),
+    (dict(build="gemma3", data=PADDED), 1e-6),
+    (dict(build="llama4", data=PADDED), 1e-10),
+    (dict(build="llama", kind="hf_logits", data={"kind": "padding"}, strategy={"preflight": True}), 1e-10),
+    (dict(build="qwen2 window", kind="hf_logits", data={"kind": "left padding", **PADDED}, strategy={"preflight": True}), 1e-10),
 ]  # fmt: skip
 HAS_BY_LAYER = Version(version("transformers")) >= Version("5.23")
 if HAS_BY_LAYER:
     # 5.20 by itself cannot run this model twice: an UnboundLocalError (`long_inv_freq`) in plain transformers.
-    EXACT.append((dict(build="gemma3 by layer"), 1e-8))
+    EXACT.insert(24, (dict(build="gemma3 by layer"), 1e-8))
 LAYOUTS = {
     2: [dict(ulysses_size=2), dict(ring_size=2, preflight=True)],
     4: [dict(ulysses_size=2, ring_size=2), dict(ring_size=4), dict(ulysses_size=4)],
@@ -80,14 +86,15 @@ def test_every_gradient_is_that_of_one_process(pools, expected, world):
 
 
 REFUSED = [
-    (dict(build="qwen2 window"), ["a sliding window of 16 tokens and the sequence has 32", "config.sliding_window=None"]),
-    (dict(build="mistral window"), ["a sliding window of 16 tokens and the sequence has 32", "config.sliding_window=None"]),
     (dict(build="qwen2 windowed layers"), ["Qwen2Attention has a sliding window of 16 tokens and the sequence 32"]),
     (dict(build="gemma2 softcap"), ["Gemma2Attention uses softcap"]),
     (dict(build="llama dropout"), ["attention dropout 0.1", "config.attention_dropout=0.0"]),
     (dict(build="gptj"), ["GPTJForCausalLM does not reach its attention through Hugging Face's interface"]),
-    (dict(build="llama", data={"kind": "padding"}), ["attention_mask of shape (2, 32) hides 6 tokens"]),
+    (dict(build="llama", data={"kind": "holes"}), ["attention_mask of shape (2, 32) hides 10 tokens, in row 0 some between others"]),
+    (dict(build="encoder", data={"kind": "padding"}), ["attention_mask of shape (2, 32) hides 6 tokens", "Hugging Face models"]),
     (dict(build="llama", kind="inner_mask"), ["a padding mask of shape (2, 16) that hides tokens reached the model"]),
+    (dict(build="llama", kind="inner_mask", data={"kind": "padding"}), ["is not the batch's attention_mask"]),
+    (dict(build="llama4", kind="hf_logits", data={"kind": "left padding"}), ["chunked attention with padding on the left"]),
     (dict(build="llama", kind="generates"), ["model.generate inside a step", "on_validation_epoch_end"]),
     (dict(build="multihead weights"), ["0 attention calls", "need_weights=False"]),
     (dict(build="explicit mask"), ["attn_mask of shape (16, 16)", "is_causal=True"]),

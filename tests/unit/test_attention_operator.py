@@ -33,11 +33,12 @@ def tensors(*shapes, dtype=torch.float64):
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads):
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
-    arguments = (q, k, v, boundaries, True, 0.3, "", "", "auto")
+    mask = AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments()
+    arguments = (q, k, v, *mask, 0.3, "", "", "auto")
     torch.library.opcheck(attention_op, arguments)
     out, lse, _, _ = attention_op(*arguments)
     saved = [t.detach() for t in (q, k, v)]
-    backward = (out.detach(), saved, out.detach(), lse, boundaries, 4, kv_heads, True, 0.3, "", "", "auto")
+    backward = (out.detach(), saved, out.detach(), lse, *mask, 4, kv_heads, 0.3, "", "", "auto")
     # Not differentiable twice, so the test of its autograd does not apply.
     torch.library.opcheck(attention_backward_op, backward, test_utils=("test_schema", "test_faketensor"))
 

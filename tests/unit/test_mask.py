@@ -12,6 +12,7 @@ from lightning_sp.attention.mask import document_ids
 from lightning_sp.data.batch import ShardOptions, shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
+from tests import masks
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,52 @@ def test_boundaries_that_do_not_fit_the_sequence_or_the_batch_are_refused():
     mask.check(length=8, batch=3)
     AttentionMask(boundaries=boundaries_from_lengths([[3, 5]])).check(length=8, batch=2)
     AttentionMask().check(length=8, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(window_size=(-1, None)), "window_size=(-1, None): two numbers of tokens before and after a query"),
+        (dict(chunk_size=0), "chunk_size=0: must be at least 1 token"),
+        (dict(valid=torch.tensor([[4, 2]])), "valid [[4, 2]]: runs [start, end) must rise from 0"),
+        (dict(valid=torch.tensor([4, 2])), "valid of shape (2,), torch.int64 on cpu: must be int64 on the CPU, (rows, 2)"),
+        (dict(bidirectional=torch.tensor([[[0, 4], [2, 6]]])), "bidirectional [[[0, 4], [2, 6]]]: runs [start, end) must rise"),
+        (dict(bidirectional=torch.tensor([[-1, 4]])), "bidirectional of shape (1, 2)"),
+    ],
+)  # fmt: skip
+def test_contradictory_options_are_refused(options, message):
+    with pytest.raises(SequenceParallelError, match=re.escape(message)):
+        AttentionMask(**options)
+
+
+def test_runs_beyond_the_sequence_or_of_other_rows_are_refused():
+    with pytest.raises(SequenceParallelError, match="tokens end at 9, the \\(padded\\) sequence has 8"):
+        AttentionMask(valid=torch.tensor([[0, 9]])).check(length=8, batch=1)
+    with pytest.raises(SequenceParallelError, match="bidirectional for 3 rows, but the batch has 2"):
+        AttentionMask(bidirectional=torch.zeros(3, 1, 2, dtype=torch.int64)).check(length=8, batch=2)
+
+
+@pytest.mark.parametrize("name", masks.NAMED)
+def test_a_mask_survives_its_way_into_the_operator(name):
+    mask = masks.build(masks.NAMED[name], 32, 32)
+    back = AttentionMask.from_arguments(*mask.arguments())
+    assert (back.causal, back.window_size, back.chunk_size) == (mask.causal, mask.window_size, mask.chunk_size)
+    for each in ("boundaries", "valid", "bidirectional"):
+        given, found = getattr(mask, each), getattr(back, each)
+        assert given is found if given is None else torch.equal(given, found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "valid"),
+    [([[1, 1, 1, 1]], None), ([[0, 0, 1, 1], [1, 1, 1, 0]], [[2, 4], [0, 3]]), ([[0, 0, 0, 0], [1, 1, 1, 1]], [[0, 0], [0, 4]])],
+)  # fmt: skip
+def test_padding_masks_become_runs_of_keys(rows, valid):
+    batch = {"input_ids": torch.zeros(len(rows), 4, dtype=torch.int64), "attention_mask": torch.tensor(rows)}
+    _, info = shard_batch(batch, SequenceLayout(ring_size=2), 0, ShardOptions(model_shifts_labels=True))
+    assert info.mask_given
+    assert (None if info.valid is None else info.valid.tolist()) == valid
+    assert info.mask(True).valid is None, "a model that hides no padding is not made to"
+    assert info.mask(True, hides_padding=True).valid is info.valid
 
 
 def test_boundaries_from_lengths_repeat_the_end_in_shorter_rows():

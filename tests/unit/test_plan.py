@@ -7,58 +7,56 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths, document_ids
-from lightning_sp.attention.plan import key_range, plan_step
-from lightning_sp.attention.ring import documents_of
+from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.plan import TILE, Kind, Plan, key_ranges, plan_of, renumbered
+from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
+from tests import masks
 
 
-def visits(layout, length, documents, causal, rows):
+def visits(plan, rows):
     """Count how often the blocks of all (query rank, key rank) visit each global pair. Shapes: -> (rows, S, S)."""
+    layout, length = plan.layout, plan.length
     count = torch.zeros(rows, length, length, dtype=torch.int64)
     tokens = [
         torch.cat([torch.arange(a, b) for a, b in layout.ring_chunks(length, r)]) for r in range(layout.ring_size)
     ]
     for query_rank in range(layout.ring_size):
         for key_rank in range(layout.ring_size):
-            for block in plan_step(layout, length, documents, causal, query_rank, key_rank):
+            opened = torch.zeros(rows, len(tokens[0]), dtype=torch.bool)
+            for block in plan.blocks(query_rank, key_rank):
                 queries, keys = tokens[query_rank][slice(*block.queries)], tokens[key_rank][slice(*block.keys)]
+                assert min(len(queries), len(keys)) > 0
                 seen = torch.ones(len(queries), len(keys), dtype=torch.int64)
-                if block.causal:
+                if block.kind is not Kind.FULL:
                     assert len(queries) == len(keys), "kernels align non-square causal blocks differently"
-                    seen = seen.tril()
-                chosen = range(rows) if block.row is None else [block.row]
-                for row in chosen:
+                    seen = seen.tril() if block.kind is Kind.CAUSAL else seen.triu()
+                chosen = slice(None) if block.row is None else slice(block.row, block.row + 1)
+                first = ~opened[chosen, slice(*block.queries)]
+                assert first.all() == first.any() == block.opens, "a block opens its queries, or none of them"
+                opened[chosen, slice(*block.queries)] = True
+                for row in range(rows)[chosen]:
                     count[row, queries[:, None], keys] += seen
     return count
 
 
-def allowed(mask, length, rows):
-    """Return the pairs that the mask's definition allows."""
-    pairs = torch.ones(rows, length, length, dtype=torch.bool)
-    if mask.causal:
-        pairs = pairs.tril()
-    if mask.boundaries is not None:
-        ids = document_ids(mask.boundaries, length)
-        pairs = pairs & (ids[:, :, None] == ids[:, None, :])
-    return pairs
-
-
-@given(
-    ring=st.integers(1, 8),
-    ulysses=st.integers(1, 3),
-    first=st.lists(st.integers(1, 30), min_size=1, max_size=8),
-    second=st.lists(st.integers(1, 30), min_size=1, max_size=8),
-    causal=st.booleans(),
-)
-def test_blocks_cover_exactly_the_allowed_pairs_once(ring, ulysses, first, second, causal):
+@given(ring=st.integers(1, 8), ulysses=st.integers(1, 3), length=st.integers(1, 80), data=st.data())
+def test_blocks_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data):
     layout = SequenceLayout(ring, ulysses)
-    length = layout.padded_length(max(sum(first), sum(second)))
-    lengths = [[*row, length - sum(row)] if sum(row) < length else row for row in (first, second)]
-    mask = AttentionMask(causal, boundaries_from_lengths(lengths))
-    count = visits(layout, length, documents_of(mask.boundaries), causal, rows=2)
-    assert torch.equal(count, allowed(mask, length, 2).long())
+    padded = layout.padded_length(length)
+    mask = masks.build(data.draw(masks.drawn(length)), length, padded)
+    count = visits(Plan(mask, layout, padded, 2), rows=2)
+    assert torch.equal(count, allowed(mask, padded).expand(2, -1, -1).long())
+
+
+@given(window=st.integers(1, 3 * TILE), ring=st.integers(1, 4))
+def test_windows_larger_than_a_tile(window, ring):
+    layout = SequenceLayout(ring)
+    length = layout.padded_length(6 * TILE)
+    mask = AttentionMask(window_size=(window - 1, None))
+    plan = Plan(mask, layout, length, 1)
+    assert torch.equal(visits(plan, 1), allowed(mask, length).long())
 
 
 @pytest.mark.parametrize("ring", range(1, 9))
@@ -66,10 +64,10 @@ def test_blocks_cover_exactly_the_allowed_pairs_once(ring, ulysses, first, secon
 def test_one_document_takes_one_block_a_step_and_is_balanced(ring, causal):
     layout = SequenceLayout(ring)
     length = 3 * layout.multiple
-    assert torch.equal(visits(layout, length, None, causal, 1), allowed(AttentionMask(causal), length, 1).long())
+    plan = Plan(AttentionMask(causal), layout, length, 1)
     pairs = []
     for query_rank in range(ring):
-        steps = [plan_step(layout, length, None, causal, query_rank, key_rank) for key_rank in range(ring)]
+        steps = [plan.blocks(query_rank, key_rank) for key_rank in range(ring)]
         assert [len(blocks) for blocks in steps] == [1] * ring
         pairs.append(sum(_pairs(blocks[0]) for blocks in steps))
     assert set(pairs) == {(length * (length + 1) // 2 if causal else length * length) // ring}
@@ -77,31 +75,67 @@ def test_one_document_takes_one_block_a_step_and_is_balanced(ring, causal):
 
 def _pairs(block):
     queries, keys = (end - start for start, end in (block.queries, block.keys))
-    return queries * (queries + 1) // 2 if block.causal else queries * keys
+    return queries * keys if block.kind is Kind.FULL else queries * (queries + 1) // 2
 
 
 def test_only_keys_that_some_query_may_see_travel():
     layout, length = SequenceLayout(4), 32  # chunks of 4; local tokens are two chunks
-    earlier = plan_step(layout, length, None, True, 2, 1)
-    assert key_range(earlier) == (0, 4), "the late chunk of an earlier rank is after every query"
-    later = plan_step(layout, length, None, True, 1, 2)
-    assert (key_range(later), later[0].queries) == ((0, 8), (4, 8)), "only the late queries see a later rank's keys"
-    assert key_range(plan_step(layout, length, None, False, 2, 1)) == (0, 8)
-    documents = [[0, 4, 8, 12, 16, 20, 24, 28, 32]]  # one a chunk: nobody needs anybody
-    steps = [plan_step(layout, length, documents, True, q, k) for q in range(4) for k in range(4) if q != k]
-    assert {key_range(blocks) for blocks in steps} == {(0, 0)}
-    reaching = plan_step(layout, length, [[0, 6, 32]], True, 1, 0)  # tokens 4, 5 of rank 1 see document 0
-    assert key_range(reaching) == (0, 4)
+    causal = Plan(AttentionMask(), layout, length, 1)
+    assert key_ranges(causal.blocks(2, 1)) == [(0, 4)], "the late chunk of an earlier rank is after every query"
+    later = causal.blocks(1, 2)
+    assert (key_ranges(later), later[0].queries) == ([(0, 8)], (4, 8)), "only the late queries see a later rank's keys"
+    assert key_ranges(Plan(AttentionMask(False), layout, length, 1).blocks(2, 1)) == [(0, 8)]
+    apart = Plan(AttentionMask(boundaries=boundaries_from_lengths([[4] * 8])), layout, length, 1)
+    assert not any(apart.blocks(q, k) for q in range(4) for k in range(4) if q != k), (
+        "one a chunk: nobody needs anybody"
+    )
+    reaching = Plan(AttentionMask(boundaries=boundaries_from_lengths([[6, 26]])), layout, length, 1)
+    assert key_ranges(reaching.blocks(1, 0)) == [(0, 4)], "tokens 4, 5 of rank 1 see document 0"
+
+
+def test_a_window_moves_its_tokens_and_not_the_sequence():
+    layout, length, window = SequenceLayout(4), 4096, 64
+    plan = Plan(AttentionMask(window_size=(window - 1, None)), layout, length, 1)
+    moved = [
+        sum(end - start for start, end in key_ranges(plan.blocks(query_rank, key_rank)))
+        for query_rank in range(4)
+        for key_rank in range(4)
+        if query_rank != key_rank
+    ]
+    # Eight chunks have seven seams; that between the ring's last rank's two chunks is its own.
+    assert sum(moved) == 6 * (window - 1)
+
+
+def test_ranges_that_lie_apart_travel_one_after_the_other():
+    plan = Plan(AttentionMask(False, window_size=(1, 1)), SequenceLayout(2), 16, 1)
+    blocks = plan.blocks(1, 0)  # rank 1 holds 4..12, its neighbours 3 and 12 are tokens 3 and 4 of rank 0
+    assert key_ranges(blocks) == [(3, 5)]
+    wide = Plan(AttentionMask(bidirectional=torch.tensor([[[4, 13]]]), window_size=(0, None)), SequenceLayout(2), 16, 1)
+    assert key_ranges(wide.blocks(1, 0)) == [(4, 5)]
+    chunked = Plan(
+        AttentionMask(False, chunk_size=3), SequenceLayout(4), 48, 1
+    )  # chunks of 6 are whole: nothing travels
+    assert not any(chunked.blocks(q, k) for q in range(4) for k in range(4) if q != k)
+    two = Plan(AttentionMask(False, window_size=(2, 2)), SequenceLayout(2), 32, 1)
+    ranges = key_ranges(two.blocks(0, 1))  # rank 0 holds 0..8 and 24..32, and sees 8, 9 and 22, 23 of rank 1
+    assert ranges == [(0, 2), (14, 16)]
+    assert {block.keys for block in renumbered(two.blocks(0, 1), ranges)} <= {(a, b) for a in range(4) for b in range(a + 1, 5)}  # fmt: skip
 
 
 def test_a_row_that_all_share_needs_no_block_of_its_own():
+    def rows(lengths):
+        mask = AttentionMask(boundaries=boundaries_from_lengths(lengths))
+        return {block.row for block in Plan(mask, SequenceLayout(2), 8, 2).blocks(0, 0)}
+
+    assert rows([[3, 5], [3, 5]]) == {None}
+    assert rows([[3, 5], [8]]) == {0, 1}
+
+
+def test_masks_of_the_same_contents_share_their_plan():
     layout = SequenceLayout(2)
-    same = documents_of(boundaries_from_lengths([[3, 5], [3, 5]]))
-    assert same == [[0, 3, 8]]
-    assert {block.row for block in plan_step(layout, 8, same, True, 0, 0)} == {None}
-    different = documents_of(boundaries_from_lengths([[3, 5], [8]]))
-    assert different == [[0, 3, 8], [0, 8]]
-    assert {block.row for block in plan_step(layout, 8, different, True, 0, 0)} == {0, 1}
+    first, again = (AttentionMask(boundaries=boundaries_from_lengths([[3, 5]]), window_size=(2, None)) for _ in "ab")
+    assert plan_of(first, layout, 8, 1) is plan_of(again, layout, 8, 1)
+    assert plan_of(first, layout, 8, 1) is not plan_of(AttentionMask(boundaries=first.boundaries), layout, 8, 1)
 
 
 HEADS = [(h, k) for h in range(1, 13) for k in range(1, h + 1) if h % k == 0]

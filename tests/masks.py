@@ -1,0 +1,80 @@
+"""Masks drawn and named, for every test of attention: a mask as the test describes it, for a length that padding may extend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+
+# One of each, and what meets in models: Mistral, Gemma, Llama 4, PaliGemma, padded batches.
+NAMED: dict[str, dict[str, Any]] = {
+    "causal": dict(),
+    "full": dict(causal=False),
+    "packed": dict(lengths=[[5, 20, 7], [32]]),
+    "window left": dict(window_size=(6, None)),
+    "window right": dict(causal=False, window_size=(None, 5)),
+    "window both": dict(causal=False, window_size=(3, 9)),
+    "window of itself": dict(causal=False, window_size=(0, 0)),
+    "window over packed": dict(window_size=(4, None), lengths=[[5, 20, 7], [32]]),
+    "chunks": dict(chunk_size=12),
+    "chunks both ways": dict(causal=False, chunk_size=7),
+    "padding left": dict(valid=[[4, 32], [0, 32]]),
+    "padding right": dict(causal=False, valid=[[0, 19], [0, 32]]),
+    "a row of padding": dict(valid=[[0, 0], [3, 30]]),
+    "prefix": dict(bidirectional=[[[0, 11]], [[0, 3]]]),
+    "images in a window": dict(window_size=(5, None), bidirectional=[[[2, 9], [20, 27]], [[0, 0], [10, 30]]]),
+    "all together": dict(
+        window_size=(9, None), chunk_size=14, lengths=[[5, 20, 7], [32]], valid=[[1, 30], [0, 32]], bidirectional=[[[7, 12]]]
+    ),
+}  # fmt: skip
+
+
+def build(options: dict[str, Any], length: int, padded: int) -> AttentionMask:
+    """Return the mask of a test's description; what pads the sequence is a document of its own."""
+    options = dict(options)
+    lengths = options.pop("lengths", None)
+    if lengths is None and padded > length:
+        lengths = [[length]]
+    if lengths is not None:
+        padding = [padded - length] if padded > length else []
+        options["boundaries"] = boundaries_from_lengths([[*row, *padding] for row in lengths])
+    for name in ("valid", "bidirectional"):
+        if name in options:
+            options[name] = torch.tensor(options[name], dtype=torch.int64)
+    return AttentionMask(**options)
+
+
+def of_one_row(mask: AttentionMask, row: int) -> AttentionMask:
+    """Return the mask of one row of the batch."""
+    tensors = {name: getattr(mask, name) for name in ("boundaries", "valid", "bidirectional")}
+    return replace(mask, **{n: None if t is None else t[row if len(t) > 1 else 0][None] for n, t in tensors.items()})
+
+
+@st.composite
+def drawn(draw: st.DrawFn, length: int, rows: int = 2) -> dict[str, Any]:
+    """Draw a description: any options together, for `rows` rows of a length."""
+    options: dict[str, Any] = {"causal": draw(st.booleans())}
+    sizes = st.one_of(st.none(), st.integers(0, length))
+    options["window_size"] = (draw(sizes), draw(sizes))
+    options["chunk_size"] = draw(st.one_of(st.none(), st.integers(1, length)))
+    if draw(st.booleans()):
+        options["lengths"] = [_parts(draw(_edges(length, 6)), length) for _ in range(rows)]
+    if draw(st.booleans()):
+        options["valid"] = [sorted(draw(st.tuples(*[st.integers(0, length)] * 2))) for _ in range(rows)]
+    if draw(st.booleans()):
+        runs = draw(st.integers(1, 3))
+        edges = st.lists(st.integers(0, length), min_size=2 * runs, max_size=2 * runs).map(sorted)
+        options["bidirectional"] = [[[e[2 * i], e[2 * i + 1]] for i in range(runs)] for e in (draw(edges) for _ in range(rows))]  # fmt: skip
+    return options
+
+
+def _edges(length: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, length - 1), max_size=most, unique=True).map(sorted) if length > 1 else st.just([])
+
+
+def _parts(edges: list[int], length: int) -> list[int]:
+    return [b - a for a, b in zip([0, *edges], [*edges, length], strict=True)]

@@ -7,13 +7,15 @@ values may have fewer heads (GQA). `causal` blocks are always square, so top-lef
 from __future__ import annotations
 
 import importlib.metadata
-import math
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sp.attention.tiled import TILE, TiledKernel
 from lightning_sp.config import KERNELS
 from lightning_sp.errors import SequenceParallelError, closest
 
@@ -92,67 +94,21 @@ class TorchCudaKernel:
         return _bhsd(dq, dim), _bhsd(dk, dim), _bhsd(dv, dim)
 
 
-class TorchMathCudaKernel:
-    """Plain matrix products in float32 or float64 on CUDA, whose flash operators take neither: O(S^2) a tile, in tiles of queries.
-
-    For exactness checks on a GPU; training there uses bfloat16 and the flash operator.
-    """
-
-    name = "torch tiled matmul (cuda)"
-    tile = 1024
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of one block."""
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-        for start in range(0, q.shape[2], self.tile):
-            tile = slice(start, start + self.tile)
-            scores = self._scores(q, k, start, causal, scale)
-            lse[:, :, tile] = torch.logsumexp(scores, -1)
-            out[:, :, tile] = torch.exp(scores - lse[:, :, tile, None]) @ v
-        return out, lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of one block from the global out and lse."""
-        heads, kv_heads = q.shape[1], k.shape[1]
-        k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for start in range(0, q.shape[2], self.tile):
-            tile = slice(start, start + self.tile)
-            p = torch.exp(self._scores(q, k, start, causal, scale) - lse[:, :, tile, None])
-            g = grad[:, :, tile]
-            delta = (g * out[:, :, tile]).sum(-1, keepdim=True)
-            ds = p * (g @ v.transpose(-1, -2) - delta) * scale
-            dq[:, :, tile] = ds @ k
-            dk += ds.transpose(-1, -2) @ q[:, :, tile]
-            dv += p.transpose(-1, -2) @ g
-        shape = (q.shape[0], kv_heads, heads // kv_heads, *k.shape[2:])
-        return dq, dk.view(shape).sum(2), dv.view(shape).sum(2)
-
-    def _scores(self, q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> Tensor:
-        scores = (q[:, :, start : start + self.tile] @ k.transpose(-1, -2)) * scale
-        if causal:
-            rows = torch.arange(start, start + scores.shape[2], device=q.device)
-            scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > rows[:, None], -math.inf)
-        return scores
-
-
 class FlashAttnKernel:
     """The flash-attn package (2.7 to 2.x, whose two functions have this signature), for CUDA; asked for by ``kernel="flash_attn"``."""
 
     name = "flash-attn"
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float = 0.0) -> None:
         self._interface = _flash_attn_interface()
+        self.softcap = softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
         dim = q.shape[-1]
         q, k, v = (_bshd(t) for t in (q, k, v))
         out, lse, _, _ = self._interface._flash_attn_forward(
-            q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1, softcap=self.softcap,
             alibi_slopes=None, return_softmax=False,
         )  # fmt: skip
         return _bhsd(out, dim), lse
@@ -166,7 +122,24 @@ class FlashAttnKernel:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         deterministic = torch.are_deterministic_algorithms_enabled()
         self._interface._flash_attn_backward(
-            grad, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, deterministic, None
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            dq,
+            dk,
+            dv,
+            0.0,
+            scale,
+            causal,
+            -1,
+            -1,
+            self.softcap,
+            None,
+            deterministic,
+            None,
         )
         return _bhsd(dq, dim), _bhsd(dk, dim), _bhsd(dv, dim)
 
@@ -192,23 +165,46 @@ def check_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int)
         )
 
 
-def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
+def select_kernel(name: str, device: torch.device, dtype: torch.dtype, softcap: float = 0.0) -> Kernel:
     """Return the local kernel for an option, a device and a dtype that `check_kernel` let through.
+
+    What a fused kernel does not compute goes to the tiled one, with one warning that names both.
+
+    Args:
+        name: the option.
+        device: of the tensors.
+        dtype: of the tensors.
+        softcap: bound of the scores; 0 for none.
 
     Raises:
         SequenceParallelError: flash_attn was asked for and is not installed, or the GPU is too old for a flash kernel.
     """
     if device.type == "cpu":
-        return TorchCpuKernel()
+        return _next_best(TorchCpuKernel.name, softcap) if softcap else TorchCpuKernel()
     if dtype not in _HALF:
-        return TorchMathCudaKernel()
+        # CUDA's flash operators take neither float32 nor float64: for exactness checks there.
+        return TiledKernel(softcap)
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise SequenceParallelError(
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the flash kernels need 8.0 or "
             "newer; use precision='32-true' there"
         )
-    return FlashAttnKernel() if name == "flash_attn" else TorchCudaKernel()
+    if name == "flash_attn":
+        return FlashAttnKernel(softcap)
+    return _next_best(TorchCudaKernel.name, softcap) if softcap else TorchCudaKernel()
+
+
+def _next_best(fused: str, softcap: float) -> Kernel:
+    _say_once(
+        f"{fused} computes no softcap: {TiledKernel.name} does it, several times slower and in tiles of {TILE} x {TILE} scores"
+    )
+    return TiledKernel(softcap)
+
+
+@lru_cache
+def _say_once(text: str) -> None:
+    rank_zero_warn(text)
 
 
 def _flash_attn_interface() -> Any:
@@ -238,7 +234,3 @@ def _bshd(tensor: Tensor) -> Tensor:
 def _bhsd(tensor: Tensor, dim: int) -> Tensor:
     """Undo `_bshd`: (B, S, H, padded D) -> (B, H, S, D)."""
     return tensor[..., :dim].transpose(1, 2)
-
-
-def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)

@@ -18,6 +18,7 @@ from lightning_sp.attention.kernel import select_kernel
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.plan import plan_of
 from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
+from lightning_sp.attention.sinks import sink_gradient
 from lightning_sp.attention.ulysses import (
     HeadSplit,
     exchange_out,
@@ -36,6 +37,8 @@ def attention_op(
     v: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    sinks: Tensor | None,
+    softcap: float,
     scale: float,
     ring_group: str,
     ulysses_group: str,
@@ -53,8 +56,10 @@ def attention_op(
         packed = exchange_qkv(q, k, v, split, rank, ulysses)
         q, k, v = split_qkv(packed, split, rank)
     ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
-    block_kernel = BlockKernel(select_kernel(kernel, q.device, q.dtype), scale, split.head_groups(rank))
-    out, lse = ring_forward(ring, block_kernel, q, k, v)
+    local_kernel = select_kernel(kernel, q.device, q.dtype, softcap)
+    block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
+    own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
+    out, lse = ring_forward(ring, block_kernel, q, k, v, own_sinks)
     if ulysses is not None:
         heads_out = out
         out = exchange_out(heads_out, split, ulysses)
@@ -68,6 +73,8 @@ def _(
     v: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    sinks: Tensor | None,
+    softcap: float,
     scale: float,
     ring_group: str,
     ulysses_group: str,
@@ -95,15 +102,17 @@ def attention_backward_op(
     mask_tensors: list[Tensor],
     num_heads: int,
     num_kv_heads: int,
+    sinks: Tensor | None,
+    softcap: float,
     scale: float,
     ring_group: str,
     ulysses_group: str,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mirror of `attention_op`.
 
     Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one, or the local three; out and lse of this rank's heads ->
-    (B, H, s, D), (B, K, s, D) twice.
+    (B, H, s, D), (B, K, s, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks as every parameter's.
     Communicates: two all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
     """
     split, ulysses, rank = _head_split(num_heads, num_kv_heads, ulysses_group)
@@ -113,13 +122,19 @@ def attention_backward_op(
     else:
         q, k, v = saved
     ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
-    block_kernel = BlockKernel(select_kernel(kernel, q.device, q.dtype), scale, split.head_groups(rank))
+    local_kernel = select_kernel(kernel, q.device, q.dtype, softcap)
+    block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
+    dsinks = grad.new_empty(0)
+    if sinks is not None:
+        heads = slice(*split.queries(rank))
+        dsinks = torch.zeros_like(sinks)
+        dsinks[heads] = sink_gradient(sinks[heads], grad, out, lse)
     grads = list(ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
     del grad
     if ulysses is not None:
         grads = list(exchange_qkv_grad(grads, split, ulysses))
     dq, dk, dv = map(_token_major, grads)
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
 @attention_backward_op.register_fake
@@ -132,36 +147,40 @@ def _(
     mask_tensors: list[Tensor],
     num_heads: int,
     num_kv_heads: int,
+    sinks: Tensor | None,
+    softcap: float,
     scale: float,
     ring_group: str,
     ulysses_group: str,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, _, tokens, dim = grad.shape
     dk, dv = (grad.new_empty(batch, tokens, num_kv_heads, dim).transpose(1, 2) for _ in (0, 1))
-    return empty_token_major(grad, grad.dtype), dk, dv
+    return empty_token_major(grad, grad.dtype), dk, dv, grad.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, numbers, tensors, scale, ring_group, ulysses_group, kernel = inputs
+    q, k, v, numbers, tensors, sinks, softcap, scale, ring_group, ulysses_group, kernel = inputs
     out, lse, packed, heads_out = output
     ctx.mark_non_differentiable(lse, packed, heads_out)
     ctx.set_materialize_grads(False)
     ctx.heads = (q.shape[1], k.shape[1])
     ctx.numbers, ctx.num_mask_tensors = numbers, len(tensors)
-    ctx.options = (scale, ring_group, ulysses_group, kernel)
+    ctx.options = (softcap, scale, ring_group, ulysses_group, kernel)
     saved = (packed, heads_out) if ulysses_group else (q, k, v, out)
-    ctx.save_for_backward(lse, *tensors, *saved)
+    ctx.save_for_backward(lse, sinks, *tensors, *saved)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     no_tensors = [None] * ctx.num_mask_tensors
     if grad is None:
-        return (None, None, None, None, no_tensors, None, None, None, None)
-    lse, *rest, out = ctx.saved_tensors
+        return (None, None, None, None, no_tensors, *[None] * 6)
+    lse, sinks, *rest, out = ctx.saved_tensors
     tensors, saved = rest[: ctx.num_mask_tensors], rest[ctx.num_mask_tensors :]
-    dq, dk, dv = attention_backward_op(grad, saved, out, lse, ctx.numbers, tensors, *ctx.heads, *ctx.options)
-    return (dq, dk, dv, None, no_tensors, None, None, None, None)
+    dq, dk, dv, dsinks = attention_backward_op(
+        grad, saved, out, lse, ctx.numbers, tensors, *ctx.heads, sinks, *ctx.options
+    )
+    return (dq, dk, dv, None, no_tensors, None if sinks is None else dsinks, *[None] * 5)
 
 
 attention_op.register_autograd(_backward, setup_context=_save)

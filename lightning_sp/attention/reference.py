@@ -1,4 +1,4 @@
-"""The oracle: plain attention over the whole sequence on one process. S x S memory, for tests and small checks only."""
+"""The oracle: plain attention over the whole sequence on one process. S x S memory: for tests, and for the preflight's short crops."""
 
 from __future__ import annotations
 
@@ -10,17 +10,47 @@ from torch import Tensor
 from lightning_sp.attention.mask import AttentionMask, document_ids
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None) -> Tensor:
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Return softmax(scale q k^T + mask) v by its definition; zero where a query sees nothing.
 
-    Shapes: q (B, H, S, D), k and v (B, K, S, D) -> (B, H, S, D).
+    Shapes: q (B, H, S, D), k (B, K, S, D), v (B, K, S, E), sinks (H,) -> (B, H, S, E).
     """
-    shared, length = q.shape[1] // k.shape[1], q.shape[2]
+    return dense_attention(q, k, v, allowed(mask, q.shape[2])[:, None].to(q.device), scale, sinks, softcap)
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return attention by its definition under any mask, in the precision of its inputs.
+
+    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), seen (B or 1, H or 1, S, T), bool, sinks (H,) -> (B, H, S, E).
+    """
+    shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-    seen = allowed(mask, length)[:, None].to(q.device)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~seen, -math.inf).masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    return torch.softmax(scores, -1).masked_fill(~seen, 0.0) @ v
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is None:
+        # A row without a key has no softmax; whatever stands there is masked again.
+        scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    else:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.softmax(scores, -1)[..., : k.shape[2]].masked_fill(~seen, 0.0) @ v
 
 
 def allowed(mask: AttentionMask, length: int) -> Tensor:

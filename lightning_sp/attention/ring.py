@@ -30,6 +30,7 @@ from lightning_sp.attention.block import BlockKernel, backward_step, forward_ste
 from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.merge import accumulator_dtype
 from lightning_sp.attention.plan import Block, Plan, key_ranges, renumbered
+from lightning_sp.attention.sinks import add_sinks
 from lightning_sp.comm import Transfer
 
 
@@ -76,10 +77,12 @@ class Ring:
         return Transfer(_taken(kv, self.leaving(hop)), self.target(hop), received, self.source(hop), self.group)
 
 
-def ring_forward(ring: Ring, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of the local queries against the keys of all ring ranks.
+def ring_forward(
+    ring: Ring, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of the local queries against the keys of all ring ranks, and the sinks.
 
-    Shapes: q (B, H, S, D), k and v (B, K, S, D) -> (B, H, S, D), (B, H, S); S = this ring rank's tokens.
+    Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,) -> (B, H, S, D), (B, H, S); S = this ring rank's tokens.
     """
     size = ring.size
     hop_kv = _pack(k, v) if size > 1 else None
@@ -94,7 +97,7 @@ def ring_forward(ring: Ring, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tenso
             running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running)
         transfer = following
     assert running is not None
-    out, lse = running
+    out, lse = running if sinks is None else add_sinks(*running, sinks)
     return out.to(q.dtype), lse
 
 

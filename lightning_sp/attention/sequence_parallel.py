@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp import comm
@@ -21,6 +22,8 @@ def sequence_parallel_attention(
     mesh: SequenceMesh | None,
     mask: AttentionMask,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Attend over whole sequences of which every rank holds a part, exactly as one device would.
@@ -32,9 +35,12 @@ def sequence_parallel_attention(
         mesh: the attention's mesh; None for one process.
         mask: what a query may see, in global positions.
         scale: factor of q k^T; None for 1 / sqrt(D).
+        sinks: score of each query head's sink, the same on all ranks; its gradient on each is of that rank's part, as a parameter's.
+        softcap: bound of the scores before the mask, c tanh(score / c); None for none.
         kernel: "auto", "torch" or "flash_attn".
 
-    Shapes: q (B, H, s, D), k and v (B, K, s, D), H a multiple of K -> (B, H, s, D); s = S / (ring x ulysses), laid out by `layout`.
+    Shapes: q (B, H, s, D), k (B, K, s, D), v (B, K, s, E), sinks (H,), H a multiple of K -> (B, H, s, E); s = S / (ring x ulysses), laid
+    out by `layout`. Where E is not D the narrower ones travel and are computed padded with zeros.
     Communicates: see `ulysses` and `ring`; nothing on an axis of size 1.
 
     Raises:
@@ -47,18 +53,21 @@ def sequence_parallel_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
     layout = mesh.layout if mesh is not None else None
-    _check(q, k, v, layout.ulysses_size if layout else 1)
-    check_kernel(kernel, q.device.type, q.dtype, q.shape[3])
+    _check(q, k, v, sinks, softcap, layout.ulysses_size if layout else 1)
+    check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
     mask.check(length=q.shape[2] * (layout.size if layout else 1), batch=q.shape[0])
     ring = comm.group_name(mesh.ring_group) if mesh is not None else ""
     ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    width = v.shape[-1]
+    dim = max(q.shape[-1], width)
+    q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     out: Tensor
-    out, _, _, _ = attention_op(q, k, v, *mask.arguments(), factor, ring, ulysses, kernel)
-    return out
+    out, _, _, _ = attention_op(q, k, v, *mask.arguments(), sinks, float(softcap or 0.0), factor, ring, ulysses, kernel)
+    return out[..., :width] if width < dim else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, ulysses_size: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None, ulysses_size: int) -> None:
     """Shapes are equal on all ranks, so all ranks raise together and no collective is needed."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -73,10 +82,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, ulysses_size: int) -> None:
         raise SequenceParallelError(
             f"{shapes}: the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key-value heads"
         )
-    if not q.shape[3] == k.shape[3] == v.shape[3]:
+    if q.shape[3] != k.shape[3]:
+        raise SequenceParallelError(f"{shapes}: the head dims of q and k must be equal")
+    if sinks is not None and sinks.shape != (q.shape[1],):
         raise SequenceParallelError(
-            f"{shapes}: head dims must be equal; values of another head dim are not supported yet"
+            f"{shapes}: sinks of shape {tuple(sinks.shape)}, must be one for each of {q.shape[1]} query heads"
         )
+    if softcap is not None and not softcap > 0:
+        raise SequenceParallelError(f"softcap={softcap}: must be above 0, or None")
     if not q.dtype == k.dtype == v.dtype:
         raise SequenceParallelError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one dtype outside autocast")
     if ulysses_size > q.shape[1]:

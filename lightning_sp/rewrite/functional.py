@@ -91,7 +91,15 @@ def _document_mask(reference: BatchInfo, causal: bool, query: Tensor) -> tuple[T
 
 
 def attend(
-    context: SequenceContext, query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, scale: float | None
+    context: SequenceContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: AttentionMask,
+    scale: float | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Run the operator on a rewritten model's attention call, counting it.
 
@@ -110,7 +118,15 @@ def attend(
     ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
         step.num_attention_calls += 1
     return sequence_parallel_attention(
-        query, key, value, mesh=context.mesh, mask=mask, scale=scale, kernel=context.kernel
+        query,
+        key,
+        value,
+        mesh=context.mesh,
+        mask=mask,
+        scale=scale,
+        sinks=sinks,
+        softcap=softcap,
+        kernel=context.kernel,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.attention import AttentionMask
+from lightning_sp.attention.reference import dense_attention
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.functional import attend, check_dropout
@@ -37,8 +38,6 @@ _CHUNKS = "chunked_overlay.<locals>.inner_mask"
 _PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
 _WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
 _REFUSED_ARGUMENTS = (
-    "softcap",
-    "s_aux",
     "sinks",
     "position_bias",
     "attn_bias",
@@ -110,6 +109,9 @@ def _register(name: str, context: SequenceContext, previous: str, undo: ExitStac
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if context.reference is not None:
+            if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+                # Torch's function would drop both, silently.
+                return _dense(module, *args, **kwargs)
             # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
             return sdpa_attention_forward(module, *args, **kwargs)
         eager = getattr(sys.modules[_own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
@@ -159,7 +161,23 @@ def _attention(
             f"{kind} says is_causal={causal}, but the model asked for {'causal' if True in asked else 'full'} masks: the two must agree"
         )
     mask = context.step.masks[causal] if attention_mask is None else attention_mask
-    return attend(context, query, key, value, mask=mask, scale=scaling).transpose(1, 2), None
+    out = attend(
+        context, query, key, value, mask=mask, scale=scaling, sinks=kwargs.get("s_aux"), softcap=kwargs.get("softcap")
+    )
+    return out.transpose(1, 2), None
+
+
+def _dense(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    is_causal: bool | None = None, s_aux: Tensor | None = None, softcap: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """One layer's attention on a short whole sequence, by its definition. Shapes: as in `_attention`."""
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    seen = attention_mask
+    if seen is None:
+        seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        seen = seen.tril() if causal else seen
+    return dense_attention(query, key, value, seen, scaling, s_aux, softcap).transpose(1, 2), None
 
 
 def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

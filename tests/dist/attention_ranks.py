@@ -25,29 +25,38 @@ def mesh_of(ulysses: int, ring: int) -> SequenceMesh:
     return _meshes[ulysses, ring]
 
 
-def inputs(heads, kv_heads, length, batch=2, dim=8, dtype=torch.float64, seed=0):
+def inputs(heads, kv_heads, length, batch=2, dim=8, dtype=torch.float64, seed=0, dim_v=None):
     g = torch.Generator().manual_seed(seed)
+    dim_v = dim if dim_v is None else dim_v
     shapes = [
         (batch, heads, length, dim),
         (batch, kv_heads, length, dim),
-        (batch, kv_heads, length, dim),
-        (batch, heads, length, dim),
+        (batch, kv_heads, length, dim_v),
+        (batch, heads, length, dim_v),
     ]
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def sharded(ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None):
-    """Return whole (out, dq, dk, dv), gathered from the shards; padding cut off. `mask`: a description for tests/masks.py."""
+def options_of(heads, dtype, scale, with_sinks, softcap):
+    sinks = torch.linspace(-1.0, 2.0, heads, dtype=torch.float64).to(dtype).requires_grad_(True) if with_sinks else None
+    return sinks, dict(scale=scale, sinks=sinks, softcap=softcap)
+
+
+def sharded(
+    ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None
+):  # fmt: skip
+    """Return whole (out, dq, dk, dv[, dsinks]), gathered from the shards; padding cut off. `mask`: a description for tests/masks.py."""
     mesh = mesh_of(ulysses, ring)
     layout, rank = mesh.layout, mesh.sequence_rank
     padded = layout.padded_length(length)
     q, k, v, grad = (
         shard(pad(t, padded, dim=2, value=0.0), layout, rank, dim=2)
-        for t in inputs(heads, kv_heads, length, dtype=dtype, seed=seed)
+        for t in inputs(heads, kv_heads, length, dtype=dtype, seed=seed, dim_v=dim_v)
     )
     for t in (q, k, v):
         t.requires_grad_(True)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), scale=scale)
+    sinks, options = options_of(heads, dtype, scale, with_sinks, softcap)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), **options)
     out.backward(grad)
     results = []
     for tensor in (out.detach(), q.grad, k.grad, v.grad):
@@ -57,17 +66,22 @@ def sharded(ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, s
         else:
             parts = [tensor]
         results.append(merge(parts, layout, dim=2).narrow(2, 0, length))
-    return results
+    if sinks is None:
+        return results
+    if layout.size > 1:
+        dist.all_reduce(sinks.grad, group=mesh.sequence_group)
+    return [*results, sinks.grad]
 
 
-def whole(heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None):
-    """Return the plain reference's (out, dq, dk, dv)."""
-    q, k, v, grad = inputs(heads, kv_heads, length, dtype=dtype, seed=seed)
+def whole(heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None):
+    """Return the plain reference's (out, dq, dk, dv[, dsinks])."""
+    q, k, v, grad = inputs(heads, kv_heads, length, dtype=dtype, seed=seed, dim_v=dim_v)
     for t in (q, k, v):
         t.requires_grad_(True)
-    out = reference_attention(q, k, v, masks.build(mask, length, length), scale)
+    sinks, options = options_of(heads, dtype, scale, with_sinks, softcap)
+    out = reference_attention(q, k, v, masks.build(mask, length, length), **options)
     out.backward(grad)
-    return [out.detach(), q.grad, k.grad, v.grad]
+    return [out.detach(), q.grad, k.grad, v.grad, *([] if sinks is None else [sinks.grad])]
 
 
 def law_case(cases):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.kernel import TorchMathCudaKernel
 from lightning_sp.attention.reference import reference_attention
+from lightning_sp.attention.tiled import TiledKernel
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.dist.attention_ranks import inputs
 from tests.gpu.emulated_ranks import emulate
@@ -66,7 +66,7 @@ def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths):
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
-@pytest.mark.parametrize("local_kernel", [None, TorchMathCudaKernel()], ids=["torch cpu", "tiled"])
+@pytest.mark.parametrize("local_kernel", [None, TiledKernel(tile=8)], ids=["torch cpu", "tiled"])
 def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel):
     for heads in HEADS:
         for lengths in (None, [[5, 20, 7], [32]]):

@@ -40,6 +40,14 @@ LONGROPE = {
 GEMMA3 = {
     **LLAMA, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9,
 }  # fmt: skip
+DEEPSEEK = {
+    **LLAMA, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+    "first_k_dense_replace": 2,
+}  # fmt: skip
+GPT_OSS = {
+    **LLAMA, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention"], "router_aux_loss_coef": 0.0,
+}  # fmt: skip
 LLAMA4 = {
     **LLAMA, "head_dim": 8, "attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
     "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [], "attn_temperature_tuning": False,
@@ -110,6 +118,15 @@ def windowed_layers() -> nn.Module:
     return model
 
 
+def gpt_oss() -> nn.Module:
+    """GPT-OSS with sinks that matter, and experts that compute in float64 too."""
+    model = hf("gpt_oss", **GPT_OSS)
+    model.set_experts_implementation("eager")
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
 def turned_rope() -> nn.Module:
     """A rotary embedding that returns its tokens last."""
     model = hf("llama", **LLAMA, rope_parameters=LONGROPE)
@@ -129,6 +146,8 @@ BUILDS: dict[str, Any] = {
     "llama old dynamic": partial(
         hf, "llama", **{**LLAMA, "max_position_embeddings": 20}, rope_scaling={"type": "dynamic", "factor": 4.0}
     ),
+    "deepseek": partial(hf, "deepseek_v3", **DEEPSEEK),
+    "gpt oss": gpt_oss,
     "gemma3": partial(hf, "gemma3_text", **GEMMA3),
     "llama4": partial(hf, "llama4_text", **LLAMA4),
     "gemma3 by layer": partial(hf, "gemma3_text", **BY_LAYER),
@@ -372,8 +391,15 @@ def _no_window_check() -> AbstractContextManager[Any]:
     return _both(_no_mask_function(), patch.object(hugging_face, "_attention", attention))
 
 
-def _no_softcap_check() -> AbstractContextManager[Any]:
-    return patch.object(hugging_face, "_REFUSED_ARGUMENTS", ())
+def _without(option: str) -> AbstractContextManager[Any]:
+    """A softcap that caps nothing, sinks that take nothing."""
+    original = hugging_face.attend
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        nothing = {"softcap": None} if option == "softcap" else {"sinks": kwargs["sinks"] * 0 - 1e4}
+        return original(*args, **{**kwargs, **nothing})
+
+    return patch.object(hugging_face, "attend", attend)
 
 
 def _both(*managers: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
@@ -392,7 +418,8 @@ FAULTS: dict[str, Any] = {
     "RoPE by the shard's largest position": _shards_largest,
     "padding mask dropped": _no_mask_function,
     "sliding window as full causal": _no_window_check,
-    "softcap dropped": _no_softcap_check,
+    "softcap dropped": partial(_without, "softcap"),
+    "sinks dropped": partial(_without, "sinks"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -12,16 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
 from lightning_sp.attention.kernel import (
     FlashAttnKernel,
+    TorchCpuKernel,
     TorchCudaKernel,
-    TorchMathCudaKernel,
     _bhsd,
     _bshd,
+    _say_once,
     check_kernel,
+    select_kernel,
 )
 from lightning_sp.attention.operator import attention_backward_op, attention_op
 from lightning_sp.attention.reference import reference_attention
+from lightning_sp.attention.tiled import TiledKernel
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.testing import assert_sharded_equals_unsharded
+from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 
 
 def tensors(*shapes, dtype=torch.float64):
@@ -36,11 +40,12 @@ def tensors(*shapes, dtype=torch.float64):
 def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads):
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
     mask = AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments()
-    arguments = (q, k, v, *mask, 0.3, "", "", "auto")
+    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    arguments = (q, k, v, *mask, sinks, 0.0, 0.3, "", "", "auto")
     torch.library.opcheck(attention_op, arguments)
     out, lse, _, _ = attention_op(*arguments)
     saved = [t.detach() for t in (q, k, v)]
-    backward = (out.detach(), saved, out.detach(), lse, *mask, 4, kv_heads, 0.3, "", "", "auto")
+    backward = (out.detach(), saved, out.detach(), lse, *mask, 4, kv_heads, sinks, 0.0, 0.3, "", "", "auto")
     # Not differentiable twice, so the test of its autograd does not apply.
     torch.library.opcheck(attention_backward_op, backward, test_utils=("test_schema", "test_faketensor"))
 
@@ -74,7 +79,7 @@ REFUSED = [
     (((2, 4, 8, 8), (2, 4, 9, 8), (2, 4, 9, 8)), "cross attention and a key-value cache are not supported"),
     (((2, 4, 8, 8), (2, 4, 8, 8), (2, 2, 8, 8)), "k (2, 4, 8, 8), v (2, 2, 8, 8): batch and tokens must be equal"),
     (((2, 4, 8, 8), (2, 3, 8, 8), (2, 3, 8, 8)), "the 4 query heads must be a multiple of the 3 key-value heads"),
-    (((2, 4, 8, 8), (2, 4, 8, 8), (2, 4, 8, 16)), "head dims must be equal; values of another head dim are not supported yet"),
+    (((2, 4, 8, 8), (2, 4, 8, 16), (2, 4, 8, 16)), "the head dims of q and k must be equal"),
 ]  # fmt: skip
 
 
@@ -178,11 +183,11 @@ class FlashAttn:
 @pytest.mark.parametrize("causal", [True, False])
 def test_causal_reaches_flash_attn_and_no_window_does(causal):
     kernel = object.__new__(FlashAttnKernel)
-    kernel._interface = FlashAttn()
+    kernel._interface, kernel.softcap = FlashAttn(), 2.0
     (q,) = tensors((2, 4, 16, 8))
     out, lse = kernel.forward(q, q, q, causal=causal, scale=0.1)
     kernel.backward(out, q, q, q, out, lse, causal=causal, scale=0.1)
-    assert kernel._interface.asked == [(0.0, 0.1, causal, -1, -1, 0.0, None)] * 2
+    assert kernel._interface.asked == [(0.0, 0.1, causal, -1, -1, 2.0, None)] * 2
 
 
 @pytest.mark.parametrize(("dim", "taken"), [(64, 64), (20, 24), (3, 8)])
@@ -194,18 +199,58 @@ def test_head_dims_are_padded_with_zeros_to_what_flash_takes(dim, taken):
     assert torch.equal(_bhsd(padded, dim), q)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_the_tiled_kernel_for_gpus_in_float32_is_exact(causal, kv_heads):
-    kernel = TorchMathCudaKernel()
-    kernel.tile = 8
+def test_the_tiled_kernel_is_exact(causal, kv_heads, softcap):
+    kernel = TiledKernel(softcap or 0.0, tile=8)
     *qkv, grad = tensors((2, 4, 20, 8), (2, kv_heads, 20, 8), (2, kv_heads, 20, 8), (2, 4, 20, 8))
     out, lse = kernel.forward(*qkv, causal=causal, scale=0.3)
     gradients = kernel.backward(grad, *qkv, out, lse, causal=causal, scale=0.3)
     leaves = [t.requires_grad_(True) for t in qkv]
-    expected = reference_attention(*leaves, AttentionMask(causal), 0.3)
+    expected = reference_attention(*leaves, AttentionMask(causal), 0.3, softcap=softcap)
     expected.backward(grad)
     names = ("out", "dq", "dk", "dv")
     assert_sharded_equals_unsharded(
         [out, *gradients], [expected.detach(), *(t.grad for t in leaves)], names, tolerance=1e-12
     )
+
+
+def test_the_tiled_kernel_takes_rectangles_and_bfloat16():
+    kernel = TiledKernel(tile=16)
+    q, k, v, grad = tensors((1, 4, 30, 8), (1, 2, 50, 8), (1, 2, 50, 8), (1, 4, 30, 8), dtype=torch.bfloat16)
+    out, lse = kernel.forward(q, k, v, causal=False, scale=0.3)
+    gradients = kernel.backward(grad, q, k, v, out, lse, causal=False, scale=0.3)
+    fused = TorchCpuKernel()
+    theirs = fused.forward(q, k, v, causal=False, scale=0.3)
+    assert lse.dtype == theirs[1].dtype == torch.float32
+    for ours, other in zip(
+        [out, lse, *gradients], [*theirs, *fused.backward(grad, q, k, v, *theirs, causal=False, scale=0.3)], strict=True
+    ):
+        assert ours.dtype == other.dtype
+        assert max_error(ours.double(), other.double()) < 2e-2
+
+
+def test_what_a_fused_kernel_does_not_compute_goes_to_the_next_best_with_one_warning():
+    _say_once.cache_clear()
+    with pytest.warns(UserWarning, match="torch flash \\(cpu\\) computes no softcap: torch tiled matmul does it"):
+        kernel = select_kernel("auto", torch.device("cpu"), torch.float32, 30.0)
+    assert (type(kernel), kernel.softcap) == (TiledKernel, 30.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select_kernel("auto", torch.device("cpu"), torch.float32, 30.0)
+    assert isinstance(select_kernel("auto", torch.device("cpu"), torch.float32), TorchCpuKernel)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(sinks=torch.zeros(3)), "sinks of shape (3,), must be one for each of 4 query heads"),
+        (dict(softcap=0.0), "softcap=0.0: must be above 0, or None"),
+        (dict(softcap=-2.0), "softcap=-2.0: must be above 0"),
+    ],
+)
+def test_options_of_the_scores_are_checked(options, message):
+    q, k, v = tensors((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8))
+    with pytest.raises(SequenceParallelError, match=re.escape(message)):
+        sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), **options)

@@ -183,8 +183,8 @@ ATTENTION = (
     fault(
         "causal ignored by flash-attn's backward",
         "attention/kernel.py",
-        "dq, dk, dv, 0.0, scale, causal, -1, -1,",
-        "dq, dk, dv, 0.0, scale, False, -1, -1,",
+        "            causal,\n            -1,\n            -1,\n            self.softcap,",
+        "            False,\n            -1,\n            -1,\n            self.softcap,",
         f"{KERNELS}::test_causal_reaches_flash_attn_and_no_window_does[True]",
     ),
     fault(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +44,20 @@ class Problem:
     dim: int = 64
     dtype: str = "float32"
     causal: bool = True
+    window: int = 0
+
+    @property
+    def mask(self) -> AttentionMask:
+        """Return the mask: the last `window` tokens, where there is one."""
+        return AttentionMask(self.causal, window_size=(self.window - 1, None) if self.window else (None, None))
+
+    @property
+    def pairs(self) -> int:
+        """Return how many (query, key) pairs are not masked."""
+        if not self.causal:
+            return self.length**2
+        width = min(self.window or self.length, self.length)
+        return width * (width + 1) // 2 + (self.length - width) * width
 
     def inputs(self, layout: SequenceLayout, rank: int) -> list[Tensor]:
         """Return this rank's part of q, k, v and the gradient of out."""
@@ -73,7 +88,7 @@ def peak(problem: Problem, ulysses: int, ring: int) -> float:
 
 
 def step_whole(problem: Problem, threads: int) -> dict[str, float]:
-    """Run `F.scaled_dot_product_attention` on whole sequences: what a single process does without this project."""
+    """Run one process on whole sequences: `F.scaled_dot_product_attention`, what it does without this project; for windows our operator."""
     torch.set_num_threads(threads)
     return _cost(problem.inputs(SequenceLayout(), 0), lambda q, k, v: _attend_whole(problem, q, k, v))
 
@@ -91,10 +106,13 @@ def _mesh(ulysses: int, ring: int) -> SequenceMesh:
 
 
 def _attend(problem: Problem, mesh: SequenceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(problem.causal))
+    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=problem.mask)
 
 
 def _attend_whole(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if problem.window:
+        # Torch's function would need an S x S mask.
+        return sequence_parallel_attention(q, k, v, mesh=None, mask=problem.mask)
     enable_gqa = problem.kv_heads != problem.heads
     return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=enable_gqa)
 
@@ -139,10 +157,16 @@ def compare(problem: Problem, layouts: list[tuple[int, int]], repeats: int) -> l
             base.append(pools[1].run(step_whole, problem, threads)[0])
             for ulysses, ring in layouts:
                 runs[ulysses, ring].append(pools[ulysses * ring].run(step, problem, ulysses, ring))
+        dense = replace(problem, window=0)
+        causal = [pools[1].run(step_whole, dense, threads)[0] for _ in range(repeats if problem.window else 0)]
     rows = [_row("whole", [[each] for each in base], base)]
+    if causal:
+        # What the window would cost if each of its pairs cost as much as one of causal attention.
+        share = problem.pairs / dense.pairs
+        rows.append(_row("causal x pairs", [[{**each, "cpu_s": each["cpu_s"] * share}] for each in causal], base))
     rows += [_row(f"{u}x{r}", runs[u, r], base) for u, r in layouts]
     peaks = _peaks(problem, layouts)
-    return [row | {"peak_mib": peaks[row["layout"]]} for row in rows]
+    return [row | {"peak_mib": peaks.get(row["layout"], math.nan)} for row in rows]
 
 
 def _peaks(problem: Problem, layouts: list[tuple[int, int]]) -> dict[str, float]:
@@ -175,7 +199,7 @@ def _row(name: str, runs: list[list[dict[str, float]]], base: list[dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in asdict(Problem()).items():
-        if name != "causal":
+        if name != "causal":  # --full
             parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--full", action="store_true", help="full instead of causal attention")
     parser.add_argument("--repeats", type=int, default=7)

@@ -1,0 +1,254 @@
+"""Attention alone beside the attention of others, in one go: CPU-seconds, wall, bytes, peak memory, error.
+
+    python -m benchmarks.attention_peers --world 4 --lengths 8192              every competitor of this world
+    python -m benchmarks.attention_peers --only lightning_sp,torch --world 2   some of them
+
+Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, so that all meet the same
+machine. The ratio is within a repeat, to one process with all cores. Competitors that are not here have an environment of their own, made below
+`.venv-peers/` on first use. Bytes are those that crossed the loopback device, by the kernel's own counter, TCP's headers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_sp.testing import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = ROOT / ".venv-peers"
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A competitor.
+
+    Args:
+        name: in the table.
+        module: in benchmarks/peers/.
+        variants: by world size, name in the table -> what the module is told.
+        packages: of its environment, each a pip command's arguments; empty for this one.
+        environ: of its processes.
+    """
+
+    name: str
+    module: str
+    variants: dict[int, dict[str, str]]
+    packages: tuple[tuple[str, ...], ...] = ()
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+PEERS = (
+    Peer(
+        "lightning_sp",
+        "lightning_sp_attention",
+        {2: {"ulysses": "2x1", "ring": "1x2"}, 4: {"ulysses": "4x1", "ring": "1x4", "2x2": "2x2"}},
+    ),
+    Peer("torch", "torch_ring", {w: {"ring, allgather": "allgather", "ring, alltoall": "alltoall"} for w in (2, 4)}),
+    Peer(
+        "deepspeed",
+        "deepspeed_ulysses",
+        {w: {"ulysses": "ulysses"} for w in (2, 4)},
+        ((TORCH, "numpy", "setuptools", "wheel"), ("--no-build-isolation", "deepspeed==0.19.8")),
+        (("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0"), ("DS_LOG_LEVEL", "error")),
+    ),
+    Peer(
+        "ringmaster",
+        "ringmaster_attention",
+        {w: {"ulysses": "ulysses", "ring": "ring-p2p", "ring, zigzag": "zigzag", "distflash": "distflash"} for w in (2, 4)},
+        ((TORCH, "numpy", "transformers"), ("--no-deps", "axolotl-ringmaster==0.2.7")),
+    ),
+    Peer(
+        "yunchang, patched",
+        "yunchang_usp",
+        {2: {"ring": "1x2"}, 4: {"ring": "1x4", "2x2": "2x2"}},
+        ((TORCH, "numpy", "einops"), ("--no-deps", "yunchang==0.6.4")),
+    ),
+)  # fmt: skip
+
+
+def interpreter(peer: Peer) -> str:
+    """Return the Python that runs a competitor; make its environment where there is none."""
+    if not peer.packages:
+        return sys.executable
+    folder = ENVIRONMENTS / peer.module
+    python, stamp = folder / "bin" / "python", folder / ".ready"
+    if not stamp.exists():
+        print(f"making the environment of {peer.name}: {folder}", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        for packages in peer.packages:
+            environ = {**os.environ, **dict(peer.environ)}
+            subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, env=environ)
+        if peer.module == "yunchang_usp":
+            _patch_yunchang(folder)
+        stamp.touch()
+    return str(python)
+
+
+def _patch_yunchang(folder: Path) -> None:
+    """In float32 its buffers share memory with what they are summed from, and its dq is cast to bfloat16 whatever it was."""
+    for file in folder.glob("lib/python*/site-packages/yunchang/ring/*.py"):
+        text = file.read_text()
+        text = text.replace(".to(torch.float32)", ".to(torch.float32, copy=True)")
+        file.write_text(text.replace("dq.to(torch.bfloat16)", "dq.to(q.dtype)"))
+
+
+class Competitor:
+    """The waiting processes of one variant; a class because they live from its start to its stop."""
+
+    def __init__(
+        self, peer: Peer, label: str, variant: str, world: int, problem: dict[str, Any], reference: Path
+    ) -> None:
+        self.name = f"{peer.name} {label}".strip()
+        python, port = interpreter(peer), free_port()
+        self.processes = []
+        for rank in range(world):
+            environ = {
+                **os.environ, **dict(peer.environ), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1" if world > 1 else str(os.cpu_count()), "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
+            }  # fmt: skip
+            command = [
+                python,
+                "-m",
+                "benchmarks.peers.worker",
+                peer.module,
+                variant,
+                json.dumps(problem),
+                str(reference),
+            ]
+            self.processes.append(
+                subprocess.Popen(
+                    command, env=environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+                )
+            )
+        self._read()
+
+    def run(self, what: str = "run") -> dict[str, float]:
+        """Let every rank run once; the sum of CPU-seconds, the longest wall, the largest peak and error, MiB sent on average."""
+        before = _loopback_bytes()
+        for process in self.processes:
+            assert process.stdin is not None
+            print(what, file=process.stdin, flush=True)
+        answers = [json.loads(line) for line in self._read()]
+        return {
+            "cpu_s": sum(a["cpu_s"] for a in answers),
+            "wall_s": max(a["wall_s"] for a in answers),
+            "peak_mib": max(a["peak"] for a in answers) / 2**20,
+            "error": max(a["error"] for a in answers),
+            "sent_mib": (_loopback_bytes() - before) / len(answers) / 2**20,
+        }
+
+    def _read(self) -> list[str]:
+        lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        if not all(lines):
+            raise RuntimeError(f"{self.name} ended; what it said is above")
+        return lines
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+def _loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    raise RuntimeError("/proc/net/dev has no lo")
+
+
+@contextlib.contextmanager
+def competitors(peers: list[Peer], world: int, problem: dict[str, Any]) -> Iterator[list[Competitor]]:
+    """Yield one process alone and then every variant; those that cannot start are named and left out."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        reference = Path(folder) / "reference.pt"
+        one = Competitor(Peer("one process", "one_process", {}), "", "", 1, problem, reference)
+        stack.callback(one.stop)
+        started = [one]
+        for peer in peers:
+            for label, variant in peer.variants.get(world, {}).items():
+                try:
+                    each = Competitor(peer, label, variant, world, problem, reference)
+                except RuntimeError as error:
+                    print(f"left out: {error}", flush=True)
+                    continue
+                stack.callback(each.stop)
+                started.append(each)
+        yield started
+
+
+def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+    """Return one row for each competitor."""
+    with competitors(peers, world, problem) as all_of_them:
+        checks = {each.name: each.run("check") for each in all_of_them}
+        runs: dict[str, list[dict[str, float]]] = {each.name: [] for each in all_of_them}
+        for repeat in range(repeats):
+            for each in all_of_them:
+                print(f"repeat {repeat + 1} of {repeats}: {each.name:40}", end="\r", file=sys.stderr, flush=True)
+                runs[each.name].append(each.run())
+        peaks = {each.name: each.run("peak")["peak_mib"] for each in all_of_them}
+        alone = runs[all_of_them[0].name]
+    rows = []
+    for name, mine in runs.items():
+        ratios = [run["cpu_s"] / one["cpu_s"] for run, one in zip(mine, alone, strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "cpu_s": statistics.median(run["cpu_s"] for run in mine),
+                "ratio": (statistics.median(ratios), min(ratios), max(ratios)),
+                "wall_s": statistics.median(run["wall_s"] for run in mine),
+                "sent_mib": statistics.median(run["sent_mib"] for run in mine),
+                "peak_mib": peaks[name],
+                "error": checks[name]["error"],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=4, choices=(2, 4))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="names of competitors, comma-separated")
+    arguments = parser.parse_args()
+    wanted = [name for name in arguments.only.split(",") if name]
+    peers = [peer for peer in PEERS if not wanted or any(peer.name.startswith(name) for name in wanted)]
+    for length in arguments.lengths:
+        problem = {"length": length, "heads": arguments.heads, "kv_heads": arguments.kv_heads, "dim": arguments.dim}
+        rows = compare(peers, arguments.world, problem, arguments.repeats)
+        print(
+            f"\n{problem}, causal, float32, {arguments.world} ranks, {arguments.repeats} repeats, load {os.getloadavg()[0]:.1f}\n"
+        )
+        print(
+            "| | CPU-s | over one process (median, low..high) | wall s | MiB sent per rank | peak MiB per rank | error |"
+        )
+        print("|---|---|---|---|---|---|---|")
+        for row in rows:
+            middle, low, high = (100 * (r - 1) for r in row["ratio"])
+            print(
+                f"| {row['name']} | {row['cpu_s']:.2f} | {middle:+.1f}% ({low:+.1f}..{high:+.1f}%) | {row['wall_s']:.2f} | "
+                f"{row['sent_mib']:.1f} | {row['peak_mib']:.0f} | {row['error']:.0e} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

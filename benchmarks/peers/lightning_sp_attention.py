@@ -1,0 +1,24 @@
+"""This project. Variants: ULYSSESxRING."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.layout import shard
+from lightning_sp.mesh import SequenceMesh, build_device_mesh
+
+
+def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Any:
+    """Return (attend, shard)."""
+    ulysses, ring = map(int, variant.split("x"))
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=world)
+    mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask()).transpose(1, 2)
+
+    return attend, lambda t: shard(t, mesh.layout, mesh.sequence_rank, dim=1)

@@ -27,9 +27,9 @@ from lightning_sp.attention.intervals import Piece, Range, local, visible
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 
-# Queries of a window's block. Flash kernels compute triangles in squares of about this size, so smaller ones save nothing and
-# larger ones compute more of what is masked (docs/LOG.md, "Windows").
-TILE = 128
+# Queries of a window's block. Torch's CPU kernel computes triangles of up to 512 in full, so larger ones compute more of what is masked, and
+# takes blocks of fewer queries than this in smaller steps (docs/LOG.md, "Windows").
+TILE = 192
 
 
 class Kind(Enum):

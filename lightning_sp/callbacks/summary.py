@@ -55,8 +55,10 @@ class RunSummary:
 
     def _perplexities(self) -> str:
         before = "not measured" if self.perplexity_before is None else f"{self.perplexity_before:.2f}"
-        after = "not measured" if self.perplexity_after is None else f"{self.perplexity_after:.2f}"
-        text = f"{before} before, {after} after {self.perplexity_step:,} steps"
+        after = "no validation since"
+        if self.perplexity_after is not None:
+            after = f"{self.perplexity_after:.2f} after {self.perplexity_step:,} steps"
+        text = f"{before} before, {after}"
         if self.unigram_perplexity is not None:
             text += f"; the unigram's is {self.unigram_perplexity:.2f}"
         if self.ratio_to_unigram is not None:

@@ -93,8 +93,8 @@ def of_one_row(mask: AttentionMask, row: int) -> AttentionMask:
 
 
 @st.composite
-def drawn(draw: st.DrawFn, length: int, rows: int = 2) -> dict[str, Any]:
-    """Draw a description: any options together, for `rows` rows of a length."""
+def drawn(draw: st.DrawFn, length: int, rows: int = 2, matrices: bool = False) -> dict[str, Any]:
+    """Draw a description: any options together, for `rows` rows of a length; `matrices`: dense ones and functions too."""
     options: dict[str, Any] = {"causal": draw(st.booleans())}
     sizes = st.one_of(st.none(), st.integers(0, length))
     options["window_size"] = (draw(sizes), draw(sizes))
@@ -107,6 +107,10 @@ def drawn(draw: st.DrawFn, length: int, rows: int = 2) -> dict[str, Any]:
         runs = draw(st.integers(1, 3))
         edges = st.lists(st.integers(0, length), min_size=2 * runs, max_size=2 * runs).map(sorted)
         options["bidirectional"] = [[[e[2 * i], e[2 * i + 1]] for i in range(runs)] for e in (draw(edges) for _ in range(rows))]  # fmt: skip
+    if matrices and draw(st.booleans()):
+        options["dense"] = draw(st.integers(0, 99))
+    if matrices and draw(st.booleans()):
+        options["mask_mod"] = draw(st.sampled_from(list(MASK_MODS)))
     return options
 
 

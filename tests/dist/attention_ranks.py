@@ -72,7 +72,7 @@ def _learned(*shape):
 
 @dataclass(frozen=True)
 class Case:
-    """What the law is tried on; `mask`: a description for tests/masks.py."""
+    """What the law is tried on; `mask`: a description for tests/masks.py; `rounded`: a dtype whose numbers the tensors have."""
 
     heads: int
     kv_heads: int
@@ -88,20 +88,23 @@ class Case:
     score_mod: str | None = None
     dropout: float = 0.0
     keys: int | None = None
+    rounded: torch.dtype | None = None
 
     def tensors(self):
         """Return q, k, v and the gradient of out, whole."""
-        return inputs(
-            self.heads, self.kv_heads, self.length, dtype=self.dtype, seed=self.seed, dim_v=self.dim_v, keys=self.keys
-        )
+        sizes = dict(dim_v=self.dim_v, keys=self.keys, seed=self.seed)
+        held = inputs(self.heads, self.kv_heads, self.length, dtype=self.rounded or self.dtype, **sizes)
+        return [t.to(self.dtype) for t in held]
 
     def options(self):
         """Return (what learns, the attention's options)."""
-        sinks = torch.linspace(-1.0, 2.0, self.heads, dtype=torch.float64).to(self.dtype) if self.with_sinks else None
+        sinks = torch.linspace(-1.0, 2.0, self.heads, dtype=torch.float64) if self.with_sinks else None
+        sinks = None if sinks is None else sinks.to(self.rounded or self.dtype).to(self.dtype)
         bias = None
         if self.bias:
             shape = BIASES[self.bias](self.heads, self.length, self.keys or self.length)
-            bias = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(self.dtype)
+            bias = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+            bias = bias.to(self.rounded or self.dtype).to(self.dtype)
             if self.bias == "of keys":
                 bias[..., ::5] = -torch.inf
         score_mod = SCORE_MODS[self.score_mod](self.heads) if self.score_mod else None

@@ -53,6 +53,22 @@ def test_law(pools, world, length):
             assert_sharded_equals_unsharded(answers[rank][i], expected[str(alone)], labels)
 
 
+def test_law_on_eight_ranks(pools):
+    chosen = [
+        ((8, 2), "packed", {}), ((8, 8), "causal", dict(with_sinks=True)), ((9, 3), "all together", {}),
+        ((8, 2), "dense over a window", LEARNED[-1]), ((9, 3), "cross packed", dict(keys=21)),
+    ]  # fmt: skip
+    cases = [
+        dict(ulysses=u, ring=r, heads=heads[0], kv_heads=heads[1], length=37, mask=stretched(name, 37), **more)
+        for (u, r), (heads, name, more) in itertools.product([(8, 1), (1, 8), (2, 4), (4, 2)], chosen)
+    ]
+    for i, answers in enumerate(zip(*pools(8).run(law_case, cases), strict=True)):
+        expected = whole(**{n: v for n, v in cases[i].items() if n not in ("ulysses", "ring")})
+        for rank, answer in enumerate(answers):
+            labels = [f"{cases[i]} rank {rank} {n}" for n in NAMES[: len(answer)]]
+            assert_sharded_equals_unsharded(answer, expected, labels)
+
+
 def stretched(name, length):
     """Return a named mask, made for 32 tokens, for `length`: its documents end with the sequence."""
     options = dict({**masks.NAMED, **masks.CROSS}[name])
@@ -73,7 +89,7 @@ def stretched(name, length):
     data=st.data(),
 )
 def test_law_for_drawn_masks(pools, length, degrees, heads, data):
-    mask, more = data.draw(masks.drawn(length)), data.draw(st.sampled_from([{}, {}, *SCORES, *LEARNED]))
+    mask, more = data.draw(masks.drawn(length, matrices=True)), data.draw(st.sampled_from([{}, {}, *SCORES, *LEARNED]))
     case = dict(ulysses=degrees[0], ring=degrees[1], heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
     expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring")})
     for rank, answer in enumerate(pools(4).run(law_case, [case])):

@@ -72,6 +72,7 @@ def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scor
     torch.library.opcheck(attention_backward_op, backward, test_utils=utils[::2] if score_mod is None else [])
 
 
+@pytest.mark.filterwarnings("ignore:torch flash")
 def test_a_function_compiles():
     q, k, v = tensors((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8))
     slopes = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)

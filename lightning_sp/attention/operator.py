@@ -21,10 +21,12 @@ from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
 from lightning_sp.attention.sinks import sink_gradient
 from lightning_sp.attention.ulysses import (
     HeadSplit,
+    exchange_gradients,
     exchange_out,
     exchange_out_grad,
     exchange_qkv,
-    exchange_qkv_grad,
+    lay_gradients,
+    pack_gradients,
     split_qkv,
 )
 from lightning_sp.layout import SequenceLayout
@@ -109,11 +111,11 @@ def attention_backward_op(
     ulysses_group: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mirror of `attention_op`.
+    """Mirror of `attention_op`, up to the gradients of this rank's heads, which `gradients_home` sends home.
 
     Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one, or the local three; out and lse of this rank's heads ->
-    (B, H, s, D), (B, K, s, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks as every parameter's.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
+    (B, h, S, D), (B, k, S, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks as every parameter's.
+    Communicates: one all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
     """
     split, ulysses, rank = _head_split(num_heads, num_kv_heads, ulysses_group)
     if ulysses is not None:
@@ -129,11 +131,7 @@ def attention_backward_op(
         heads = slice(*split.queries(rank))
         dsinks = torch.zeros_like(sinks)
         dsinks[heads] = sink_gradient(sinks[heads], grad, out, lse)
-    grads = list(ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
-    del grad
-    if ulysses is not None:
-        grads = list(exchange_qkv_grad(grads, split, ulysses))
-    dq, dk, dv = map(_token_major, grads)
+    dq, dk, dv = map(_token_major, ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
     return dq, dk, dv, dsinks
 
 
@@ -154,9 +152,12 @@ def _(
     ulysses_group: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    split, _, rank = _head_split(num_heads, num_kv_heads, ulysses_group)
     batch, _, tokens, dim = grad.shape
-    dk, dv = (grad.new_empty(batch, tokens, num_kv_heads, dim).transpose(1, 2) for _ in (0, 1))
-    return empty_token_major(grad, grad.dtype), dk, dv, grad.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    (first, last), (first_kv, last_kv) = split.queries(rank), split.keys(rank)
+    widths = (last - first, last_kv - first_kv, last_kv - first_kv)
+    dq, dk, dv = (grad.new_empty(batch, tokens * split.size, width, dim).transpose(1, 2) for width in widths)
+    return dq, dk, dv, grad.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -177,10 +178,46 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
         return (None, None, None, None, no_tensors, *[None] * 6)
     lse, sinks, *rest, out = ctx.saved_tensors
     tensors, saved = rest[: ctx.num_mask_tensors], rest[ctx.num_mask_tensors :]
-    dq, dk, dv, dsinks = attention_backward_op(
-        grad, saved, out, lse, ctx.numbers, tensors, *ctx.heads, sinks, *ctx.options
-    )
-    return (dq, dk, dv, None, no_tensors, None if sinks is None else dsinks, *[None] * 5)
+    *grads, dsinks = attention_backward_op(grad, saved, out, lse, ctx.numbers, tensors, *ctx.heads, sinks, *ctx.options)
+    has_sinks = sinks is not None
+    # What was saved is needed no more, and goes before the buffers of the way home come: they would be the peak (unless the graph is kept).
+    del lse, sinks, rest, out, tensors, saved
+    ctx.maybe_clear_saved_tensors()
+    (num_heads, num_kv_heads), ulysses_group = ctx.heads, ctx.options[3]
+    dq, dk, dv = gradients_home(grads, num_heads, num_kv_heads, ulysses_group)
+    return (dq, dk, dv, None, no_tensors, dsinks if has_sinks else None, *[None] * 5)
+
+
+def gradients_home(grads: list[Tensor], num_heads: int, num_kv_heads: int, ulysses_group: str) -> list[Tensor]:
+    """Send the gradients of this rank's heads to the ranks of their tokens. The list is emptied.
+
+    An operator for the exchange alone: what it is given lives until it returns, so that around it each buffer goes before the next comes.
+
+    Shapes: (B, h, S, D), (B, k, S, D) twice -> (B, H, s, D), (B, K, s, D) twice. Communicates: one all_to_all_single (Ulysses).
+    """
+    if not ulysses_group:
+        return grads
+    split, _, _ = _head_split(num_heads, num_kv_heads, ulysses_group)
+    batch, dim = grads[0].shape[0], grads[0].shape[3]
+    packed = pack_gradients(grads)
+    received = exchange_gradients_op(packed, num_heads, num_kv_heads, ulysses_group)
+    del packed
+    return list(lay_gradients(received, split, batch, dim))
+
+
+@torch.library.custom_op("lightning_sp::exchange_gradients", mutates_args=())
+def exchange_gradients_op(packed: Tensor, num_heads: int, num_kv_heads: int, ulysses_group: str) -> Tensor:
+    """Exchange packed gradients. Shapes: (S, B, h + 2 k, D) -> flat, as `lay_gradients` takes it."""
+    split, ulysses, _ = _head_split(num_heads, num_kv_heads, ulysses_group)
+    assert ulysses is not None
+    return exchange_gradients(packed, split, ulysses)
+
+
+@exchange_gradients_op.register_fake
+def _(packed: Tensor, num_heads: int, num_kv_heads: int, ulysses_group: str) -> Tensor:
+    split, _, _ = _head_split(num_heads, num_kv_heads, ulysses_group)
+    tokens, batch, _, dim = packed.shape
+    return packed.new_empty(tokens // split.size * batch * dim * sum(split.width(u) for u in range(split.size)))
 
 
 attention_op.register_autograd(_backward, setup_context=_save)

@@ -109,8 +109,10 @@ def exchange_out(out: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
     Shapes: (B, h, S, D) -> (B, H, s, D). Communicates: one all_to_all_single on the Ulysses axis.
     """
     widths = [_length(split.queries(u)) for u in range(split.size)]
-    parts = _exchange_back([out.permute(2, 0, 1, 3)], widths, group)
-    return _side_by_side(parts, [split.queries(u) for u in range(split.size)])
+    received = _exchange_back(out.permute(2, 0, 1, 3), widths, group)
+    return _side_by_side(
+        _parts(received, widths, out.shape[0], out.shape[3]), [split.queries(u) for u in range(split.size)]
+    )
 
 
 def exchange_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Tensor:
@@ -125,24 +127,36 @@ def exchange_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessG
     return received.view(split.size * tokens, batch, heads, dim).permute(1, 2, 0, 3)
 
 
-def exchange_qkv_grad(grads: list[Tensor], split: HeadSplit, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Send the gradients of q, k, v home; those of a key-value head that several ranks used are summed.
+def pack_gradients(grads: list[Tensor]) -> Tensor:
+    """Lay the gradients of q, k, v side by side, as `exchange_qkv` left q, k, v; the list is emptied.
 
-    Args:
-        grads: (dq, dk, dv); emptied, so that they are gone before the exchange's buffers come.
-        split: which heads each rank holds.
-        group: the Ulysses axis.
+    Shapes: (B, h, S, D), (B, k, S, D) twice -> (S, B, h + 2 k, D).
+    """
+    packed = torch.cat([t.permute(2, 0, 1, 3) for t in grads], 2)
+    grads.clear()
+    return packed
 
-    Shapes: (B, h, S, D), (B, k, S, D) twice -> (B, H, s, D), (B, K, s, D) twice.
+
+def exchange_gradients(packed: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
+    """Send the packed gradients home. The mirror of `exchange_qkv`.
+
+    Shapes: (S, B, h + 2 k, D) -> flat, from each rank u (s, B, h_u + 2 k_u, D); see `lay_gradients`.
     Communicates: one all_to_all_single on the Ulysses axis.
     """
-    packed = [torch.cat([t.permute(2, 0, 1, 3) for t in grads], 2)]
-    grads.clear()
-    parts = _exchange_back(packed, [split.width(u) for u in range(split.size)], group)
+    return _exchange_back(packed, [split.width(u) for u in range(split.size)], group)
+
+
+def lay_gradients(received: Tensor, split: HeadSplit, batch: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of this rank's tokens; those of a key-value head that several ranks used are summed.
+
+    Shapes: flat, as `exchange_gradients` returns it -> (B, H, s, D), (B, K, s, D) twice.
+    """
     queries, keys = ([heads_of(u) for u in range(split.size)] for heads_of in (split.queries, split.keys))
     per_rank = [
         part.split_with_sizes([_length(own_q), _length(own_kv), _length(own_kv)], dim=2)
-        for part, own_q, own_kv in zip(parts, queries, keys, strict=True)
+        for part, own_q, own_kv in zip(
+            _parts(received, [split.width(u) for u in range(split.size)], batch, dim), queries, keys, strict=True
+        )
     ]
     dq, dk, dv = (
         _side_by_side(own, held) for own, held in zip(zip(*per_rank, strict=True), (queries, keys, keys), strict=True)
@@ -166,20 +180,24 @@ def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -
     return buffer, counts
 
 
-def _exchange_back(packed: list[Tensor], widths: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """Send each rank its tokens of this rank's heads; the one tensor is taken out of its list, so that it can go early.
+def _exchange_back(packed: Tensor, widths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send each rank its tokens of this rank's heads.
 
-    Shapes: (S, B, w, D) -> per rank u (s, B, w_u, D).
+    Shapes: (S, B, w, D) -> flat, from each rank u (s, B, w_u, D); see `_parts`.
     """
-    size = len(widths)
-    total, batch, _, dim = packed[0].shape
-    tokens = total // size
-    flat = packed.pop().contiguous().view(-1)
-    counts = [tokens * batch * width * dim for width in widths]
-    received = exchange(flat, [flat.numel() // size] * size, counts, group)
+    flat = packed.contiguous().view(-1)
+    tokens_elements = packed.shape[0] // len(widths) * packed.shape[1] * packed.shape[3]
+    return exchange(flat, [flat.numel() // len(widths)] * len(widths), [tokens_elements * w for w in widths], group)
+
+
+def _parts(received: Tensor, widths: Sequence[int], batch: int, dim: int) -> list[Tensor]:
+    """Return what came from each rank, as views. Shapes: flat -> per rank u (s, B, w_u, D)."""
+    tokens = received.numel() // (batch * dim * sum(widths))
     return [
         part.view(tokens, batch, width, dim)
-        for part, width in zip(received.split_with_sizes(counts), widths, strict=True)
+        for part, width in zip(
+            received.split_with_sizes([tokens * batch * dim * width for width in widths]), widths, strict=True
+        )
     ]
 
 

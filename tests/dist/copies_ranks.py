@@ -16,7 +16,7 @@ from tests.dist.attention_ranks import mesh_of
 
 # What moves elements from one tensor to another: clone, contiguous, to, stack and setitem all end in one of these.
 MOVES = ("aten::copy_", "aten::cat")
-OPERATORS = ("lightning_sp::attention", "lightning_sp::attention_backward")
+OPERATORS = ("lightning_sp::attention", "GeneratedBackwardFor_lightning_sp_attention_defaultBackward")
 
 
 def copies(ulysses, ring, heads, kv_heads, batch, length, dim, dtype):

@@ -149,7 +149,7 @@ def emulate(
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
         heads = (q.shape[1], k.shape[1])
         *gradients, _ = operator.attention_backward_op(grad, saved, own_out, lse, *mask.arguments(), *heads, *options)
-        return [out, *gradients]
+        return [out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():
         futures = [threads.submit(rank_step, rank) for rank in range(layout.size)]

@@ -160,3 +160,30 @@ def peak_bytes(ulysses, ring, length, lengths):
     with peak_growth() as growth:
         sequence_parallel_attention(*qkv, mesh=mesh, mask=mask).backward(grad)
     return growth.peak_bytes
+
+
+def settled_peak_bytes(ulysses, ring, heads, length, dim):
+    """Return the growth of this rank's memory over a forward and backward, the second: the first makes the libraries resident."""
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, heads, heads, length, dim, torch.float32)
+    for _ in range(2):
+        for t in qkv:
+            t.grad = None
+        dist.barrier()
+        with peak_growth() as growth:
+            sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask()).backward(grad)
+            dist.barrier()
+    return growth.peak_bytes
+
+
+def kept_graph(ulysses, ring):
+    """Return the gradients of two backwards through one graph, and the message of a third once it is gone."""
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, 4, 2, 32, 8, torch.float64)
+    out = sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask())
+    both = [torch.autograd.grad(out, qkv, grad, retain_graph=again) for again in (True, False)]
+    try:
+        torch.autograd.grad(out, qkv, grad)
+    except RuntimeError as error:
+        return *both, str(error)
+    return None

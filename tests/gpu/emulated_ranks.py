@@ -148,11 +148,11 @@ def emulate(
         options = (*Scores().arguments(), None, scale, world.name("ring", rank), world.name("ulysses", rank), kernel)
         out, lse, heads_out, packed, _ = operator.attention_op(q, k, v, *mask.arguments(), *options)
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
-        heads = [q.shape[1], k.shape[1], k.shape[2]]
+        heads = [q.shape[1], k.shape[1]]
         *gradients, _, _ = operator.attention_backward_op(
-            grad, saved, own_out, lse, *mask.arguments(), *options, heads, False
+            grad, saved, own_out, lse, *mask.arguments(), *options, *heads, False
         )
-        return [out, *gradients]
+        return [out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():
         futures = [threads.submit(rank_step, rank) for rank in range(layout.size)]

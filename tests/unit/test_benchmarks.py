@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention_gpu
+from benchmarks import attention_gpu, attention_peers
 from benchmarks.attention_gpu import Case, EmulatedRank, block_pairs, emulated_ring, whole_forward
+from benchmarks.traffic import fewest_sent_bytes
 from lightning_sp.attention import AttentionMask
 from lightning_sp.attention.plan import Block, Kind
 from lightning_sp.attention.reference import reference_attention
@@ -79,3 +80,37 @@ def test_a_length_that_a_ring_does_not_divide_is_refused(capsys):
     with pytest.raises(SystemExit):
         attention_gpu.main(["--device", "cpu", "--lengths", "100", "--rings", "8"])
     assert "--lengths 100 is no multiple of 16" in capsys.readouterr().err
+
+
+def test_fewest_bytes_of_a_scheme():
+    problem = {"length": 4096, "heads": 8, "kv_heads": 8, "dim": 64}
+    # In local tensors, of 1,024 tokens x 8 heads x 64 x 4 bytes = 2 MiB: Ulysses 8 (U-1)/U, a zigzag ring 4.5, a consecutive one 3.
+    mib = {"4x1": 12, "ulysses": 12, "1x4": 27, "alltoall": 27, "zigzag": 27, "ring-p2p": 18, "distflash": 18}
+    # Both: 8 / 2 of them by Ulysses; the ring's unit is 2,048 tokens of 4 heads, as large, 4.5 of them.
+    mib["2x2"] = 8 + 9
+    for variant, expected in mib.items():
+        assert fewest_sent_bytes(attention_peers.scheme(variant, 4), problem, 4) == expected * 2**20, variant
+    grouped = problem | {"kv_heads": 2}
+    # Each of four Ulysses ranks needs one key-value head: to each other rank 2 + 2 heads of q, k, v and 2 of out, and as many back.
+    assert fewest_sent_bytes((4, 1, True), grouped, 4) == 2 * 3 * (2 + 2 + 2) * 1024 * 64 * 4
+    assert fewest_sent_bytes((1, 4, True), grouped, 4) == 27 * 2**20 / 4
+
+
+@pytest.mark.slow
+def test_attention_beside_its_peers_measures_this_project():
+    (ours,) = (peer for peer in attention_peers.PEERS if peer.name == "lightning_sp")
+    problem = {"length": 2048, "heads": 8, "kv_heads": 8, "dim": 64}
+    alone, ulysses, ring = attention_peers.compare([ours], 2, problem, repeats=1)
+    assert [row["name"] for row in (alone, ulysses, ring)] == [
+        "one process",
+        "lightning_sp ulysses",
+        "lightning_sp ring",
+    ]
+    tensor = 1024 * 8 * 64 * 4 / 2**20  # MiB of a rank's tokens
+    for row in (ulysses, ring):
+        assert row["error"] < 1e-5
+        assert row["fewest_mib"] <= row["sent_mib"] < 1.1 * row["fewest_mib"] + 0.1, row
+        assert row["wall_s"] > 0
+    # As in test_peak_of_ulysses_is_that_of_the_kernels_backward.
+    assert 8 * tensor < ulysses["peak_mib"] < 11 * tensor
+    assert alone["fewest_mib"] == 0

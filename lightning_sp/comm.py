@@ -54,6 +54,16 @@ def _new_groups(world: object, blocks: tuple[tuple[int, ...], ...]) -> ProcessGr
     return own
 
 
+def is_registered(group: ProcessGroup) -> bool:
+    """Return whether a group still exists: `destroy_process_group` ends it, whoever holds it."""
+    return group in _c10d._world.pg_map  # type: ignore[attr-defined,unused-ignore]
+
+
+def is_on_hosts(group: ProcessGroup) -> bool:
+    """Return whether a group is gloo's: its tensors lie in the memory of the ranks' hosts."""
+    return bool(dist.get_backend(group) == "gloo")
+
+
 def world() -> ProcessGroup | None:
     """Return the group of all ranks, None without processes."""
     return dist.group.WORLD if dist.is_initialized() else None
@@ -99,6 +109,34 @@ class Transfer:
         for work in self._works:
             work.wait()
         return self._received
+
+    def release(self) -> None:
+        """Say that the received buffer was used: nothing to do, it is this rank's own."""
+
+
+class Byte:
+    """A message of one byte in flight, which says something by coming. A class because it is waited for later, and once only."""
+
+    def __init__(self, operation: Any, peer: int, tag: int, group: ProcessGroup) -> None:
+        self._message = torch.zeros(1, dtype=torch.uint8)
+        sent = dist.P2POp(operation, self._message, group=group, group_peer=peer, tag=tag)
+        self._works = dist.batch_isend_irecv([sent])
+
+    def wait(self) -> None:
+        """Return when it has arrived; at once when it was waited for before."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+def send_byte(to: int, tag: int, group: ProcessGroup) -> Byte:
+    """Start to send a byte to a rank of the group; the same tag on the other side receives it."""
+    return Byte(dist.isend, to, tag, group)
+
+
+def receive_byte(source: int, tag: int, group: ProcessGroup) -> Byte:
+    """Start to receive a byte; those of one rank and tag come in the order in which they were sent."""
+    return Byte(dist.irecv, source, tag, group)
 
 
 def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:

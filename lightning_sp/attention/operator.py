@@ -18,6 +18,7 @@ from lightning_sp.attention.kernel import select_kernel
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.plan import plan_of
 from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
+from lightning_sp.attention.shared_hops import backward_arena, forward_arena
 from lightning_sp.attention.sinks import sink_gradient
 from lightning_sp.attention.ulysses import (
     HeadSplit,
@@ -28,6 +29,7 @@ from lightning_sp.attention.ulysses import (
     split_qkv,
 )
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.shared_memory import Arena
 
 
 @torch.library.custom_op("lightning_sp::attention", mutates_args=())
@@ -43,19 +45,21 @@ def attention_op(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend over the whole sequence from this rank's part of it.
 
     Shapes: q (B, H, s, D), k and v (B, K, s, D) -> out (B, H, s, D), lse (B, h, S), and with Ulysses the exchanged
     q, k, v (S, B, h + 2 k, D) and out (B, h, S, D), else two empty tensors; S = tokens of this ring rank.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring).
+    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), which through shared memory are signals of one byte.
     """
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     packed, heads_out = q.new_empty(0), q.new_empty(0)
     if ulysses is not None:
         packed = exchange_qkv(q, k, v, split, rank, ulysses)
         q, k, v = split_qkv(packed, split, rank)
-    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
+    arena = forward_arena(k, ring_group, ring_transport)
+    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size, arena)
     local_kernel = select_kernel(kernel, q.device, q.dtype, softcap)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
@@ -79,6 +83,7 @@ def _(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     batch, _, tokens, dim = q.shape
@@ -108,6 +113,7 @@ def attention_backward_op(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mirror of `attention_op`.
 
@@ -121,7 +127,8 @@ def attention_backward_op(
         grad = exchange_out_grad(grad, split, rank, ulysses)
     else:
         q, k, v = saved
-    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
+    arena = backward_arena(k, ring_group, ring_transport)
+    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size, arena)
     local_kernel = select_kernel(kernel, q.device, q.dtype, softcap)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     dsinks = grad.new_empty(0)
@@ -153,6 +160,7 @@ def _(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, _, tokens, dim = grad.shape
     dk, dv = (grad.new_empty(batch, tokens, num_kv_heads, dim).transpose(1, 2) for _ in (0, 1))
@@ -160,13 +168,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, numbers, tensors, sinks, softcap, scale, ring_group, ulysses_group, kernel = inputs
+    q, k, v, numbers, tensors, sinks, softcap, scale, ring_group, ulysses_group, kernel, transport = inputs
     out, lse, packed, heads_out = output
     ctx.mark_non_differentiable(lse, packed, heads_out)
     ctx.set_materialize_grads(False)
     ctx.heads = (q.shape[1], k.shape[1])
     ctx.numbers, ctx.num_mask_tensors = numbers, len(tensors)
-    ctx.options = (softcap, scale, ring_group, ulysses_group, kernel)
+    ctx.options = (softcap, scale, ring_group, ulysses_group, kernel, transport)
     saved = (packed, heads_out) if ulysses_group else (q, k, v, out)
     ctx.save_for_backward(lse, sinks, *tensors, *saved)
 
@@ -174,13 +182,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     no_tensors = [None] * ctx.num_mask_tensors
     if grad is None:
-        return (None, None, None, None, no_tensors, *[None] * 6)
+        return (None, None, None, None, no_tensors, *[None] * 7)
     lse, sinks, *rest, out = ctx.saved_tensors
     tensors, saved = rest[: ctx.num_mask_tensors], rest[ctx.num_mask_tensors :]
     dq, dk, dv, dsinks = attention_backward_op(
         grad, saved, out, lse, ctx.numbers, tensors, *ctx.heads, sinks, *ctx.options
     )
-    return (dq, dk, dv, None, no_tensors, None if sinks is None else dsinks, *[None] * 5)
+    return (dq, dk, dv, None, no_tensors, None if sinks is None else dsinks, *[None] * 6)
 
 
 attention_op.register_autograd(_backward, setup_context=_save)
@@ -197,9 +205,11 @@ def _head_split(num_heads: int, num_kv_heads: int, ulysses_group: str) -> tuple[
     return HeadSplit(int(num_heads), int(num_kv_heads), comm.size_of(group)), group, comm.rank_in(group)
 
 
-def _ring(q: Tensor, numbers: list[int], tensors: list[Tensor], ring_group: str, ulysses_size: int) -> Ring:
+def _ring(
+    q: Tensor, numbers: list[int], tensors: list[Tensor], ring_group: str, ulysses_size: int, arena: Arena | None
+) -> Ring:
     group = comm.group_by_name(ring_group)
     size = comm.size_of(group)
     mask = AttentionMask.from_arguments(numbers, tensors)
     plan = plan_of(mask, SequenceLayout(size, ulysses_size), q.shape[2] * size, q.shape[0])
-    return Ring(plan, comm.rank_in(group), group)
+    return Ring(plan, comm.rank_in(group), group, arena)

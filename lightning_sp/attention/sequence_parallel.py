@@ -11,7 +11,7 @@ from lightning_sp.attention.kernel import check_kernel
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.mesh import SequenceMesh
+from lightning_sp.mesh import SequenceMesh, check_ring_transport
 
 
 def sequence_parallel_attention(
@@ -25,6 +25,7 @@ def sequence_parallel_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     kernel: str = "auto",
+    ring_transport: str = "auto",
 ) -> Tensor:
     """Attend over whole sequences of which every rank holds a part, exactly as one device would.
 
@@ -38,13 +39,14 @@ def sequence_parallel_attention(
         sinks: score of each query head's sink, the same on all ranks; its gradient on each is of that rank's part, as a parameter's.
         softcap: bound of the scores before the mask, c tanh(score / c); None for none.
         kernel: "auto", "torch" or "flash_attn".
+        ring_transport: "auto", "shared_memory" or "network": see `StrategyConfig`.
 
     Shapes: q (B, H, s, D), k (B, K, s, D), v (B, K, s, E), sinks (H,), H a multiple of K -> (B, H, s, E); s = S / (ring x ulysses), laid
     out by `layout`. Where E is not D the narrower ones travel and are computed padded with zeros.
     Communicates: see `ulysses` and `ring`; nothing on an axis of size 1.
 
     Raises:
-        SequenceParallelError: shapes, dtypes, degrees or a kernel that cannot be served.
+        SequenceParallelError: shapes, dtypes, degrees, a kernel or a transport that cannot be served.
 
     Source: USP, arXiv:2405.07719, algorithm 1.
     """
@@ -55,6 +57,7 @@ def sequence_parallel_attention(
     layout = mesh.layout if mesh is not None else None
     _check(q, k, v, sinks, softcap, layout.ulysses_size if layout else 1)
     check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
+    check_ring_transport(ring_transport, mesh)
     mask.check(length=q.shape[2] * (layout.size if layout else 1), batch=q.shape[0])
     ring = comm.group_name(mesh.ring_group) if mesh is not None else ""
     ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""
@@ -63,7 +66,9 @@ def sequence_parallel_attention(
     dim = max(q.shape[-1], width)
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     out: Tensor
-    out, _, _, _ = attention_op(q, k, v, *mask.arguments(), sinks, float(softcap or 0.0), factor, ring, ulysses, kernel)
+    out, _, _, _ = attention_op(
+        q, k, v, *mask.arguments(), sinks, float(softcap or 0.0), factor, ring, ulysses, kernel, ring_transport
+    )
     return out[..., :width] if width < dim else out
 
 

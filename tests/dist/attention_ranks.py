@@ -43,7 +43,8 @@ def options_of(heads, dtype, scale, with_sinks, softcap):
 
 
 def sharded(
-    ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None
+    ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None,
+    transport="network",
 ):  # fmt: skip
     """Return whole (out, dq, dk, dv[, dsinks]), gathered from the shards; padding cut off. `mask`: a description for tests/masks.py."""
     mesh = mesh_of(ulysses, ring)
@@ -56,7 +57,7 @@ def sharded(
     for t in (q, k, v):
         t.requires_grad_(True)
     sinks, options = options_of(heads, dtype, scale, with_sinks, softcap)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), **options)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), ring_transport=transport, **options)
     out.backward(grad)
     results = []
     for tensor in (out.detach(), q.grad, k.grad, v.grad):

@@ -71,11 +71,10 @@ ATTENTION = (
     fault(
         "ring backward with stale keys",
         "attention/ring.py",
-        "        received = transfer.wait()\n        transfer = ring.start_keys(hop_kv, hop + 1)",
-        "        arrived = transfer.wait()\n"
-        "        received = stale if hop > 1 and stale.shape == arrived.shape else arrived\n"
-        "        stale = received\n"
-        "        transfer = ring.start_keys(hop_kv, hop + 1)",
+        "        received = arrived.wait()\n",
+        "        fresh = arrived.wait()\n"
+        "        received = stale if hop > 1 and stale.shape == fresh.shape else fresh\n"
+        "        stale = received\n",
         f"{LAW}[32-4]",
     ),
     fault(
@@ -96,8 +95,8 @@ ATTENTION = (
     fault(
         "dK and dV from each other's buffer",
         "attention/ring.py",
-        "    home_dk, home_dv = _unpack(dkv)\n",
-        "    home_dv, home_dk = _unpack(dkv)\n",
+        "    home_dk, home_dv = unpack(dkv)\n",
+        "    home_dv, home_dk = unpack(dkv)\n",
         f"{LAW}[32-2]",
     ),
     fault(

@@ -41,11 +41,11 @@ def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads):
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
     mask = AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments()
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
-    arguments = (q, k, v, *mask, sinks, 0.0, 0.3, "", "", "auto")
+    arguments = (q, k, v, *mask, sinks, 0.0, 0.3, "", "", "auto", "auto")
     torch.library.opcheck(attention_op, arguments)
     out, lse, _, _ = attention_op(*arguments)
     saved = [t.detach() for t in (q, k, v)]
-    backward = (out.detach(), saved, out.detach(), lse, *mask, 4, kv_heads, sinks, 0.0, 0.3, "", "", "auto")
+    backward = (out.detach(), saved, out.detach(), lse, *mask, 4, kv_heads, sinks, 0.0, 0.3, "", "", "auto", "auto")
     # Not differentiable twice, so the test of its autograd does not apply.
     torch.library.opcheck(attention_backward_op, backward, test_utils=("test_schema", "test_faketensor"))
 

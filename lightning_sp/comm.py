@@ -5,7 +5,8 @@ Owns transport, not meaning: what a buffer holds is the caller's concern. No col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -57,6 +58,14 @@ def _new_groups(world: object, blocks: tuple[tuple[int, ...], ...]) -> ProcessGr
 def is_registered(group: ProcessGroup) -> bool:
     """Return whether a group still exists: `destroy_process_group` ends it, whoever holds it."""
     return group in _c10d._world.pg_map  # type: ignore[attr-defined,unused-ignore]
+
+
+def when_destroyed(group: ProcessGroup, function: Callable[[], object]) -> None:
+    """Call a function when `destroy_process_group` has ended a group.
+
+    torch has no hook for that. Its table of groups is what holds a group's store, while a group is held by caches and users too.
+    """
+    weakref.finalize(_c10d._world.pg_map[group][1], function).atexit = False  # type: ignore[attr-defined,unused-ignore]
 
 
 def is_on_hosts(group: ProcessGroup) -> bool:

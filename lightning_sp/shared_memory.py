@@ -13,15 +13,16 @@ An arena grows to the largest message so far and is never made smaller; it goes 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
 import secrets
 import socket
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ BEGIN = mmap.PAGESIZE
 _ALIGNMENT = 64  # a cache line: what two ranks write never shares one
 _TOKEN_BYTES = 16
 
-# By the group's name, which is all that an operator can be given under torch.compile. A group that was destroyed is swept out by `connect`.
+# By the group's name, which is all that an operator can be given under torch.compile. They go with their group.
 _arenas: dict[str, Arena] = {}
 
 
@@ -68,6 +69,8 @@ class Arena:
         self._too_much, self._free = math.inf, 0
         self._warned = False
         self._pending: list[comm.Byte] = []
+        # The memory is freed when every rank has closed them, and no tensor of `view` is left.
+        weakref.finalize(self, _close, tuple(files))
 
     def reserve(self, num_bytes: int) -> str:
         """Make every rank's arena hold `num_bytes` of data; every rank must call it with the same number, in the same order of calls.
@@ -139,14 +142,6 @@ class Arena:
         for each in pending:
             each.wait()
 
-    def close(self) -> None:
-        """Let go of the files; the memory is freed when every rank has, and no tensor of `view` is left."""
-        self._maps.clear()
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                os.close(file)
-        self._files.clear()
-
 
 def connect(group: ProcessGroup | None) -> str:
     """Make an arena on every rank of a group and map them all, once for a group. Every rank of it must call this.
@@ -156,10 +151,8 @@ def connect(group: ProcessGroup | None) -> str:
 
     Communicates: two all_gathers of some hundred bytes on the group, the first time.
     """
-    for name in [name for name, arena in _arenas.items() if not comm.is_registered(arena.group)]:
-        _arenas.pop(name).close()
     name = comm.group_name(group)
-    if group is None or not name or name in _arenas:
+    if group is None or not name or arena_of(name) is not None:
         return ""
     if not comm.is_on_hosts(group):
         return "the ranks are not CPU ranks that talk by gloo"
@@ -176,10 +169,10 @@ def connect(group: ProcessGroup | None) -> str:
         files, error = _open_all(places, comm.rank_in(group), own)
         reasons = [each for each in comm.gather_objects(error, group) if each]
     if reasons:
-        for file in {own, *files} - {-1}:
-            os.close(file)
+        _close({own, *files} - {-1})
         return str(reasons[0])
     _arenas[name] = Arena(group, files)
+    comm.when_destroyed(group, partial(_arenas.pop, name, None))
     return ""
 
 
@@ -267,6 +260,11 @@ def _open_all(places: Sequence[tuple[str, int, int, bytes, str]], rank: int, own
         if os.pread(files[-1], _TOKEN_BYTES, 0) != token:
             return files, f"rank {rank} finds no shared memory of rank {other}: containers with processes of their own?"
     return files, ""
+
+
+def _close(files: Iterable[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _mib(num_bytes: float) -> str:

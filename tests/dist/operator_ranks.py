@@ -166,5 +166,5 @@ def peak_bytes(ulysses, ring, length, lengths):
     mask = AttentionMask(True, boundaries_from_lengths(lengths) if lengths else None)
     dist.barrier()
     with peak_growth() as growth:
-        sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, ring_transport="network").backward(grad)
+        sequence_parallel_attention(*qkv, mesh=mesh, mask=mask).backward(grad)
     return growth.peak_bytes

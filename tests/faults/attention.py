@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import KERNELS, LAW, NOT_CARRIED, PACKED, REWRITTEN, fault
+from tests.faults.fault import KERNELS, LAW, NOT_CARRIED, OUT_OF_STEP, PACKED, REWRITTEN, fault
 
 ATTENTION = (
     fault(
@@ -78,10 +78,32 @@ ATTENTION = (
         f"{LAW}[32-4]",
     ),
     fault(
+        "shared keys overwritten while they are read",
+        "attention/shared_hops.py",
+        "        arena.settle()\n",
+        "",
+        f"{OUT_OF_STEP}[1x4]",
+    ),
+    fault(
+        "shared dK and dV overwritten while they are read",
+        "attention/shared_hops.py",
+        "                before.wait()\n",
+        "                pass\n",
+        f"{OUT_OF_STEP}[1x4]",
+    ),
+    fault(
+        "shared keys read before they are written",
+        "attention/shared_hops.py",
+        "        if self._ready is not None:\n            self._ready.wait()\n",
+        "",
+        f"{OUT_OF_STEP}[1x4]",
+        f"{OUT_OF_STEP}[2x2]",
+    ),
+    fault(
         "dK and dV without the ring's last hop",
         "attention/ring.py",
         "    _add_home(dkv, homeward)\n    home_dk",
-        "    assert homeward is not None\n    homeward[0].wait()\n    home_dk",
+        "    assert homeward is not None\n    homeward[0].wait()\n    homeward[0].release()\n    home_dk",
         f"{LAW}[32-2]",
         f"{LAW}[32-4]",
     ),

@@ -68,6 +68,12 @@ def when_destroyed(group: ProcessGroup, function: Callable[[], object]) -> None:
     weakref.finalize(_c10d._world.pg_map[group][1], function).atexit = False  # type: ignore[attr-defined,unused-ignore]
 
 
+def timeout_s() -> float:
+    """Return the time limit of the world's collectives."""
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr,attr-defined,unused-ignore]
+    return float(timeout.total_seconds())
+
+
 def is_on_hosts(group: ProcessGroup) -> bool:
     """Return whether a group is gloo's: its tensors lie in the memory of the ranks' hosts."""
     return bool(dist.get_backend(group) == "gloo")
@@ -121,31 +127,6 @@ class Transfer:
 
     def release(self) -> None:
         """Say that the received buffer was used: nothing to do, it is this rank's own."""
-
-
-class Byte:
-    """A message of one byte in flight, which says something by coming. A class because it is waited for later, and once only."""
-
-    def __init__(self, operation: Any, peer: int, tag: int, group: ProcessGroup) -> None:
-        self._message = torch.zeros(1, dtype=torch.uint8)
-        sent = dist.P2POp(operation, self._message, group=group, group_peer=peer, tag=tag)
-        self._works = dist.batch_isend_irecv([sent])
-
-    def wait(self) -> None:
-        """Return when it has arrived; at once when it was waited for before."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-
-
-def send_byte(to: int, tag: int, group: ProcessGroup) -> Byte:
-    """Start to send a byte to a rank of the group; the same tag on the other side receives it."""
-    return Byte(dist.isend, to, tag, group)
-
-
-def receive_byte(source: int, tag: int, group: ProcessGroup) -> Byte:
-    """Start to receive a byte; those of one rank and tag come in the order in which they were sent."""
-    return Byte(dist.irecv, source, tag, group)
 
 
 def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:

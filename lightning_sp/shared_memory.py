@@ -1,11 +1,10 @@
 """Memory of one rank that the other ranks of its group read in place: for ranks that are processes of one machine.
 
-Every rank owns one arena, a file of /dev/shm that never has a name: the others open it through /proc/<pid>/fd, and when the last process that
-holds it ends, even by SIGKILL, the kernel frees it. Owns the files, their growth and the one-byte signals that say when memory may be read or
-written again; what lies in it is the caller's concern.
+Every rank owns one arena, a file of /dev/shm, and maps those of the others. Owns their growth and the signals that say when memory may be read
+or written again; what lies in it is the caller's concern.
 
     rank 0's arena  [token | ......... ]<--- mapped by ranks 0, 1, 2, 3
-    rank 1's arena  [token | ......... ]<--- mapped by ranks 0, 1, 2, 3         reading: a load;   waiting: one byte by gloo
+    rank 1's arena  [token | ......... ]<--- mapped by ranks 0, 1, 2, 3         reading: a load;   waiting: one byte of a pipe
     ...
 
 An arena grows to the largest message so far and is never made smaller; it goes with its process group.
@@ -16,14 +15,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import secrets
-import socket
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from enum import IntEnum
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,24 +27,14 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.same_machine import PAGE, offer, open_file, open_pipe, why_apart
+from lightning_sp.signals import Signal, Signals
 
 FOLDER = "/dev/shm"
-# The first page holds the token by which the others know the file; data begin behind it.
-BEGIN = mmap.PAGESIZE
 _ALIGNMENT = 64  # a cache line: what two ranks write never shares one
-_TOKEN_BYTES = 16
 
 # By the group's name, which is all that an operator can be given under torch.compile. They go with their group.
 _arenas: dict[str, Arena] = {}
-
-
-class Signal(IntEnum):
-    """What a one-byte message says; the tag keeps the kinds, and other users of the group, apart."""
-
-    READY = 0x5350_0001  # the sender's keys and values may be read
-    DONE = 0x5350_0002  # the sender has used the receiver's
-    HOME = 0x5350_0003  # the sender has written gradients of the receiver's
-    ADDED = 0x5350_0004  # the sender has added those
 
 
 class Arena:
@@ -59,18 +45,17 @@ class Arena:
     Args:
         group: the ranks.
         files: descriptors of the ranks' files, in rank order.
+        signals: this rank's pipes.
     """
 
-    def __init__(self, group: ProcessGroup, files: Sequence[int]) -> None:
-        self.group, self.rank = group, comm.rank_in(group)
-        self.capacity = BEGIN
+    def __init__(self, group: ProcessGroup, files: Sequence[int], signals: Signals) -> None:
+        self.group, self.rank, self._signals = group, comm.rank_in(group), signals
+        self.capacity = PAGE
         self._files = list(files)
         self._maps: list[mmap.mmap | None] = [None] * len(files)
         self._too_much, self._free = math.inf, 0
         self._warned = False
-        self._pending: list[comm.Byte] = []
-        # The memory is freed when every rank has closed them, and no tensor of `view` is left.
-        weakref.finalize(self, _close, tuple(files))
+        self._owed: list[tuple[Signal, int]] = []
 
     def reserve(self, num_bytes: int) -> str:
         """Make every rank's arena hold `num_bytes` of data; every rank must call it with the same number, in the same order of calls.
@@ -80,7 +65,7 @@ class Arena:
 
         Communicates: one all_gather of 8 bytes a rank, only when the arenas have to grow.
         """
-        needed = BEGIN + num_bytes
+        needed = PAGE + num_bytes
         if needed <= self.capacity:
             return ""
         if needed < self._too_much:
@@ -121,26 +106,26 @@ class Arena:
         held = self._maps[rank]
         if held is None:
             held = self._maps[rank] = mmap.mmap(self._files[rank], self.capacity)
-        return torch.frombuffer(held, dtype=dtype, count=math.prod(shape), offset=BEGIN + offset).view(*shape)
+        return torch.frombuffer(held, dtype=dtype, count=math.prod(shape), offset=PAGE + offset).view(*shape)
 
     def send(self, signal: Signal, to: int) -> None:
-        """Tell a rank something. Communicates: one byte."""
-        self._pending.append(comm.send_byte(to, int(signal), self.group))
+        """Tell a rank something."""
+        self._signals.send(signal, to)
 
-    def expect(self, signal: Signal, source: int) -> comm.Byte:
-        """Begin to listen for a rank's signal; its `wait` returns when it has come."""
-        return comm.receive_byte(source, int(signal), self.group)
+    def wait(self, signal: Signal, source: int) -> None:
+        """Return when a rank's signal has come."""
+        if (signal, source) in self._owed:
+            self._owed.remove((signal, source))
+        self._signals.wait(signal, source)
 
-    def expect_before_reuse(self, signal: Signal, source: int) -> comm.Byte:
-        """Begin to listen for a signal that says that this rank's memory was read: `settle` waits for it."""
-        self._pending.append(self.expect(signal, source))
-        return self._pending[-1]
+    def owe(self, signal: Signal, source: int) -> None:
+        """Have `settle` wait for a signal that says that a rank has read this rank's memory."""
+        self._owed.append((signal, source))
 
     def settle(self) -> None:
-        """Wait until no other rank reads this rank's memory, and until what this rank has sent has arrived."""
-        pending, self._pending = self._pending, []
-        for each in pending:
-            each.wait()
+        """Wait until no other rank reads this rank's memory."""
+        while self._owed:
+            self.wait(*self._owed[0])
 
 
 def connect(group: ProcessGroup | None) -> str:
@@ -156,22 +141,27 @@ def connect(group: ProcessGroup | None) -> str:
         return ""
     if not comm.is_on_hosts(group):
         return "the ranks are not CPU ranks that talk by gloo"
-    own, token, error = _own_file()
-    places = comm.gather_objects((_machine(), os.getpid(), own, token, error), group)
-    files: list[int] = []
-    reasons = [error for *_, error in places if error]
-    machines = sorted({machine for machine, *_ in places})
-    if len(machines) > 1:
-        reasons.append(
-            f"the ranks are on {len(machines)} machines, {', '.join(machine.split()[0] for machine in machines)}"
-        )
-    if not reasons:
-        files, error = _open_all(places, comm.rank_in(group), own)
-        reasons = [each for each in comm.gather_objects(error, group) if each]
-    if reasons:
-        _close({own, *files} - {-1})
-        return str(reasons[0])
-    _arenas[name] = Arena(group, files)
+    rank, size, reason = comm.rank_in(group), comm.size_of(group), ""
+    others, readers = [other for other in range(size) if other != rank], dict[int, int]()
+    with ExitStack() as held:
+        with ExitStack() as lent:
+            offers = comm.gather_objects(offer(FOLDER, others, readers, held, lent), group)
+            files, writers = {rank: offers[rank].file}, {}
+            try:
+                reason = why_apart(offers)
+                for other in others if not reason else ():
+                    files[other] = open_file(offers, rank, other, held)
+                    writers[other] = open_pipe(offers, rank, other, held)
+            except SequenceParallelError as error:
+                reason = str(error)
+            # The others may open what is lent until every rank has come here.
+            reason = next((each for each in comm.gather_objects(reason, group) if each), "")
+        if reason:
+            return reason
+        arena = Arena(group, [files[other] for other in range(size)], Signals(rank, readers, writers, comm.timeout_s()))
+        # Its memory is freed when every rank has closed the files, and no tensor of `view` is left.
+        weakref.finalize(arena, held.pop_all().close)
+    _arenas[name] = arena
     comm.when_destroyed(group, partial(_arenas.pop, name, None))
     return ""
 
@@ -214,57 +204,6 @@ def free_bytes() -> int:
     """Return what is free in the folder of shared memory."""
     found = os.statvfs(FOLDER)
     return found.f_bavail * found.f_frsize
-
-
-def _machine() -> str:
-    """Return a host's name, and the number that its kernel drew when it started: machines may share a name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = "unknown"
-    return f"{socket.gethostname()} {boot}"
-
-
-def _own_file() -> tuple[int, bytes, str]:
-    """Make this rank's file, one page long and without a name. Returns (descriptor or -1, token, why not)."""
-    token, file = secrets.token_bytes(_TOKEN_BYTES), -1
-    try:
-        file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
-        os.posix_fallocate(file, 0, BEGIN)
-        os.pwrite(file, token, 0)
-    except (OSError, AttributeError) as error:  # no Linux: no O_TMPFILE
-        if file >= 0:
-            os.close(file)
-        return -1, token, f"no file can be made in {FOLDER} ({error})"
-    return file, token, ""
-
-
-def _open_all(places: Sequence[tuple[str, int, int, bytes, str]], rank: int, own: int) -> tuple[list[int], str]:
-    """Open every rank's file, each known by its token: in another container the number may be another process'."""
-    files: list[int] = []
-    for other, (_, process, number, token, _) in enumerate(places):
-        if other == rank:
-            files.append(own)
-            continue
-        try:
-            # Not os.O_RDWR at once: what another process has under that number may be a device or a pipe.
-            path = f"/proc/{process}/fd/{number}"
-            if os.stat(path).st_nlink or not os.path.isfile(path):
-                return (
-                    files,
-                    f"rank {rank} finds no shared memory of rank {other}: containers with processes of their own?",
-                )
-            files.append(os.open(path, os.O_RDWR))
-        except OSError as error:
-            return files, f"rank {rank} cannot open the shared memory of rank {other} ({error})"
-        if os.pread(files[-1], _TOKEN_BYTES, 0) != token:
-            return files, f"rank {rank} finds no shared memory of rank {other}: containers with processes of their own?"
-    return files, ""
-
-
-def _close(files: Iterable[int]) -> None:
-    for file in files:
-        os.close(file)
 
 
 def _mib(num_bytes: float) -> str:

@@ -51,7 +51,7 @@ def attention_op(
 
     Shapes: q (B, H, s, D), k and v (B, K, s, D) -> out (B, H, s, D), lse (B, h, S), and with Ulysses the exchanged
     q, k, v (S, B, h + 2 k, D) and out (B, h, S, D), else two empty tensors; S = tokens of this ring rank.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), which through shared memory are signals of one byte.
+    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared.
     """
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     packed, heads_out = q.new_empty(0), q.new_empty(0)

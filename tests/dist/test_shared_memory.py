@@ -1,4 +1,4 @@
-"""The ring through shared memory: bit-equal to the network, signals alone travel, nothing is left behind, and what cannot be is refused."""
+"""The ring through shared memory: bit-equal to the network, nothing of the ring travels by it, nothing is left behind, and what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -38,23 +38,16 @@ def test_bit_equal_to_the_network(pools, degrees, dtype, causal):
 
 @DEGREES
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_signals_alone_travel_between_the_ranks_of_a_ring(pools, degrees, causal):
+def test_the_exchange_of_heads_alone_travels_by_the_network(pools, degrees, causal):
     ulysses, ring = degrees
     layout, split, heads, length, dim = SequenceLayout(ring, ulysses), HeadSplit(8, 8, ulysses), 8, 64, 8
     answers = pools(4).run(traffic, *degrees, heads, heads, length, dim, torch.float32, causal, None, "shared_memory")
     for rank, measured in enumerate(answers):
         _, place = layout.coordinates(rank)
         exchanged = ulysses_sent_elements(split, place, batch=1, tokens=length // layout.size, dim=dim)
-        # Ready and done in a forward; home and added beside them in a backward.
-        for elements, signals, (sent, calls) in zip(exchanged, (2, 4), measured, strict=True):
-            assert sent == elements * 4 + signals * (ring - 1)
-            exchanges = {"all_to_all_single": 2} if ulysses > 1 else {}
-            assert calls == {"isend": signals * (ring - 1), "irecv": signals * (ring - 1), **exchanges}
-
-
-def test_documents_that_no_peer_holds_a_part_of_need_no_signal(pools):
-    for measured in pools(4).run(traffic, 1, 4, 8, 2, 64, 8, torch.float32, True, [[8] * 8], "shared_memory"):
-        assert measured == [(0, {}), (0, {})]
+        for elements, (sent, calls) in zip(exchanged, measured, strict=True):
+            assert sent == elements * 4
+            assert calls == ({"all_to_all_single": 2} if ulysses > 1 else {})
 
 
 @pytest.mark.parametrize("degrees", [(1, 4), (2, 2), (1, 3)], ids=["1x4", "2x2", "1x3"])
@@ -94,7 +87,7 @@ def test_too_little_memory_takes_the_network_and_warns_once(folder):
     for rank, (answers, warned, used) in enumerate(ranked):
         assert [same for same, _ in answers] == [True] * 4
         sent = [bytes_sent for _, bytes_sent in answers]
-        assert sent[0] == sent[3] == 6 * 3
+        assert sent[0] == sent[3] == 0
         assert sent[1] == sent[2] > 2**20
         assert len(warned) == (1 if rank == 0 else 0), warned
         # What other ranks had got before one got nothing was given back: 3 places of 128 KiB and a page each.
@@ -131,7 +124,7 @@ def test_too_little_memory_is_refused_where_it_was_asked_for(folder):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("folder", "no file can be made in /nowhere ([Errno 2] No such file or directory: '/nowhere')"),
+        ("folder", "no shared memory can be made in /nowhere ([Errno 2] No such file or directory: '/nowhere')"),
         ("process", "of rank 1"),
         ("machine", "the ranks are on 2 machines, "),
     ],
@@ -179,7 +172,7 @@ def test_nothing_is_left_when_all_ranks_are_killed(folder, tmp_path):
 def test_nothing_is_left_and_nobody_waits_when_one_rank_dies(folder, how):
     place = folder or Path("/dev/shm")
     before, used, begin = names(place), ranks.used_bytes(place), time.monotonic()
-    with pytest.raises(RuntimeError, match="boom on rank 2" if how == "raise" else "(?i)connection|gloo"):
+    with pytest.raises(RuntimeError, match="boom on rank 2" if how == "raise" else "rank 2 of the ring has ended"):
         run_ranks(ranks.raise_in_mid_run, 4, place, how, timeout_s=60)
     assert time.monotonic() - begin < 60, "the others waited for their time limit"
     assert names(place) == before

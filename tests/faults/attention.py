@@ -87,14 +87,14 @@ ATTENTION = (
     fault(
         "shared dK and dV overwritten while they are read",
         "attention/shared_hops.py",
-        "                before.wait()\n",
+        "                self._arena.wait(Signal.ADDED, self._ring.source(hop - MAX_PARTIALS))\n",
         "                pass\n",
         f"{OUT_OF_STEP}[1x4]",
     ),
     fault(
         "shared keys read before they are written",
         "attention/shared_hops.py",
-        "        if self._ready is not None:\n            self._ready.wait()\n",
+        "        if self._ranges:\n            self._ready()\n",
         "",
         f"{OUT_OF_STEP}[1x4]",
         f"{OUT_OF_STEP}[2x2]",

@@ -56,6 +56,7 @@ class Arena:
         self._too_much, self._free = math.inf, 0
         self._warned = False
         self._owed: list[tuple[Signal, int]] = []
+        self._turn = 0
 
     def reserve(self, num_bytes: int) -> str:
         """Make every rank's arena hold `num_bytes` of data; every rank must call it with the same number, in the same order of calls.
@@ -69,7 +70,6 @@ class Arena:
         if needed <= self.capacity:
             return ""
         if needed < self._too_much:
-            self.settle()
             missing = self._grow(needed)
             free = [int(each) for each in comm.gather(torch.tensor([missing]), self.group)]
             if all(each < 0 for each in free):
@@ -108,24 +108,26 @@ class Arena:
             held = self._maps[rank] = mmap.mmap(self._files[rank], self.capacity)
         return torch.frombuffer(held, dtype=dtype, count=math.prod(shape), offset=PAGE + offset).view(*shape)
 
+    def begin(self) -> None:
+        """Begin the next use of the memory: wait until no other rank reads what this rank wrote in the last one."""
+        owed, self._owed = self._owed, []
+        for signal, source in owed:
+            self._signals.wait(signal, source, self._turn)
+        self._turn += 1
+
     def send(self, signal: Signal, to: int) -> None:
         """Tell a rank something."""
-        self._signals.send(signal, to)
+        self._signals.send(signal, to, self._turn)
 
     def wait(self, signal: Signal, source: int) -> None:
         """Return when a rank's signal has come."""
         if (signal, source) in self._owed:
             self._owed.remove((signal, source))
-        self._signals.wait(signal, source)
+        self._signals.wait(signal, source, self._turn)
 
     def owe(self, signal: Signal, source: int) -> None:
-        """Have `settle` wait for a signal that says that a rank has read this rank's memory."""
+        """Have the next `begin` wait for a signal that says that a rank has read this rank's memory."""
         self._owed.append((signal, source))
-
-    def settle(self) -> None:
-        """Wait until no other rank reads this rank's memory."""
-        while self._owed:
-            self.wait(*self._owed[0])
 
 
 def connect(group: ProcessGroup | None) -> str:

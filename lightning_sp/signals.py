@@ -23,6 +23,10 @@ class Signal(IntEnum):
     ADDED = 4  # the sender has added those
 
 
+# A byte holds the signal, and above it the turn, so that what a turn that was given up has left is never taken for the next one's.
+_TURNS = 32
+
+
 class Signals:
     """The pipes of one rank. A class because it holds what has come and was not yet waited for.
 
@@ -37,21 +41,21 @@ class Signals:
         self._rank, self._readers, self._writers, self._timeout_s = rank, readers, writers, timeout_s
         self._come: dict[int, Counter[int]] = {source: Counter() for source in readers}
 
-    def send(self, signal: Signal, to: int) -> None:
+    def send(self, signal: Signal, to: int, turn: int) -> None:
         """Tell a rank something; what this rank wrote before is then there for it."""
         try:
-            os.write(self._writers[to], bytes([signal]))
+            os.write(self._writers[to], bytes([_byte(signal, turn)]))
         except BrokenPipeError as error:
             raise self._ended(signal, to) from error
 
-    def wait(self, signal: Signal, source: int) -> None:
-        """Return when a rank has sent a signal once more than it was waited for.
+    def wait(self, signal: Signal, source: int, turn: int) -> None:
+        """Return when a rank has sent a signal in a turn.
 
         Raises:
             RuntimeError: the rank's process has ended, or sends nothing within the time limit.
         """
-        come = self._come[source]
-        while not come[signal]:
+        come, expected = self._come[source], _byte(signal, turn)
+        while not come[expected]:
             reader = self._readers[source]
             waiting = select.poll()
             waiting.register(reader, select.POLLIN)
@@ -63,7 +67,11 @@ class Signals:
             if not found:
                 raise self._ended(signal, source)
             come.update(found)
-        come[signal] -= 1
+        come[expected] -= 1
 
     def _ended(self, signal: Signal, peer: int) -> RuntimeError:
         return RuntimeError(f"rank {peer} of the ring has ended; rank {self._rank} was at the signal {signal.name}")
+
+
+def _byte(signal: Signal, turn: int) -> int:
+    return signal + 8 * (turn % _TURNS)

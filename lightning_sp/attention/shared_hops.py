@@ -109,7 +109,7 @@ class SharedHops:
         self._ring, self._arena = ring, arena
         self._shape, self._dtype, self._place_bytes = packed_shape(k), k.dtype, _place_bytes(k)
         self._sent: set[int] = set()
-        arena.settle()
+        arena.begin()
         pack_into(self._place(arena.rank, 0), k, v)
         for hop in range(1, ring.size):
             if ring.leaving(hop):

@@ -179,6 +179,12 @@ def test_nothing_is_left_and_nobody_waits_when_one_rank_dies(folder, how):
     assert folder is None or ranks.used_bytes(place) == used
 
 
+def test_a_pass_that_was_given_up_is_never_taken_for_the_next():
+    for rank, said in enumerate(run_ranks(ranks.give_up, 4, "shared_memory", timeout_s=5)):
+        waited, ended = f"rank {rank} of the ring waited 5 s for rank ", f"; rank {rank} was at the signal "
+        assert said.startswith(waited) or ended in said, said
+
+
 def names(place):
     """Return what lies in a folder of shared memory, but for the semaphores of other processes' queues."""
     return {name for name in os.listdir(place) if not name.startswith("sem.")}

@@ -79,9 +79,9 @@ ATTENTION = (
     ),
     fault(
         "shared keys overwritten while they are read",
-        "attention/shared_hops.py",
-        "        arena.settle()\n",
-        "",
+        "shared_memory.py",
+        "            self._signals.wait(signal, source, self._turn)\n        self._turn",
+        "            pass\n        self._turn",
         f"{OUT_OF_STEP}[1x4]",
     ),
     fault(

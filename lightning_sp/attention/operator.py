@@ -20,6 +20,7 @@ from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.plan import plan_of
 from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
 from lightning_sp.attention.scores import ScoreGradients, Scores
+from lightning_sp.attention.shared_hops import backward_arena, forward_arena
 from lightning_sp.attention.sinks import sink_gradient
 from lightning_sp.attention.ulysses import (
     HeadSplit,
@@ -40,6 +41,7 @@ from lightning_sp.attention.ulysses_cross import (
     split_cross,
 )
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.shared_memory import Arena
 
 
 @torch.library.custom_op("lightning_sp::attention", mutates_args=())
@@ -57,13 +59,14 @@ def attention_op(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attend over the whole sequence from this rank's part of it.
 
     Shapes: q (B, H, s, D), k and v (B, K, t, D) -> out (B, H, s, D), lse (B, h, S), and with Ulysses what was exchanged: out (B, h, S, D),
     and q, k, v (S, B, h + 2 k, D) and nothing, or with t != s q (S, B, h, D) and k, v (T, B, 2 k, D); else three empty tensors. S, T:
     tokens of this ring rank.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring).
+    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared.
     """
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     packed, packed_kv, heads_out = (q.new_empty(0) for _ in range(3))
@@ -74,7 +77,8 @@ def attention_op(
         packed, packed_kv = exchange_cross(q, k, v, split, rank, ulysses)
         q, k, v = split_cross(packed, packed_kv)
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
-    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores)
+    arena = forward_arena(k, ring_group, ring_transport)
+    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores, arena)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
@@ -100,6 +104,7 @@ def _(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     batch, _, tokens, dim = q.shape
@@ -132,6 +137,7 @@ def attention_backward_op(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
     num_heads: int,
     num_kv_heads: int,
     learns: bool,
@@ -151,7 +157,8 @@ def attention_backward_op(
     else:
         q, k, v = saved
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
-    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores)
+    arena = backward_arena(k, ring_group, ring_transport)
+    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores, arena)
     gradients = ScoreGradients.like(scores, learns)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores, gradients)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
@@ -180,6 +187,7 @@ def _(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
     num_heads: int,
     num_kv_heads: int,
     learns: bool,
@@ -222,7 +230,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     num_masks, num_scores = ctx.counts
     no_masks, no_scores = [None] * num_masks, [None] * num_scores
     if grad is None:
-        return (None, None, None, None, no_masks, None, None, no_scores, *[None] * 5)
+        return (None, None, None, None, no_masks, None, None, no_scores, *[None] * 6)
     lse, sinks, *rest, out = ctx.saved_tensors
     masks, score_tensors, saved = (
         rest[:num_masks],
@@ -241,7 +249,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     ctx.maybe_clear_saved_tensors()
     num_heads, num_kv_heads = ctx.heads
     dq, dk, dv = gradients_home(grads, num_heads, num_kv_heads, ulysses_group)
-    return (dq, dk, dv, None, no_masks, None, None, dscores, dsinks if has_sinks else None, *[None] * 4)
+    return (dq, dk, dv, None, no_masks, None, None, dscores, dsinks if has_sinks else None, *[None] * 5)
 
 
 def gradients_home(grads: list[Tensor], num_heads: int, num_kv_heads: int, ulysses_group: str) -> list[Tensor]:
@@ -303,9 +311,11 @@ def _ring(
     split: HeadSplit,
     ulysses_rank: int,
     scores: Scores,
+    arena: Arena | None,
 ) -> Ring:
     group = comm.group_by_name(ring_group)
     size = comm.size_of(group)
     mask = AttentionMask.from_arguments(numbers, tensors)
     plan = plan_of(mask, SequenceLayout(size, split.size), q.shape[2] * size, q.shape[0], k.shape[2] * size)
-    return Ring(plan, comm.rank_in(group), group, split.queries(ulysses_rank) if scores.names() else None)
+    heads = split.queries(ulysses_rank) if scores.names() else None
+    return Ring(plan, comm.rank_in(group), group, heads, arena)

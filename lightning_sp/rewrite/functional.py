@@ -127,6 +127,7 @@ def attend(
         sinks=sinks,
         softcap=softcap,
         kernel=context.kernel,
+        ring_transport=context.ring_transport,
     )
 
 

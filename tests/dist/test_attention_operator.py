@@ -8,9 +8,12 @@ import torch
 from tests.dist.operator_ranks import block_step, kept_graph, refusals, short_boundaries
 
 
+@pytest.mark.parametrize("transport", ["network", "shared_memory"])
 @pytest.mark.parametrize("degrees", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
-def test_selective_checkpointing_repeats_neither_kernel_nor_communication(pools, degrees):
-    plain, selective, full = (pools(4).run(block_step, *degrees, how) for how in ("plain", "selective", "full"))
+def test_selective_checkpointing_repeats_neither_kernel_nor_communication(pools, degrees, transport):
+    plain, selective, full = (
+        pools(4).run(block_step, *degrees, how, transport) for how in ("plain", "selective", "full")
+    )
     for rank in range(4):
         calls, tensors = plain[rank]
         assert selective[rank][0] == calls
@@ -23,9 +26,13 @@ def test_selective_checkpointing_repeats_neither_kernel_nor_communication(pools,
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["2x1", "1x2"])
-def test_compiled_equals_eager(pools, degrees):
-    eager, compiled = (pools(2).run(block_step, *degrees, how) for how in ("plain", "compiled"))
+@pytest.mark.parametrize(
+    ("degrees", "transport"),
+    [((2, 1), "network"), ((1, 2), "network"), ((1, 2), "shared_memory")],
+    ids=["2x1", "1x2", "1x2 shared memory"],
+)
+def test_compiled_equals_eager(pools, degrees, transport):
+    eager, compiled = (pools(2).run(block_step, *degrees, how, transport) for how in ("plain", "compiled"))
     for rank in range(2):
         assert compiled[rank][0] == eager[rank][0]
         for ours, theirs in zip(compiled[rank][1], eager[rank][1], strict=True):

@@ -37,6 +37,7 @@ def attention_op(
     v: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     sinks: Tensor | None,
     softcap: float,
     scale: float,
@@ -55,7 +56,7 @@ def attention_op(
     if ulysses is not None:
         packed = exchange_qkv(q, k, v, split, rank, ulysses)
         q, k, v = split_qkv(packed, split, rank)
-    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
+    ring = _ring(q, mask_numbers, mask_tensors, layout_table, ring_group, split.size)
     local_kernel = select_kernel(kernel, q.device, q.dtype, softcap)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
@@ -73,6 +74,7 @@ def _(
     v: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     sinks: Tensor | None,
     softcap: float,
     scale: float,
@@ -100,6 +102,7 @@ def attention_backward_op(
     lse: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     sinks: Tensor | None,
@@ -121,7 +124,7 @@ def attention_backward_op(
         grad = exchange_out_grad(grad, split, rank, ulysses)
     else:
         q, k, v = saved
-    ring = _ring(q, mask_numbers, mask_tensors, ring_group, split.size)
+    ring = _ring(q, mask_numbers, mask_tensors, layout_table, ring_group, split.size)
     local_kernel = select_kernel(kernel, q.device, q.dtype, softcap)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     dsinks = grad.new_empty(0)
@@ -145,6 +148,7 @@ def _(
     lse: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     sinks: Tensor | None,
@@ -160,7 +164,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, numbers, tensors, sinks, softcap, scale, ring_group, ulysses_group, kernel = inputs
+    q, k, v, numbers, tensors, table, sinks, softcap, scale, ring_group, ulysses_group, kernel = inputs
     out, lse, packed, heads_out = output
     ctx.mark_non_differentiable(lse, packed, heads_out)
     ctx.set_materialize_grads(False)
@@ -168,19 +172,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.numbers, ctx.num_mask_tensors = numbers, len(tensors)
     ctx.options = (softcap, scale, ring_group, ulysses_group, kernel)
     saved = (packed, heads_out) if ulysses_group else (q, k, v, out)
-    ctx.save_for_backward(lse, sinks, *tensors, *saved)
+    ctx.save_for_backward(lse, sinks, table, *tensors, *saved)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     no_tensors = [None] * ctx.num_mask_tensors
     if grad is None:
-        return (None, None, None, None, no_tensors, *[None] * 6)
-    lse, sinks, *rest, out = ctx.saved_tensors
+        return (None, None, None, None, no_tensors, *[None] * 7)
+    lse, sinks, table, *rest, out = ctx.saved_tensors
     tensors, saved = rest[: ctx.num_mask_tensors], rest[ctx.num_mask_tensors :]
     dq, dk, dv, dsinks = attention_backward_op(
-        grad, saved, out, lse, ctx.numbers, tensors, *ctx.heads, sinks, *ctx.options
+        grad, saved, out, lse, ctx.numbers, tensors, table, *ctx.heads, sinks, *ctx.options
     )
-    return (dq, dk, dv, None, no_tensors, None if sinks is None else dsinks, *[None] * 5)
+    return (dq, dk, dv, None, no_tensors, None, None if sinks is None else dsinks, *[None] * 5)
 
 
 attention_op.register_autograd(_backward, setup_context=_save)
@@ -197,9 +201,17 @@ def _head_split(num_heads: int, num_kv_heads: int, ulysses_group: str) -> tuple[
     return HeadSplit(int(num_heads), int(num_kv_heads), comm.size_of(group)), group, comm.rank_in(group)
 
 
-def _ring(q: Tensor, numbers: list[int], tensors: list[Tensor], ring_group: str, ulysses_size: int) -> Ring:
+def _ring(
+    q: Tensor,
+    numbers: list[int],
+    tensors: list[Tensor],
+    layout_table: Tensor | None,
+    ring_group: str,
+    ulysses_size: int,
+) -> Ring:
     group = comm.group_by_name(ring_group)
     size = comm.size_of(group)
     mask = AttentionMask.from_arguments(numbers, tensors)
-    plan = plan_of(mask, SequenceLayout(size, ulysses_size), q.shape[2] * size, q.shape[0])
+    layout = SequenceLayout.from_table(size, ulysses_size, layout_table)
+    plan = plan_of(mask, layout, q.shape[2] * size, q.shape[0])
     return Ring(plan, comm.rank_in(group), group)

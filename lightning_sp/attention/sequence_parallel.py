@@ -11,6 +11,7 @@ from lightning_sp.attention.kernel import check_kernel
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 
 
@@ -21,6 +22,7 @@ def sequence_parallel_attention(
     *,
     mesh: SequenceMesh | None,
     mask: AttentionMask,
+    layout: SequenceLayout | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -34,6 +36,7 @@ def sequence_parallel_attention(
         v: this rank's values.
         mesh: the attention's mesh; None for one process.
         mask: what a query may see, in global positions.
+        layout: which tokens each rank holds; None for the mesh's own, zigzag.
         scale: factor of q k^T; None for 1 / sqrt(D).
         sinks: score of each query head's sink, the same on all ranks; its gradient on each is of that rank's part, as a parameter's.
         softcap: bound of the scores before the mask, c tanh(score / c); None for none.
@@ -52,10 +55,12 @@ def sequence_parallel_attention(
         # As F.scaled_dot_product_attention under autocast: one dtype for all three (a float32 rotary embedding leaves v alone in bf16).
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
-    layout = mesh.layout if mesh is not None else None
-    _check(q, k, v, sinks, softcap, layout.ulysses_size if layout else 1)
+    degrees = mesh.layout if mesh is not None else SequenceLayout()
+    layout = degrees if layout is None else layout
+    _check(q, k, v, sinks, softcap, degrees.ulysses_size)
+    _check_layout(layout, degrees, q.shape[2])
     check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
-    mask.check(length=q.shape[2] * (layout.size if layout else 1), batch=q.shape[0])
+    mask.check(length=q.shape[2] * degrees.size, batch=q.shape[0])
     ring = comm.group_name(mesh.ring_group) if mesh is not None else ""
     ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -63,8 +68,18 @@ def sequence_parallel_attention(
     dim = max(q.shape[-1], width)
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     out: Tensor
-    out, _, _, _ = attention_op(q, k, v, *mask.arguments(), sinks, float(softcap or 0.0), factor, ring, ulysses, kernel)
+    options = (layout.table, sinks, float(softcap or 0.0), factor, ring, ulysses, kernel)
+    out, _, _, _ = attention_op(q, k, v, *mask.arguments(), *options)
     return out[..., :width] if width < dim else out
+
+
+def _check_layout(layout: SequenceLayout, degrees: SequenceLayout, tokens: int) -> None:
+    given, held = ((each.ring_size, each.ulysses_size) for each in (layout, degrees))
+    if given != held:
+        raise SequenceParallelError(
+            f"a layout of ring {given[0]} x ulysses {given[1]} on a mesh of ring {held[0]} x ulysses {held[1]}: they must be equal"
+        )
+    layout.check_length(tokens * degrees.size)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None, ulysses_size: int) -> None:

@@ -43,11 +43,12 @@ def options_of(heads, dtype, scale, with_sinks, softcap):
 
 
 def sharded(
-    ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None
+    ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None, layout=None
 ):  # fmt: skip
     """Return whole (out, dq, dk, dv[, dsinks]), gathered from the shards; padding cut off. `mask`: a description for tests/masks.py."""
     mesh = mesh_of(ulysses, ring)
-    layout, rank = mesh.layout, mesh.sequence_rank
+    options = {"layout": layout}
+    layout, rank = layout or mesh.layout, mesh.sequence_rank
     padded = layout.padded_length(length)
     q, k, v, grad = (
         shard(pad(t, padded, dim=2, value=0.0), layout, rank, dim=2)
@@ -55,8 +56,8 @@ def sharded(
     )
     for t in (q, k, v):
         t.requires_grad_(True)
-    sinks, options = options_of(heads, dtype, scale, with_sinks, softcap)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), **options)
+    sinks, scores = options_of(heads, dtype, scale, with_sinks, softcap)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), **scores, **options)
     out.backward(grad)
     results = []
     for tensor in (out.detach(), q.grad, k.grad, v.grad):

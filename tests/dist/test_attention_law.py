@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests import masks
+from tests import layouts, masks
 from tests.dist.attention_ranks import law_case, whole
 
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
@@ -66,6 +67,29 @@ def test_law_for_drawn_masks(pools, length, degrees, heads, data):
     mask, more = data.draw(masks.drawn(length)), data.draw(st.sampled_from([{}, {}, *SCORES]))
     case = dict(ulysses=degrees[0], ring=degrees[1], heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
     expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring")})
+    for rank, answer in enumerate(pools(4).run(law_case, [case])):
+        labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
+        assert_sharded_equals_unsharded(answer[0], expected, labels)
+
+
+@settings(
+    max_examples=settings().max_examples // 4,  # each runs on all ranks
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    length=st.integers(1, 150),
+    degrees=st.sampled_from([(2, 2), (1, 4)]),
+    heads=st.sampled_from([*HEADS, (5, 5), (4, 2)]),
+    data=st.data(),
+)
+def test_law_for_drawn_layouts(pools, length, degrees, heads, data):
+    """Each rank may hold any ranges of tokens, as many as the others."""
+    mask, more = data.draw(masks.drawn(length)), data.draw(st.sampled_from([{}, {}, *SCORES]))
+    alone = dict(heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
+    padded = SequenceLayout(degrees[1], degrees[0]).padded_length(length)
+    layout = data.draw(layouts.drawn(degrees[1], degrees[0], padded))
+    case, expected = dict(ulysses=degrees[0], ring=degrees[1], layout=layout, **alone), whole(**alone)
     for rank, answer in enumerate(pools(4).run(law_case, [case])):
         labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
         assert_sharded_equals_unsharded(answer[0], expected, labels)

@@ -141,14 +141,15 @@ def emulate(
     layout = SequenceLayout(ring_size, ulysses_size)
     world = EmulatedWorld(layout)
     scale = whole[0].shape[-1] ** -0.5
+    seen = (*mask.arguments(), layout.table)
 
     def rank_step(rank: int) -> list[Tensor]:
         q, k, v, grad = (shard(t, layout, rank, dim=2) for t in whole)
         options = (None, 0.0, scale, world.name("ring", rank), world.name("ulysses", rank), kernel)
-        out, lse, packed, heads_out = operator.attention_op(q, k, v, *mask.arguments(), *options)
+        out, lse, packed, heads_out = operator.attention_op(q, k, v, *seen, *options)
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
         heads = (q.shape[1], k.shape[1])
-        *gradients, _ = operator.attention_backward_op(grad, saved, own_out, lse, *mask.arguments(), *heads, *options)
+        *gradients, _ = operator.attention_backward_op(grad, saved, own_out, lse, *seen, *heads, *options)
         return [out, *gradients]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():

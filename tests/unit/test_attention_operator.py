@@ -25,6 +25,7 @@ from lightning_sp.attention.operator import attention_backward_op, attention_op
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.attention.tiled import TiledKernel
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 
 
@@ -37,15 +38,16 @@ def tensors(*shapes, dtype=torch.float64):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 @pytest.mark.parametrize("boundaries", [None, boundaries_from_lengths([[3, 9], [12]])], ids=["dense", "packed"])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads):
+@pytest.mark.parametrize("table", [None, torch.tensor([[0, 0, 7], [0, 7, 12]])], ids=["zigzag", "assigned"])
+def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, table):
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
     mask = AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments()
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
-    arguments = (q, k, v, *mask, sinks, 0.0, 0.3, "", "", "auto")
+    arguments = (q, k, v, *mask, table, sinks, 0.0, 0.3, "", "", "auto")
     torch.library.opcheck(attention_op, arguments)
     out, lse, _, _ = attention_op(*arguments)
     saved = [t.detach() for t in (q, k, v)]
-    backward = (out.detach(), saved, out.detach(), lse, *mask, 4, kv_heads, sinks, 0.0, 0.3, "", "", "auto")
+    backward = (out.detach(), saved, out.detach(), lse, *mask, table, 4, kv_heads, sinks, 0.0, 0.3, "", "", "auto")
     # Not differentiable twice, so the test of its autograd does not apply.
     torch.library.opcheck(attention_backward_op, backward, test_utils=("test_schema", "test_faketensor"))
 
@@ -71,6 +73,19 @@ def test_without_a_mesh_it_is_sdpa_to_the_bit():
         out.backward(grad)
         results.append([out, *(t.grad for t in leaves)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (SequenceLayout(2, 1), "a layout of ring 2 x ulysses 1 on a mesh of ring 1 x ulysses 1: they must be equal"),
+        (SequenceLayout(1, 1, (((0, 4), (4, 8)),)), "a sequence of 12 tokens in a layout made for a batch of 8 "),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, message):
+    q, k, v = tensors((1, 2, 12, 8), (1, 2, 12, 8), (1, 2, 12, 8))
+    with pytest.raises(SequenceParallelError, match=re.escape(message)):
+        sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), layout=layout)
 
 
 REFUSED = [

@@ -12,7 +12,7 @@ from lightning_sp.attention.plan import TILE, Kind, Plan, key_ranges, plan_of, r
 from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
-from tests import masks
+from tests import layouts, masks
 
 
 def visits(plan, rows):
@@ -45,6 +45,15 @@ def visits(plan, rows):
 def test_blocks_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data):
     layout = SequenceLayout(ring, ulysses)
     padded = layout.padded_length(length)
+    mask = masks.build(data.draw(masks.drawn(length)), length, padded)
+    count = visits(Plan(mask, layout, padded, 2), rows=2)
+    assert torch.equal(count, allowed(mask, padded).expand(2, -1, -1).long())
+
+
+@given(ring=st.integers(1, 5), ulysses=st.integers(1, 2), length=st.integers(1, 80), data=st.data())
+def test_blocks_of_any_layout_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data):
+    padded = SequenceLayout(ring, ulysses).padded_length(length)
+    layout = data.draw(layouts.drawn(ring, ulysses, padded))
     mask = masks.build(data.draw(masks.drawn(length)), length, padded)
     count = visits(Plan(mask, layout, padded, 2), rows=2)
     assert torch.equal(count, allowed(mask, padded).expand(2, -1, -1).long())

@@ -13,6 +13,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 
 Degree = int | Literal["auto"]
 KERNELS = ("auto", "torch", "flash_attn")
+BALANCES = ("auto", "zigzag", "documents")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class StrategyConfig:
             alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not), else refused.
         packed_documents: Whether position_ids that do not rise by one begin a document, to which attention keeps. None: known for
             `SequenceShardingDataModule`, and for Hugging Face models that get no attention mask (their own convention), else refused.
+        balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
+            that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
         save_distributed_checkpoint: True: a DCP directory; False: one consolidated file written by rank 0.
         timeout_s: Time limit of every collective, in seconds.
     """
@@ -54,6 +57,7 @@ class StrategyConfig:
     sequence_dims: Mapping[str, int] | None = None
     labels_shifted: bool | None = None
     packed_documents: bool | None = None
+    balance: str = "auto"
     save_distributed_checkpoint: bool = True
     timeout_s: float = 300.0
 
@@ -72,6 +76,15 @@ class StrategyConfig:
         if self.kernel not in KERNELS:
             raise SequenceParallelError(
                 f"kernel={self.kernel!r}: must be one of {', '.join(KERNELS)}{closest(self.kernel, KERNELS)}"
+            )
+        if self.balance not in BALANCES:
+            raise SequenceParallelError(
+                f"balance={self.balance!r}: must be one of {', '.join(BALANCES)}{closest(self.balance, BALANCES)}"
+            )
+        if self.balance == "documents" and not self.shard_batch:
+            raise SequenceParallelError(
+                "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
+                "let the strategy shard"
             )
         if self.timeout_s <= 0:
             raise SequenceParallelError(f"timeout_s={self.timeout_s}: must be positive, in seconds")

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_sp.attention.balance import Balance
 from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 
 
@@ -32,6 +34,8 @@ class BatchInfo:
         valid: the keys of each row that an attention mask leaves, (rows, 2); None where it hides nothing or none was given.
         mask_given: the batch has an attention mask.
         local_mask: this rank's part of it, (B, s).
+        layout: which tokens each rank holds.
+        balance: how that compares to zigzag; None where no documents are known, or nothing was compared.
     """
 
     rows: int
@@ -43,6 +47,8 @@ class BatchInfo:
     valid: Tensor | None = None
     mask_given: bool = False
     local_mask: Tensor | None = None
+    layout: SequenceLayout = field(default_factory=SequenceLayout)
+    balance: Balance | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Return the same with what the step reads on its device; boundaries stay on the host."""

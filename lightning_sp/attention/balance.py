@@ -60,6 +60,16 @@ class Balance:
     zigzag_moved_tokens: int
     pays: bool
 
+    def describe(self) -> str:
+        """Return one line: what the layout is, and what the other would be."""
+        found, before = f"{100 * self.imbalance:.1f}%", f"{100 * self.zigzag_imbalance:.1f}%"
+        used, other = ("balanced", "zigzag") if self.layout.assignment else ("zigzag", "balanced")
+        told, beside = (found, before) if self.layout.assignment else (before, found)
+        return (
+            f"packed documents over a ring of {self.layout.ring_size}, first batch: {used}, the busiest rank computes {told} more (query, key) "
+            f"pairs than the mean; {other} it would be {beside}"
+        )
+
 
 def balance(mask: AttentionMask, degrees: SequenceLayout, length: int, *, device: str = "cpu") -> Balance:
     """Return a layout in which all ring ranks compute about equally many pairs, and the same number of tokens.

@@ -123,6 +123,7 @@ def attend(
         value,
         mesh=context.mesh,
         mask=mask,
+        layout=step.batch.layout,
         scale=scale,
         sinks=sinks,
         softcap=softcap,

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.balance import balance
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests import layouts, masks
@@ -93,6 +95,30 @@ def test_law_for_drawn_layouts(pools, length, degrees, heads, data):
     for rank, answer in enumerate(pools(4).run(law_case, [case])):
         labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
         assert_sharded_equals_unsharded(answer[0], expected, labels)
+
+
+@pytest.mark.parametrize("degrees", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
+def test_law_for_balanced_documents(pools, degrees):
+    """What the search finds, for rows of other documents each, with what changes the scores, windows and padding."""
+    lengths = [[130, 60, 2, 40, 24], [17, 200, 39]]
+    layout = balance(
+        AttentionMask(boundaries=boundaries_from_lengths(lengths)), SequenceLayout(degrees[1], degrees[0]), 256
+    ).layout
+    assert layout.assignment
+    cases = [
+        dict(ulysses=degrees[0], ring=degrees[1], layout=layout, heads=8, kv_heads=2, length=256, mask=mask, **more)
+        for mask, more in (
+            *((dict(lengths=lengths), more) for more in ({}, *SCORES)),
+            (dict(lengths=lengths, window_size=(50, None)), {}),
+            (dict(lengths=lengths, causal=False), {}),
+        )
+    ]
+    answers = pools(4).run(law_case, cases)
+    for i, case in enumerate(cases):
+        expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring", "layout")})
+        for rank in range(4):
+            labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
+            assert_sharded_equals_unsharded(answers[rank][i], expected, labels)
 
 
 def test_an_explicit_scale_is_used(pools):

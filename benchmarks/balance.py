@@ -97,7 +97,7 @@ def step(problem: Problem, layout: SequenceLayout) -> tuple[float, float]:
 
 def compare(problem: Problem, repeats: int) -> None:
     """Print one row: zigzag and balanced, interleaved."""
-    found = balance(problem.mask, SequenceLayout(problem.ring), problem.length)
+    found = balance([problem.mask], SequenceLayout(problem.ring), problem.length)
     layouts = {"zigzag": SequenceLayout(problem.ring), "balanced": found.layout}
     cpu: dict[str, list[list[float]]] = {name: [] for name in layouts}
     sent: dict[str, float] = {}
@@ -125,7 +125,7 @@ def search(length: int, ring: int, rows: int, seeds: int) -> None:
     for seed in range(seeds):
         mask = Problem(length, ring, rows, 1, 1, seed).mask
         start = time.process_time()
-        found.append(balance(mask, SequenceLayout(ring), length))
+        found.append(balance([mask], SequenceLayout(ring), length))
         cpu.append(1e3 * (time.process_time() - start))
     moved = sum(each.moved_tokens for each in found) / max(1, sum(each.zigzag_moved_tokens for each in found))
     before, after = (

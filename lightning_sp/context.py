@@ -19,6 +19,9 @@ from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 
+# What an attention layer asks `BatchInfo.mask` for: causal, window_size, chunk_size, hides_padding.
+AttentionKind = tuple[bool, tuple[int | None, int | None], int | None, bool]
+
 
 @dataclass(frozen=True, eq=False)
 class BatchInfo:
@@ -92,6 +95,7 @@ class Step:
         num_row_means: of those, means over the world of as many tokens as one row has, where data-parallel groups hold other rows.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         causal_masks: what Hugging Face's mask function was asked for.
+        kinds: of the attention calls, one after the other.
         masks: the attention's, by whether it is causal; checked once for all layers.
     """
 
@@ -102,6 +106,7 @@ class Step:
     num_row_means: int = 0
     token_counts: list[Tensor] = field(default_factory=list)
     causal_masks: set[bool] = field(default_factory=set)
+    kinds: list[AttentionKind] = field(default_factory=list)
     masks: dict[bool, AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,6 +121,8 @@ class SequenceContext:
         self.kernel = kernel
         self.step: Step | None = None
         self.reference: BatchInfo | None = None
+        # What the layers of the step before were; the next batch is balanced for it.
+        self.kinds: tuple[AttentionKind, ...] = ()
 
     @property
     def local_length(self) -> int:

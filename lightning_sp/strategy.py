@@ -390,7 +390,8 @@ class SequenceParallelStrategy(ProcessStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         by_hand = not self.config.shard_batch
         assert self._mesh is not None
-        local, info = agreed_shard(batch, self._mesh, self._options, self._control_group, by_hand=by_hand)
+        options = replace(self._options, attention=self._steps.context.kinds)
+        local, info = agreed_shard(batch, self._mesh, options, self._control_group, by_hand=by_hand)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._preflight_due and trainer.training:

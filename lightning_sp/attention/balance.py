@@ -13,14 +13,15 @@ in integers alone, so that every rank finds the same. Pure functions; no process
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sp.attention.intervals import Piece, visible
+from lightning_sp.attention.intervals import visible
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 
@@ -29,7 +30,7 @@ Integers = NDArray[np.int64]
 # Units of a chunk, tried one after the other until the busiest rank is within the limit.
 UNITS = (2, 4, 8)
 # What the busiest rank may compute above the mean, in thousandths: a swap beyond it would move keys for nothing.
-LIMIT = 30
+LIMIT = 20
 # What a key that travels costs beside computing a pair of the same heads, and what a kernel call costs: measured forward and backward on the
 # CPU, 8 heads of 64 (docs/LOG.md). That of a CUDA launch is arithmetic alone, 50 us beside 1e-10 s a pair, and was not measured.
 MOVED_PAIRS = 512
@@ -71,16 +72,17 @@ class Balance:
         )
 
 
-def balance(mask: AttentionMask, degrees: SequenceLayout, length: int, *, device: str = "cpu") -> Balance:
+def balance(masks: Sequence[AttentionMask], degrees: SequenceLayout, length: int, *, device: str = "cpu") -> Balance:
     """Return a layout in which all ring ranks compute about equally many pairs, and the same number of tokens.
 
     Args:
-        mask: what a query may see; the pairs of all its rows count together, for all rows are split alike.
+        masks: what a query may see in each attention layer, the same object for layers alike. The pairs of all layers and of all rows count
+            together, for all are split alike.
         degrees: ring and Ulysses ranks.
         length: global tokens, padding included.
         device: type of the device that computes.
     """
-    ring, pieces = degrees.ring_size, _table(mask, length)
+    ring, pieces = degrees.ring_size, _table(masks, length)
     call = CALL_PAIRS.get(device, CALL_PAIRS["cuda"])
     best: _Split | None = None
     zigzag = _Split(_Units.cut(pieces, length, ring, 1), _zigzag(ring, 1))
@@ -101,9 +103,9 @@ def balance(mask: AttentionMask, degrees: SequenceLayout, length: int, *, device
     return Balance(layout, best.imbalance, zigzag.imbalance, best.moved_tokens, zigzag.moved_tokens, pays)
 
 
-def imbalance(mask: AttentionMask, layout: SequenceLayout, length: int) -> float:
+def imbalance(masks: Sequence[AttentionMask], layout: SequenceLayout, length: int) -> float:
     """Return the pairs of a layout's busiest ring rank over the mean of all, less 1."""
-    pieces = _table(mask, length)
+    pieces = _table(masks, length)
     loads = []
     for rank in range(layout.ring_size):
         edges = np.array(layout.ring_chunks(length, rank), dtype=np.int64)
@@ -117,10 +119,11 @@ class _Units:
 
     Args:
         edges: where they begin, and the end, (N + 1,).
-        pairs: (query, key) pairs of each unit's queries, all rows together, (N,).
+        pairs: (query, key) pairs of each unit's queries, all rows and layers together, (N,).
         keys: how many keys of unit j some query of unit i sees, (N, N).
         first: the first unit of which a query of unit i sees a key, (N,).
-        crossing: rows in which a document goes on from the unit before, (N,).
+        crossing: rows in which a document goes on from the unit before, of all layers, (N,).
+        layers: how many layers these are.
     """
 
     edges: Integers
@@ -128,6 +131,7 @@ class _Units:
     keys: Integers
     first: Integers
     crossing: Integers
+    layers: int
 
     @classmethod
     def cut(cls, pieces: Integers, length: int, ring: int, units: int) -> _Units:
@@ -136,17 +140,18 @@ class _Units:
         inner = np.arange(units, dtype=np.int64) * chunk // units
         edges = np.append((np.arange(length // max(chunk, 1), dtype=np.int64)[:, None] * chunk + inner).ravel(), length)
         begin, end = edges[:-1], edges[1:]
-        start, stop, low, low_step, _, _ = pieces
-        high_of_last = pieces[4] + pieces[5] * (np.minimum(stop, end[:, None]) - 1 - start)
+        start, stop, low, low_step, high, high_step, weight, layers = pieces
+        high_of_last = high + high_step * (np.minimum(stop, end[:, None]) - 1 - start)
         from_, upto = np.maximum(start, begin[:, None]), np.minimum(stop, end[:, None])
         some = from_ < upto
         lowest = np.where(some, low + low_step * (from_ - start), _NEVER)
         highest = np.where(some, high_of_last, 0).max(1, initial=0)
-        crossing = ((from_ == begin[:, None]) & (lowest < begin[:, None])).sum(1)
+        crossing = ((from_ == begin[:, None]) & (lowest < begin[:, None])) @ weight
         lowest = np.minimum(lowest.min(1, initial=_NEVER), begin)
         keys = np.minimum(highest[:, None], end) - np.maximum(lowest[:, None], begin)
         first = np.searchsorted(edges, lowest, side="right") - 1
-        return cls(edges, np.diff(_pairs_before(pieces, edges)), np.maximum(keys, 0), first, crossing)
+        pairs = np.diff(_pairs_before(pieces, edges))
+        return cls(edges, pairs, np.maximum(keys, 0), first, crossing, int(layers.max(initial=1)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +206,7 @@ class _Split:
 
     def overhead(self, call: int) -> int:
         """Moved keys and calls, in pairs of a rank."""
-        return (MOVED_PAIRS * self.moved_tokens + call * self.num_calls) // self.ring
+        return (MOVED_PAIRS * self.units.layers * self.moved_tokens + call * self.num_calls) // self.ring
 
     def price(self, call: int) -> int:
         """The time of the busiest rank, in pairs."""
@@ -258,20 +263,28 @@ def _zigzag(ring: int, units: int) -> Integers:
     return np.repeat(np.minimum(chunks, 2 * ring - 1 - chunks), units)
 
 
-def _table(mask: AttentionMask, length: int) -> Integers:
-    """Return the pieces of all rows in columns, (6, pieces)."""
+def _table(masks: Sequence[AttentionMask], length: int) -> Integers:
+    """Return the pieces of all rows in columns, with how many layers have each, and how many there are: (8, pieces)."""
+    times = Counter(map(id, masks))
+    columns = [
+        (p.start, p.end, p.low, p.low_step, p.high, p.high_step, times[id(mask)], len(masks))
+        for mask in {id(mask): mask for mask in masks}.values()
+        for row in range(_rows(mask))
+        for p in visible(mask, row, length)
+    ]
+    return np.array(columns, dtype=np.int64).reshape(-1, 8).T
+
+
+def _rows(mask: AttentionMask) -> int:
     tensors = [t for t in (mask.boundaries, mask.valid, mask.bidirectional) if t is not None]
-    rows = max([t.shape[0] for t in tensors], default=1)
-    pieces: list[Piece] = [piece for row in range(rows) for piece in visible(mask, row, length)]
-    columns = [(p.start, p.end, p.low, p.low_step, p.high, p.high_step) for p in pieces]
-    return np.array(columns, dtype=np.int64).reshape(-1, 6).T
+    return max([t.shape[0] for t in tensors], default=1)
 
 
 def _pairs_before(pieces: Integers, edges: Integers) -> Integers:
-    """Return how many pairs the queries before each edge have. Shapes: (6, pieces), (n,) -> (n,)."""
-    start, stop, low, low_step, high, high_step = pieces
+    """Return how many pairs the queries before each edge have. Shapes: (8, pieces), (n,) -> (n,)."""
+    start, stop, low, low_step, high, high_step, weight, _ = pieces
     count = np.clip(edges[:, None], start, stop) - start
-    pairs: Integers = (count * (high - low) + (high_step - low_step) * (count * (count - 1) // 2)).sum(1)
+    pairs: Integers = (count * (high - low) + (high_step - low_step) * (count * (count - 1) // 2)) @ weight
     return pairs
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.attention.balance import Balance, balance
 from lightning_sp.attention.mask import AttentionMask, boundaries_from_positions
-from lightning_sp.context import BatchInfo
+from lightning_sp.context import AttentionKind, BatchInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge, pad, positions, shard
 
@@ -48,7 +48,10 @@ class ShardedBatch(dict[str, Any]):
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How to find and read the sequence in a batch; see the options of the same names in `config`."""
+    """How to find and read the sequence in a batch; see the options of the same names in `config`.
+
+    `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
+    """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     labels_shifted: bool | None = None
@@ -56,6 +59,7 @@ class ShardOptions:
     packed_documents: bool | None = None
     balance: str = "zigzag"
     device: str = "cpu"
+    attention: tuple[AttentionKind, ...] = ()
 
 
 def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> tuple[Any, BatchInfo]:
@@ -309,7 +313,12 @@ def _balance(
     """Return the layout to use for a batch's documents; None where none are known, or zigzag is wanted."""
     if options.balance == "zigzag" or boundaries is None or layout.ring_size == 1:
         return None
-    found = balance(AttentionMask(boundaries=boundaries, valid=valid), layout, padded, device=options.device)
+    kinds = options.attention or ((True, (None, None), None, False),)
+    masks = {
+        kind: AttentionMask(kind[0], boundaries, kind[1], kind[2], valid if kind[3] else None)
+        for kind in dict.fromkeys(kinds)
+    }
+    found = balance([masks[kind] for kind in kinds], layout, padded, device=options.device)
     if options.balance == "auto" and not (found.pays and found.zigzag_imbalance > UNBALANCED):
         return replace(found, layout=layout)
     return found

@@ -101,9 +101,8 @@ def test_law_for_drawn_layouts(pools, length, degrees, heads, data):
 def test_law_for_balanced_documents(pools, degrees):
     """What the search finds, for rows of other documents each, with what changes the scores, windows and padding."""
     lengths = [[130, 60, 2, 40, 24], [17, 200, 39]]
-    layout = balance(
-        AttentionMask(boundaries=boundaries_from_lengths(lengths)), SequenceLayout(degrees[1], degrees[0]), 256
-    ).layout
+    mask = AttentionMask(boundaries=boundaries_from_lengths(lengths))
+    layout = balance([mask], SequenceLayout(degrees[1], degrees[0]), 256).layout
     assert layout.assignment
     cases = [
         dict(ulysses=degrees[0], ring=degrees[1], layout=layout, heads=8, kv_heads=2, length=256, mask=mask, **more)

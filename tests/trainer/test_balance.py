@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.balance import balance, imbalance
+from lightning_sp.layout import SequenceLayout
 from tests.trainer import balance_ranks, scenarios
 from tests.trainer.test_fit import same_run
 
@@ -38,6 +41,21 @@ def test_the_layout_follows_each_batch(pools):
     case = dict(model="llama", world=4, strategy=dict(ring_size=4, balance="documents"), data=DOCUMENTS, micro=1)
     for answers in pools(4).run(scenarios.fits, [case]):
         assert len(set(answers[0]["layouts"])) > 1
+
+
+def test_from_the_second_batch_on_what_the_layers_see_is_balanced(pools):
+    """A model that looks both ways needs another layout than a causal one; what it does is known once it has run."""
+    data, case = dict(size=2, length=64, documents=(40, 16, 7, 1)), dict(model="both ways", micro=2, max_epochs=3)
+    expected = pools(1).run(scenarios.fits, [dict(world=1, strategy={}, data=data, **case)])[0][0]
+    strategy = dict(ring_size=4, balance="documents", preflight=False)
+    for answers in pools(4).run(scenarios.fits, [dict(world=4, strategy=strategy, data=data, **case)]):
+        same_run(answers[0], expected)
+        first, second, third = answers[0]["layouts"]
+        rows = boundaries_from_lengths([[40, 16, 7, 1], [16, 7, 1, 40]])
+        causal, both = AttentionMask(boundaries=rows), AttentionMask(False, rows)
+        assert first == balance([causal], SequenceLayout(4), 64).layout
+        assert second == third == balance([both], SequenceLayout(4), 64).layout
+        assert imbalance([both], second, 64) < imbalance([both], first, 64)
 
 
 def test_auto_leaves_zigzag_where_it_pays_and_says_so_once(pools):

@@ -112,7 +112,21 @@ class HuggingFaceLlama(nn.Module):
         return self.inner(input_ids=input_ids, position_ids=position_ids).logits
 
 
+class BothWays(nn.Module):
+    """One layer of attention without a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCAB, 32), nn.Embedding(64, 32)
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = (self.embedding(input_ids) + self.positions(position_ids)).unflatten(-1, (4, 8)).transpose(1, 2)
+        return self.head(F.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2))
+
+
 MODELS = {
+    "both ways": BothWays,
     "llama": tiny_llama,
     "gpt": tiny_gpt,
     "dropout gpt": partial(tiny_gpt, dropout=0.2),

@@ -86,7 +86,7 @@ def balance(masks: Sequence[AttentionMask], degrees: SequenceLayout, length: int
     call = CALL_PAIRS.get(device, CALL_PAIRS["cuda"])
     best: _Split | None = None
     zigzag = _Split(_Units.cut(pieces, length, ring, 1), _zigzag(ring, 1))
-    for units in UNITS if ring > 1 else ():
+    for units in () if zigzag.within_limit else UNITS:
         if length < 2 * ring * units:
             break
         cut = _Units.cut(pieces, length, ring, units)
@@ -96,7 +96,7 @@ def balance(masks: Sequence[AttentionMask], degrees: SequenceLayout, length: int
                 best = found
         if best is not None and best.within_limit:
             break
-    if best is None or zigzag.within_limit or np.array_equal(best.owner, _zigzag(ring, len(best.owner) // (2 * ring))):
+    if best is None or np.array_equal(best.owner, _zigzag(ring, len(best.owner) // (2 * ring))):
         best = zigzag
     layout = degrees if best is zigzag else replace(degrees, assignment=best.assignment())
     pays = best is not zigzag and best.price(call) < zigzag.price(call)

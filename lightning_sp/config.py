@@ -14,6 +14,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 Degree = int | Literal["auto"]
 KERNELS = ("auto", "torch", "flash_attn")
 RING_TRANSPORTS = ("auto", "shared_memory", "network")
+BALANCES = ("auto", "zigzag", "documents")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class StrategyConfig:
             alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not), else refused.
         packed_documents: Whether position_ids that do not rise by one begin a document, to which attention keeps. None: known for
             `SequenceShardingDataModule`, and for Hugging Face models that get no attention mask (their own convention), else refused.
+        balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
+            that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
         save_distributed_checkpoint: True: a DCP directory; False: one consolidated file written by rank 0.
         timeout_s: Time limit of every collective, in seconds.
     """
@@ -58,6 +61,7 @@ class StrategyConfig:
     sequence_dims: Mapping[str, int] | None = None
     labels_shifted: bool | None = None
     packed_documents: bool | None = None
+    balance: str = "auto"
     save_distributed_checkpoint: bool = True
     timeout_s: float = 300.0
 
@@ -78,6 +82,15 @@ class StrategyConfig:
                 f"kernel={self.kernel!r}: must be one of {', '.join(KERNELS)}{closest(self.kernel, KERNELS)}"
             )
         check_known_transport(self.ring_transport)
+        if self.balance not in BALANCES:
+            raise SequenceParallelError(
+                f"balance={self.balance!r}: must be one of {', '.join(BALANCES)}{closest(self.balance, BALANCES)}"
+            )
+        if self.balance == "documents" and not self.shard_batch:
+            raise SequenceParallelError(
+                "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
+                "let the strategy shard"
+            )
         if self.timeout_s <= 0:
             raise SequenceParallelError(f"timeout_s={self.timeout_s}: must be positive, in seconds")
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size

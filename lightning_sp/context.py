@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_sp.attention.balance import Balance
 from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
+
+# What an attention layer asks `BatchInfo.mask` for: causal, window_size, chunk_size, hides_padding.
+AttentionKind = tuple[bool, tuple[int | None, int | None], int | None, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +37,8 @@ class BatchInfo:
         valid: the keys of each row that an attention mask leaves, (rows, 2); None where it hides nothing or none was given.
         mask_given: the batch has an attention mask.
         local_mask: this rank's part of it, (B, s).
+        layout: which tokens each rank holds.
+        balance: how that compares to zigzag; None where no documents are known, or nothing was compared.
     """
 
     rows: int
@@ -43,6 +50,8 @@ class BatchInfo:
     valid: Tensor | None = None
     mask_given: bool = False
     local_mask: Tensor | None = None
+    layout: SequenceLayout = field(default_factory=SequenceLayout)
+    balance: Balance | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Return the same with what the step reads on its device; boundaries stay on the host."""
@@ -86,6 +95,7 @@ class Step:
         num_row_means: of those, means over the world of as many tokens as one row has, where data-parallel groups hold other rows.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         causal_masks: what Hugging Face's mask function was asked for.
+        kinds: of the attention calls, one after the other.
         masks: the attention's, by whether it is causal; checked once for all layers.
     """
 
@@ -96,6 +106,7 @@ class Step:
     num_row_means: int = 0
     token_counts: list[Tensor] = field(default_factory=list)
     causal_masks: set[bool] = field(default_factory=set)
+    kinds: list[AttentionKind] = field(default_factory=list)
     masks: dict[bool, AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +122,8 @@ class SequenceContext:
         self.ring_transport = ring_transport
         self.step: Step | None = None
         self.reference: BatchInfo | None = None
+        # What the layers of the step before were; the next batch is balanced for it.
+        self.kinds: tuple[AttentionKind, ...] = ()
 
     @property
     def local_length(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ def try_first_batch(
         rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
         return
     whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, options)
-    local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, options)
+    # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
+    tried = options if options.balance == "zigzag" else replace(options, balance="documents")
+    local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
     whole_info, info = whole_info.to(device), info.to(device)
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]

@@ -7,18 +7,23 @@ same number of causal (query, key) pairs. Within a ring rank the U Ulysses ranks
                                ring 0:  0 0 0 0                       3 3 3 3     ulysses 0: first half, 1: second half
                                ring 1:            1 1 1 1   2 2 2 2
 
-With R = 1 the zigzag vanishes and the shards are contiguous. Source: zhuzilin/ring-flash-attention (zigzag), USP, arXiv:2405.07719, section 4.
+With R = 1 the zigzag vanishes and the shards are contiguous. A layout may also name the ranges of each ring rank, equally many tokens on
+each, for the documents of one batch (`attention/balance.py`). Source: zhuzilin/ring-flash-attention (zigzag), USP, arXiv:2405.07719, section 4.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from lightning_sp.errors import SequenceParallelError
+
 Range = tuple[int, int]  # [start, end)
+Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,32 @@ class SequenceLayout:
     Args:
         ring_size: R, ranks of the ring axis.
         ulysses_size: U, ranks of the Ulysses axis.
+        assignment: the global ranges [start, end) of each ring rank, for sequences of one length; empty for zigzag, of any length.
+
+    Raises:
+        SequenceParallelError: an assignment that does not give every token to one ring rank, and equally many to each.
     """
 
     ring_size: int = 1
     ulysses_size: int = 1
+    assignment: tuple[Ranges, ...] = ()
+    # The same as (ring rank, start, end) rows, made once: integers that change from batch to batch would make torch.compile compile for each.
+    table: Tensor | None = field(init=False, compare=False, repr=False, default=None)
+    _assigned: int | None = field(init=False, compare=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.assignment:
+            self._check_assignment()
+            object.__setattr__(self, "_assigned", sum(end - start for held in self.assignment for start, end in held))
+            rows = [(rank, start, end) for rank, held in enumerate(self.assignment) for start, end in held]
+            object.__setattr__(self, "table", torch.tensor(rows, dtype=torch.int64))
+
+    @classmethod
+    def from_table(cls, ring_size: int, ulysses_size: int, table: Tensor | None) -> SequenceLayout:
+        """Return the layout whose `table` this is, None for zigzag's."""
+        if table is None:
+            return cls(ring_size, ulysses_size)
+        return _from_table(ring_size, ulysses_size, table.numpy().tobytes())
 
     @property
     def size(self) -> int:
@@ -57,6 +84,8 @@ class SequenceLayout:
     def ring_chunks(self, length: int, ring_rank: int) -> tuple[tuple[int, int], ...]:
         """Return the global [start, end) ranges that a ring rank holds after the Ulysses exchange, in local order."""
         self._check(length)
+        if self.assignment:
+            return self.assignment[ring_rank]
         if self.ring_size == 1:
             return ((0, length),)
         chunk = length // (2 * self.ring_size)
@@ -77,8 +106,50 @@ class SequenceLayout:
             offset += end - start
         return tuple(owned)
 
+    def for_length(self, length: int) -> SequenceLayout:
+        """Return this layout, or zigzag's for sequences of another length than that of the assignment."""
+        return self if self._assigned in (None, length) else SequenceLayout(self.ring_size, self.ulysses_size)
+
     def _check(self, length: int) -> None:
+        self.check_length(length)
         assert length % self.multiple == 0, f"length {length} is no multiple of {self.multiple}: pad it first"
+
+    def check_length(self, length: int) -> None:
+        """Refuse sequences of another length than that of the assignment.
+
+        Raises:
+            SequenceParallelError: the lengths differ.
+        """
+        if self._assigned not in (None, length):
+            raise SequenceParallelError(
+                f"a sequence of {length} tokens in a layout made for a batch of {self._assigned} (padding included): the two must be equal; "
+                "use the layout of the batch that the tensor belongs to, or SequenceLayout(ring_size, ulysses_size) on all sides"
+            )
+
+    def _check_assignment(self) -> None:
+        ranges = sorted(each for held in self.assignment for each in held)
+        tokens = [sum(end - start for start, end in held) for held in self.assignment]
+        given = f"an assignment of {tokens} tokens to {len(self.assignment)} ring ranks"
+        if len(self.assignment) != self.ring_size or len(set(tokens)) != 1 or sum(tokens) % self.multiple:
+            raise SequenceParallelError(
+                f"{given}, for ring {self.ring_size} x ulysses {self.ulysses_size}: must be equally many for each of {self.ring_size}, "
+                f"and in all a multiple of {self.multiple}"
+            )
+        if any(list(held) != sorted(held) for held in self.assignment):
+            raise SequenceParallelError(f"{given}: the ranges of a ring rank must rise")
+        starts, ends = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), sum(tokens)]
+        fault = next((edges for edges in zip(starts, ends, strict=True) if edges[0] != edges[1]), None)
+        if fault is not None or any(start >= end for start, end in ranges):
+            at = f"a range ends at {fault[0]} and the next begins at {fault[1]}" if fault else "a range is empty"
+            raise SequenceParallelError(f"{given}: {at}; every token must be in one range")
+
+
+@lru_cache(maxsize=32)
+def _from_table(ring_size: int, ulysses_size: int, rows: bytes) -> SequenceLayout:
+    """Layers of a model share a layout: it is read once."""
+    table = torch.frombuffer(bytearray(rows), dtype=torch.int64).view(-1, 3).tolist()
+    assignment = tuple(tuple((start, end) for held, start, end in table if held == rank) for rank in range(ring_size))
+    return SequenceLayout(ring_size, ulysses_size, assignment)
 
 
 def positions(layout: SequenceLayout, length: int, rank: int) -> Tensor:

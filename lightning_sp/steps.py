@@ -107,6 +107,7 @@ class Steps:
         """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
         if self._compiled and self._attention_reached:
             return
+        self.context.kinds = tuple(step.kinds)
         self._attention_reached = step.num_attention_calls > 0
         if not self._attention_reached and self.context.mesh.layout.size > 1:
             raise SequenceParallelError(

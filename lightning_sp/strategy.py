@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loader import LoaderPlace, filler_batch, same_samples
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.first_batch import try_first_batch
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss import CrossEntropyInterception, TokenWindow
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
@@ -100,6 +102,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         sequence_dims: dict[str, int] | None = None,
         labels_shifted: bool | None = None,
         packed_documents: bool | None = None,
+        balance: str = "auto",
         save_distributed_checkpoint: bool = True,
         timeout_s: float = 300.0,
         process_group_backend: str | None = None,
@@ -122,6 +125,7 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "sequence_dims": sequence_dims,
                 "labels_shifted": labels_shifted,
                 "packed_documents": packed_documents,
+                "balance": balance,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
                 "timeout_s": timeout_s,
                 **unknown,
@@ -142,6 +146,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._evaluated = (0, -1)  # loader of the evaluation batch in progress, and its place there
         self._preflight_due = False
         self._first_batch: Any = None
+        self._balance_told = False
 
     @property
     def _steps(self) -> Steps:
@@ -157,10 +162,15 @@ class SequenceParallelStrategy(ProcessStrategy):
 
     @property
     def sequence_mesh(self) -> SequenceMesh:
-        """Return the attention's mesh; known once `setup` has seen the model."""
+        """Return the attention's mesh, with the layout of the batch in progress; known once `setup` has seen the model."""
         if self._mesh is None:
             raise SequenceParallelError("the attention's mesh is not known before the trainer has set up the model")
-        return self._mesh
+        return self._mesh if self._batch is None else replace(self._mesh, layout=self._batch.layout)
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """Return which tokens each rank holds of the batch in progress: what `lightning_sp.shard` and `unshard` take. Zigzag before one."""
+        return self.sequence_mesh.layout
 
     @property
     def data_parallel_rank(self) -> int:
@@ -199,7 +209,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         if self._runner is not None and self._runner.context.reference is not None:
             return tensor
         length = None if self._batch is None else self._batch.length
-        return unshard(tensor, self.sequence_mesh.layout, self.sequence_mesh.sequence_group, dim=dim, length=length)
+        return unshard(tensor, self.layout, self.sequence_mesh.sequence_group, dim=dim, length=length)
 
     # ---- mesh
 
@@ -284,6 +294,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         check_unsharded(module)
         assert self._base_mesh is not None
         ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, self._query_heads(module))
+        self._batch = None  # of another model, perhaps in another layout
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
         check_ring_transport(self.config.ring_transport, self._mesh)
         context = SequenceContext(self._mesh, self.config.kernel, self.config.ring_transport)
@@ -318,7 +329,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         if packed is None and isinstance(getattr(trainer, "datamodule", None), SequenceShardingDataModule):
             packed = True
         dims, shifted = dict(self.config.sequence_dims or {}), self.config.labels_shifted
-        return ShardOptions(dims, shifted, bool(hugging_face_models(module)), packed)
+        hugging_face = bool(hugging_face_models(module))
+        return ShardOptions(dims, shifted, hugging_face, packed, self.config.balance, self.root_device.type)
 
     def _query_heads(self, module: LightningModule) -> int | None:
         """Return what limits Ulysses: the heads that the model names, or those that reach attention in a forward without data."""
@@ -382,7 +394,9 @@ class SequenceParallelStrategy(ProcessStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         by_hand = not self.config.shard_batch
-        local, info = agreed_shard(batch, self.sequence_mesh, self._options, self._control_group, by_hand=by_hand)
+        assert self._mesh is not None
+        options = replace(self._options, attention=self._steps.context.kinds)
+        local, info = agreed_shard(batch, self._mesh, options, self._control_group, by_hand=by_hand)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._preflight_due and trainer.training:
@@ -391,6 +405,9 @@ class SequenceParallelStrategy(ProcessStrategy):
             self._note_evaluated(trainer, dataloader_idx)
         local = super().batch_to_device(local, device, dataloader_idx)
         self._batch = info.to(self.root_device)
+        if info.balance is not None and not self._balance_told:
+            self._balance_told = True
+            rank_zero_info(f"sequence_parallel: {info.balance.describe()}")
         return local
 
     # ---- preflight

@@ -51,6 +51,7 @@ def attention_op(
     v: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     score_numbers: list[int],
     score_factors: list[float],
     score_tensors: list[Tensor],
@@ -78,7 +79,7 @@ def attention_op(
         q, k, v = split_cross(packed, packed_kv)
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
     arena = forward_arena(k, ring_group, ring_transport)
-    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores, arena)
+    ring = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
@@ -96,6 +97,7 @@ def _(
     v: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     score_numbers: list[int],
     score_factors: list[float],
     score_tensors: list[Tensor],
@@ -129,6 +131,7 @@ def attention_backward_op(
     lse: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     score_numbers: list[int],
     score_factors: list[float],
     score_tensors: list[Tensor],
@@ -158,7 +161,7 @@ def attention_backward_op(
         q, k, v = saved
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
     arena = backward_arena(k, ring_group, ring_transport)
-    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores, arena)
+    ring = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena)
     gradients = ScoreGradients.like(scores, learns)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores, gradients)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
@@ -179,6 +182,7 @@ def _(
     lse: Tensor,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
+    layout_table: Tensor | None,
     score_numbers: list[int],
     score_factors: list[float],
     score_tensors: list[Tensor],
@@ -210,7 +214,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, numbers, tensors, score_numbers, factors, score_tensors, sinks, *options = inputs
+    q, k, v, numbers, tensors, table, score_numbers, factors, score_tensors, sinks, *options = inputs
     out, lse, heads_out, packed, packed_kv = output
     ctx.mark_non_differentiable(lse, heads_out, packed, packed_kv)
     ctx.set_materialize_grads(False)
@@ -223,24 +227,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ulysses_group = options[2]
     exchanged = (packed, packed_kv) if k.shape[2] != q.shape[2] else (packed,)
     saved = (*exchanged, heads_out) if ulysses_group else (q, k, v, out)
-    ctx.save_for_backward(lse, sinks, *tensors, *score_tensors, *saved)
+    ctx.save_for_backward(lse, sinks, table, *tensors, *score_tensors, *saved)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     num_masks, num_scores = ctx.counts
     no_masks, no_scores = [None] * num_masks, [None] * num_scores
     if grad is None:
-        return (None, None, None, None, no_masks, None, None, no_scores, *[None] * 6)
-    lse, sinks, *rest, out = ctx.saved_tensors
+        return (None, None, None, None, no_masks, None, None, None, no_scores, *[None] * 6)
+    lse, sinks, table, *rest, out = ctx.saved_tensors
     masks, score_tensors, saved = (
         rest[:num_masks],
         rest[num_masks : num_masks + num_scores],
         rest[num_masks + num_scores :],
     )
-    wanted = ctx.needs_input_grad[7]
+    wanted = ctx.needs_input_grad[8]
     *grads, dsinks, learned = attention_backward_op(
-        grad, saved, out, lse, ctx.numbers, masks, ctx.score_numbers, ctx.factors, score_tensors, sinks, *ctx.options,
-        *ctx.heads, any(wanted),
+        grad, saved, out, lse, ctx.numbers, masks, table, ctx.score_numbers, ctx.factors, score_tensors, sinks,
+        *ctx.options, *ctx.heads, any(wanted),
     )  # fmt: skip
     dscores = [part if each else None for part, each in zip(learned, wanted, strict=True)]
     has_sinks, ulysses_group = sinks is not None, ctx.options[2]
@@ -249,7 +253,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     ctx.maybe_clear_saved_tensors()
     num_heads, num_kv_heads = ctx.heads
     dq, dk, dv = gradients_home(grads, num_heads, num_kv_heads, ulysses_group)
-    return (dq, dk, dv, None, no_masks, None, None, dscores, dsinks if has_sinks else None, *[None] * 5)
+    return (dq, dk, dv, None, no_masks, None, None, None, dscores, dsinks if has_sinks else None, *[None] * 5)
 
 
 def gradients_home(grads: list[Tensor], num_heads: int, num_kv_heads: int, ulysses_group: str) -> list[Tensor]:
@@ -307,6 +311,7 @@ def _ring(
     k: Tensor,
     numbers: list[int],
     tensors: list[Tensor],
+    layout_table: Tensor | None,
     ring_group: str,
     split: HeadSplit,
     ulysses_rank: int,
@@ -316,6 +321,7 @@ def _ring(
     group = comm.group_by_name(ring_group)
     size = comm.size_of(group)
     mask = AttentionMask.from_arguments(numbers, tensors)
-    plan = plan_of(mask, SequenceLayout(size, split.size), q.shape[2] * size, q.shape[0], k.shape[2] * size)
+    layout = SequenceLayout.from_table(size, split.size, layout_table)
+    plan = plan_of(mask, layout, q.shape[2] * size, q.shape[0], k.shape[2] * size)
     heads = split.queries(ulysses_rank) if scores.names() else None
     return Ring(plan, comm.rank_in(group), group, heads, arena)

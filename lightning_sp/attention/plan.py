@@ -88,7 +88,7 @@ class Plan:
         pair = (query_rank, key_rank)
         if pair not in self._steps:
             queries = self.layout.ring_chunks(self.length, query_rank)
-            keys = self.layout.ring_chunks(self.key_length, key_rank)
+            keys = self.layout.for_length(self.key_length).ring_chunks(self.key_length, key_rank)
             self._steps[pair] = tuple(
                 block
                 for row, pieces in enumerate(self._pieces)

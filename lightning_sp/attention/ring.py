@@ -72,7 +72,8 @@ class Ring:
         layout, source = self.plan.layout, self.source(hop)
         queries = positions_of(layout.ring_chunks(self.plan.length, self.rank), q.device)
         held = self.arriving(hop)[0] if hop else None
-        keys = positions_of(layout.ring_chunks(self.plan.key_length, source), q.device, held)
+        length = self.plan.key_length
+        keys = positions_of(layout.for_length(length).ring_chunks(length, source), q.device, held)
         return Places((0, q.shape[0]), self.heads, queries, keys)
 
     def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:

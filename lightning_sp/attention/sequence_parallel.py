@@ -16,6 +16,7 @@ from lightning_sp.attention.mask import AttentionMask, check_whole
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.scores import Scores
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh, check_ring_transport
 
 
@@ -26,6 +27,7 @@ def sequence_parallel_attention(
     *,
     mesh: SequenceMesh | None,
     mask: AttentionMask,
+    layout: SequenceLayout | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -43,6 +45,7 @@ def sequence_parallel_attention(
         v: this rank's values.
         mesh: the attention's mesh; None for one process.
         mask: what a query may see, in global positions.
+        layout: which tokens each rank holds; None for the mesh's own, zigzag. Keys of another length are always in zigzag.
         scale: factor of q k^T; None for 1 / sqrt(D).
         sinks: score of each query head's sink, the same on all ranks; its gradient on each is of that rank's part, as a parameter's.
         softcap: bound of the scores before the mask, c tanh(score / c); None for none.
@@ -67,11 +70,13 @@ def sequence_parallel_attention(
         # As F.scaled_dot_product_attention under autocast: one dtype for all three (a float32 rotary embedding leaves v alone in bf16).
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
-    layout = mesh.layout if mesh is not None else None
-    ranks = layout.size if layout else 1
-    _check(q, k, v, sinks, softcap, layout.ulysses_size if layout else 1)
+    degrees = mesh.layout if mesh is not None else SequenceLayout()
+    layout = degrees if layout is None else layout
+    _check(q, k, v, sinks, softcap, degrees.ulysses_size)
+    _check_layout(layout, degrees, q.shape[2])
     check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
     check_ring_transport(ring_transport, mesh)
+    ranks = degrees.size
     sizes = dict(length=q.shape[2] * ranks, batch=q.shape[0], key_length=k.shape[2] * ranks, heads=q.shape[1])
     mask.check(**sizes)
     scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
@@ -82,10 +87,18 @@ def sequence_parallel_attention(
     dim = max(q.shape[-1], width)
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     out: Tensor
-    out, *_ = attention_op(
-        q, k, v, *mask.arguments(), *scores.arguments(), sinks, factor, ring, ulysses, kernel, ring_transport
-    )
+    seen = (*mask.arguments(), layout.table, *scores.arguments())
+    out, *_ = attention_op(q, k, v, *seen, sinks, factor, ring, ulysses, kernel, ring_transport)
     return out[..., :width] if width < dim else out
+
+
+def _check_layout(layout: SequenceLayout, degrees: SequenceLayout, tokens: int) -> None:
+    given, held = ((each.ring_size, each.ulysses_size) for each in (layout, degrees))
+    if given != held:
+        raise SequenceParallelError(
+            f"a layout of ring {given[0]} x ulysses {given[1]} on a mesh of ring {held[0]} x ulysses {held[1]}: they must be equal"
+        )
+    layout.check_length(tokens * degrees.size)
 
 
 def _scores(

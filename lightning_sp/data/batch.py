@@ -7,7 +7,7 @@ is declared or known by name, never guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.attention.mask import boundaries_from_positions
-from lightning_sp.context import BatchInfo
+from lightning_sp.attention.balance import Balance, balance
+from lightning_sp.attention.mask import AttentionMask, boundaries_from_positions
+from lightning_sp.context import AttentionKind, BatchInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge, pad, positions, shard
 
@@ -37,6 +38,8 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "loss_mask": (1, 0),
 }
 SHIFTED_BY_NAME = ("shift_labels", "targets")
+# What the busiest rank may compute above the mean before `balance="auto"` leaves zigzag.
+UNBALANCED = 0.05
 
 
 class ShardedBatch(dict[str, Any]):
@@ -45,12 +48,18 @@ class ShardedBatch(dict[str, Any]):
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How to find and read the sequence in a batch; see the options of the same names in `config`."""
+    """How to find and read the sequence in a batch; see the options of the same names in `config`.
+
+    `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
+    """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     labels_shifted: bool | None = None
     model_shifts_labels: bool = False
     packed_documents: bool | None = None
+    balance: str = "zigzag"
+    device: str = "cpu"
+    attention: tuple[AttentionKind, ...] = ()
 
 
 def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> tuple[Any, BatchInfo]:
@@ -58,7 +67,7 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
 
     Args:
         batch: a mapping, tuple or list of tensors; tensors without the sequence pass as they are.
-        layout: the degrees.
+        layout: the degrees, and the layout itself unless `options.balance` asks for one of the batch's documents: see the second result's.
         rank: this rank's place among those that share the sequence.
         options: names, dims and labels.
 
@@ -82,6 +91,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         boundaries = _pad_boundaries(boundaries, padded)
         position_ids = torch.cat([position_ids, torch.arange(padded - length).expand(rows, -1)], 1)
         _check_padding(dims, layout, length, padded)
+    found = _balance(boundaries, valid, layout, padded, options)
+    layout = layout if found is None else found.layout
 
     def cut(name: str, tensor: Tensor, dim: int) -> Tensor:
         value = STANDARD_NAMES.get(name, (dim, 0))[1]
@@ -95,7 +106,9 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         if local_labels is not None and options.model_shifts_labels:
             local["shift_labels"] = local_labels
     local_mask = local["attention_mask"] if mask_given else None
-    info = BatchInfo(rows, length, padded, boundaries, local_positions, local_labels, valid, mask_given, local_mask)
+    info = BatchInfo(
+        rows, length, padded, boundaries, local_positions, local_labels, valid, mask_given, local_mask, layout, found
+    )
     return _rebuild(batch, local), info
 
 
@@ -294,6 +307,23 @@ def _pad_boundaries(boundaries: Tensor | None, padded: int) -> Tensor | None:
     return torch.cat([boundaries, torch.full((boundaries.shape[0], 1), padded)], 1)
 
 
+def _balance(
+    boundaries: Tensor | None, valid: Tensor | None, layout: SequenceLayout, padded: int, options: ShardOptions
+) -> Balance | None:
+    """Return the layout to use for a batch's documents; None where none are known, or zigzag is wanted."""
+    if options.balance == "zigzag" or boundaries is None or layout.ring_size == 1:
+        return None
+    kinds = options.attention or ((True, (None, None), None, False),)
+    masks = {
+        kind: AttentionMask(kind[0], boundaries, kind[1], kind[2], valid if kind[3] else None)
+        for kind in dict.fromkeys(kinds)
+    }
+    found = balance([masks[kind] for kind in kinds], layout, padded, device=options.device)
+    if options.balance == "auto" and not (found.pays and found.zigzag_imbalance > UNBALANCED):
+        return replace(found, layout=layout)
+    return found
+
+
 def _check_padding(dims: Mapping[str, int], layout: SequenceLayout, length: int, padded: int) -> None:
     unknown = [n for n in dims if n not in STANDARD_NAMES]
     if unknown:
@@ -345,4 +375,4 @@ def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: Sh
             f"{layout.ulysses_size}); packed documents cannot be sharded by hand; use lightning_sp.layout.shard on the whole tensors"
         )
     labels = next((entries[n] for n in SHIFTED_BY_NAME if isinstance(entries.get(n), Tensor)), None)
-    return BatchInfo(rows, length, length, None, expected, labels)
+    return BatchInfo(rows, length, length, None, expected, labels, layout=layout)

@@ -117,12 +117,14 @@ def attend(
         not torch.compiler.is_compiling()
     ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
         step.num_attention_calls += 1
+        step.kinds.append((mask.causal, mask.window_size, mask.chunk_size, mask.valid is not None))
     return sequence_parallel_attention(
         query,
         key,
         value,
         mesh=context.mesh,
         mask=mask,
+        layout=step.batch.layout,
         scale=scale,
         sinks=sinks,
         softcap=softcap,

@@ -116,11 +116,12 @@ class Case:
         )
 
 
-def sharded(ulysses, ring, transport="network", **options):
+def sharded(ulysses, ring, transport="network", layout=None, **options):
     """Return whole (out, dq, dk, dv, and of each thing that learns), gathered from the shards; padding cut off."""
     case = Case(**options)
     mesh = mesh_of(ulysses, ring)
-    layout, rank = mesh.layout, mesh.sequence_rank
+    held = {"layout": layout, "ring_transport": transport}
+    layout, rank = layout or mesh.layout, mesh.sequence_rank
     keys = case.length if case.keys is None else case.keys
     padded, padded_keys = layout.padded_length(case.length), layout.padded_length(keys)
     q, k, v, grad = (
@@ -131,7 +132,7 @@ def sharded(ulysses, ring, transport="network", **options):
         t.requires_grad_(True)
     learned, attention = case.options()
     mask = masks.build(case.mask, case.length, padded, *((keys, padded_keys) if case.keys else ()))
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, ring_transport=transport, **attention)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, **attention, **held)
     out.backward(grad)
     results = []
     for tensor, length in ((out.detach(), case.length), (q.grad, case.length), (k.grad, keys), (v.grad, keys)):

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.balance import balance
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests import masks
+from tests import layouts, masks
 from tests.dist.attention_ranks import BIASES, SCORE_MODS, law_case, whole
 
 NAMES = ("out", "dq", "dk", "dv", "of what learns", "of what learns next", "of what learns third")
@@ -101,6 +104,52 @@ def test_law_for_drawn_masks(pools, length, degrees, heads, transport, data):
     for rank, answer in enumerate(pools(4).run(law_case, [case])):
         labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
         assert_sharded_equals_unsharded(answer[0], expected, labels)
+
+
+@settings(
+    max_examples=settings().max_examples // 4,  # each runs on all ranks
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    length=st.integers(1, 150),
+    degrees=st.sampled_from([(2, 2), (1, 4)]),
+    heads=st.sampled_from([*HEADS, (5, 5), (4, 2)]),
+    data=st.data(),
+)
+def test_law_for_drawn_layouts(pools, length, degrees, heads, data):
+    """Each rank may hold any ranges of tokens, as many as the others."""
+    mask, more = data.draw(masks.drawn(length, matrices=True)), data.draw(st.sampled_from([{}, {}, *SCORES, *LEARNED]))
+    alone = dict(heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
+    padded = SequenceLayout(degrees[1], degrees[0]).padded_length(length)
+    layout = data.draw(layouts.drawn(degrees[1], degrees[0], padded))
+    case, expected = dict(ulysses=degrees[0], ring=degrees[1], layout=layout, **alone), whole(**alone)
+    for rank, answer in enumerate(pools(4).run(law_case, [case])):
+        labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
+        assert_sharded_equals_unsharded(answer[0], expected, labels)
+
+
+@pytest.mark.parametrize("degrees", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
+def test_law_for_balanced_documents(pools, degrees):
+    """What the search finds, for rows of other documents each, with what changes the scores, windows and padding."""
+    lengths = [[130, 60, 2, 40, 24], [17, 200, 39]]
+    mask = AttentionMask(boundaries=boundaries_from_lengths(lengths))
+    layout = balance([mask], SequenceLayout(degrees[1], degrees[0]), 256).layout
+    assert layout.assignment
+    cases = [
+        dict(ulysses=degrees[0], ring=degrees[1], layout=layout, heads=8, kv_heads=2, length=256, mask=mask, **more)
+        for mask, more in (
+            *((dict(lengths=lengths), more) for more in ({}, *SCORES)),
+            (dict(lengths=lengths, window_size=(50, None)), {}),
+            (dict(lengths=lengths, causal=False), {}),
+        )
+    ]
+    answers = pools(4).run(law_case, cases)
+    for i, case in enumerate(cases):
+        expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring", "layout")})
+        for rank in range(4):
+            labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
+            assert_sharded_equals_unsharded(answers[rank][i], expected, labels)
 
 
 def test_an_explicit_scale_is_used(pools):

@@ -122,6 +122,27 @@ ATTENTION = (
         f"{LAW}[32-2]",
     ),
     fault(
+        "a balanced layout known to the forward alone",
+        "attention/operator.py",
+        "        grad, saved, out, lse, ctx.numbers, tensors, table, *ctx.heads, sinks, *ctx.options\n",
+        "        grad, saved, out, lse, ctx.numbers, tensors, None, *ctx.heads, sinks, *ctx.options\n",
+        "tests/dist/test_attention_law.py::test_law_for_balanced_documents[1x4]",
+    ),
+    fault(
+        "balanced positions not given",
+        "data/batch.py",
+        "local_positions = shard(position_ids, layout, rank, dim=1)",
+        "local_positions = shard(position_ids, SequenceLayout(layout.ring_size, layout.ulysses_size), rank, dim=1)",
+        "tests/trainer/test_balance.py::test_a_balanced_fit_is_that_of_one_process[llama]",
+    ),
+    fault(
+        "whole sequences put together as if they lay in zigzag",
+        "strategy.py",
+        "return self._mesh if self._batch is None else replace(self._mesh, layout=self._batch.layout)",
+        "return self._mesh",
+        "tests/trainer/test_balance.py::test_predictions_and_gathering_by_hand_know_the_layout",
+    ),
+    fault(
         "zigzag positions not given",
         "data/batch.py",
         "local_positions = shard(position_ids, layout, rank, dim=1)",

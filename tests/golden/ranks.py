@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_sp import SequenceParallelStrategy, comm
 from lightning_sp.data import SequenceShardingDataModule
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.models import CausalLM, LlamaConfig
 
 HERE = Path(__file__).parent
@@ -39,6 +40,7 @@ class Recorded(CausalLM):
         self.micro_batches: list[tuple[int, float, int]] = []
         self.latest = (0, 0.0, 0)
         self.initial = ""
+        self.balanced = 0
 
     def on_fit_start(self) -> None:
         digest = hashlib.sha256()
@@ -56,6 +58,7 @@ class Recorded(CausalLM):
     def on_train_batch_end(self, *_: Any) -> None:
         # Not in training_step, which the preflight calls too.
         self.micro_batches.append(self.latest)
+        self.balanced += bool(getattr(self.trainer.strategy, "layout", SequenceLayout()).assignment)
 
 
 def step_losses(micro_batches: list[tuple[int, float, int]]) -> dict[int, float]:
@@ -90,7 +93,7 @@ def train(
         strategy: further options of the strategy.
 
     Returns:
-        The loss of each optimizer step, and a digest of the initial weights.
+        The loss of each optimizer step, a digest of the initial weights, and how many micro-batches did not lie in zigzag.
     """
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -129,7 +132,12 @@ def train(
     if save is not None:
         trainer.save_checkpoint(save)
     steps = step_losses(module.micro_batches)
-    return {"losses": steps, "initial": module.initial, "epochs": trainer.current_epoch}
+    return {
+        "losses": steps,
+        "initial": module.initial,
+        "epochs": trainer.current_epoch,
+        "balanced": module.balanced,
+    }
 
 
 def several(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,9 @@ from tests.golden.ranks import HERE, NUM_STEPS, golden, several
 STOP = 10
 TWO = [(1, 2, 1), (1, 1, 2)]
 FOUR = [(1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 2, 1), (2, 1, 2)]
+# Packed documents, dealt to the ring for each batch.
+BALANCED = {"balance": "documents"}
+RINGS = [(1, 4, 1), (1, 2, 2), (2, 2, 1)]
 RESUMES = [((1, 1, 4), (2, 2, 1)), ((1, 2, 2), (1, 1, 1))]
 # Every window full and one document: the only data on which a plain model and a mean over micro-batches are right without the strategy.
 PLAIN = {"packing": "document", "last_batch": "drop"}
@@ -38,6 +41,7 @@ def results(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, d
             **{key: run for key, run in goes_on.items() if size(key[1]) == 4},
             "document": {"layout": (2, 1, 2), "options": PLAIN},
             "shard 2": {"layout": (1, 2, 2), "strategy": {"shard_size": 2}},
+            **{("balanced", layout): {"layout": layout, "strategy": BALANCED} for layout in RINGS},
         },
         2: {layout: {"layout": layout} for layout in TWO},
         1: {
@@ -64,6 +68,12 @@ def assert_equal(losses: dict[int, float], expected: list[float], first: int = 0
 @pytest.mark.parametrize("layout", [(1, 1, 1), *TWO, *FOUR, "shard 2"])
 def test_a_layout_gives_the_golden_losses(results: dict[Any, dict[str, Any]], layout: Any) -> None:
     assert_equal(results[layout]["losses"], golden())
+
+
+@pytest.mark.parametrize("layout", RINGS)
+def test_a_balanced_layout_gives_the_golden_losses(results: dict[Any, dict[str, Any]], layout: Any) -> None:
+    assert results["balanced", layout]["balanced"] >= 4, "too few of the 40 micro-batches were not in zigzag"
+    assert_equal(results["balanced", layout]["losses"], golden())
 
 
 @pytest.mark.parametrize("change", RESUMES)

@@ -145,17 +145,16 @@ def emulate(
     layout = SequenceLayout(ring_size, ulysses_size)
     world = EmulatedWorld(layout)
     scale = whole[0].shape[-1] ** -0.5
+    seen = (*mask.arguments(), layout.table)
 
     def rank_step(rank: int) -> list[Tensor]:
         q, k, v, grad = (shard(t, layout, rank, dim=2) for t in whole)
         groups = (world.name("ring", rank), world.name("ulysses", rank))
         options = (*Scores().arguments(), None, scale, *groups, kernel, "network")
-        out, lse, heads_out, packed, _ = operator.attention_op(q, k, v, *mask.arguments(), *options)
+        out, lse, heads_out, packed, _ = operator.attention_op(q, k, v, *seen, *options)
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
         heads = [q.shape[1], k.shape[1]]
-        *gradients, _, _ = operator.attention_backward_op(
-            grad, saved, own_out, lse, *mask.arguments(), *options, *heads, False
-        )
+        *gradients, _, _ = operator.attention_backward_op(grad, saved, own_out, lse, *seen, *options, *heads, False)
         return [out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():

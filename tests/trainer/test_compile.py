@@ -10,6 +10,19 @@ from tests.trainer import scenarios
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+def test_documents_that_change_from_batch_to_batch_are_not_compiled_for_each(pools):
+    data = dict(size=12, documents=(17, 6, 5, 3, 1))
+    common = dict(model="llama", data=data, micro=1)
+    expected = pools(1).run(scenarios.fits, [dict(world=1, strategy={}, **common)])[0][0]
+    strategy = dict(ring_size=2, balance="documents", compile=True)
+    for answers in pools(2).run(scenarios.compiled_fits, [dict(world=2, strategy=strategy, **common)]):
+        assert answers[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+        assert len(set(answers[0]["layouts"])) == 5
+        # Once as they are, once with the numbers of documents and ranges left open.
+        assert 1 <= answers[0]["graphs"] <= 2
+        assert answers[0]["graph_breaks"] == {}
+
+
 @pytest.mark.parametrize("model", ["llama", "gpt", "hugging face"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 def test_a_compiled_fit_is_the_eager_fit_of_one_process(pools, model, checkpointing):

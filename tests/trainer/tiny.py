@@ -22,10 +22,12 @@ VOCAB = 61
 class TokenDataset(Dataset):
     """Whole samples with shifted labels; every third has most of its targets ignored, so ranks hold different counts."""
 
-    def __init__(self, size: int = 8, length: int = 32, packed: bool = False) -> None:
+    def __init__(
+        self, size: int = 8, length: int = 32, packed: bool = False, documents: tuple[int, ...] | None = None
+    ) -> None:
         g = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(0, VOCAB, (size, length + 1), generator=g)
-        self.packed = packed
+        self.packed, self.documents = packed, documents
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -40,6 +42,12 @@ class TokenDataset(Dataset):
             cut = 5 + index % 7
             positions = torch.cat([torch.arange(cut), torch.arange(len(targets) - cut)])
             targets[cut - 1] = -100
+        if self.documents is not None:
+            # The same documents in another order in each row.
+            first = index % len(self.documents)
+            lengths = [*self.documents[first:], *self.documents[:first]]
+            positions = torch.cat([torch.arange(n) for n in lengths])
+            targets[torch.tensor(lengths).cumsum(0) - 1] = -100
         return {"input_ids": row[:-1], "shift_labels": targets, "position_ids": positions}
 
 
@@ -52,6 +60,7 @@ class Plain(pl.LightningModule):
         self.model: Any = None
         self.losses: list[float] = []
         self.raw_grads: list[dict[str, torch.Tensor]] = []
+        self.layouts: list[Any] = []
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -64,6 +73,7 @@ class Plain(pl.LightningModule):
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
         self.log("train_loss", loss)
         self.losses.append(float(loss.detach()))
+        self.layouts.append(getattr(self.trainer.strategy, "layout", None))
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -102,7 +112,21 @@ class HuggingFaceLlama(nn.Module):
         return self.inner(input_ids=input_ids, position_ids=position_ids).logits
 
 
+class BothWays(nn.Module):
+    """One layer of attention without a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCAB, 32), nn.Embedding(64, 32)
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = (self.embedding(input_ids) + self.positions(position_ids)).unflatten(-1, (4, 8)).transpose(1, 2)
+        return self.head(F.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2))
+
+
 MODELS = {
+    "both ways": BothWays,
     "llama": tiny_llama,
     "gpt": tiny_gpt,
     "dropout gpt": partial(tiny_gpt, dropout=0.2),
@@ -128,7 +152,7 @@ def fit(
     """Fit a tiny model and return losses, raw gradients and final weights."""
     torch.manual_seed(3)
     module = Plain(MODELS[model])
-    strategy = {"packed_documents": True, **strategy} if data.get("packed") else strategy
+    strategy = {"packed_documents": True, **strategy} if data.get("packed") or data.get("documents") else strategy
     trainer = quiet_trainer(world, strategy=strategy, **options)
     trainer.fit(module, DataLoader(TokenDataset(**data), batch_size=micro))
     weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
@@ -136,5 +160,6 @@ def fit(
         "losses": module.losses,
         "grads": module.raw_grads,
         "weights": weights,
+        "layouts": module.layouts,
         "mesh": trainer.strategy.sequence_mesh.describe(),
     }

@@ -37,6 +37,7 @@ from lightning_sp.attention.reference import reference_attention
 from lightning_sp.attention.scores import Scores
 from lightning_sp.attention.tiled import TiledKernel
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 
 
@@ -51,9 +52,10 @@ def tensors(*shapes, dtype=torch.float64):
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.filterwarnings("ignore:torch flash")
 @pytest.mark.parametrize("scored", ["", "bias", "function"])
-def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scored):
+@pytest.mark.parametrize("assigned", [None, torch.tensor([[0, 0, 7], [0, 7, 12]])], ids=["zigzag", "assigned"])
+def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scored, assigned):
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
-    mask = AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments()
+    mask = (*AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments(), assigned)
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
     table = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
     score_mod = alibi(table) if scored == "function" else None
@@ -109,6 +111,19 @@ def test_without_a_mesh_it_is_sdpa_to_the_bit():
         out.backward(grad)
         results.append([out, *(t.grad for t in leaves)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (SequenceLayout(2, 1), "a layout of ring 2 x ulysses 1 on a mesh of ring 1 x ulysses 1: they must be equal"),
+        (SequenceLayout(1, 1, (((0, 4), (4, 8)),)), "a sequence of 12 tokens in a layout made for a batch of 8 "),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, message):
+    q, k, v = tensors((1, 2, 12, 8), (1, 2, 12, 8), (1, 2, 12, 8))
+    with pytest.raises(SequenceParallelError, match=re.escape(message)):
+        sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), layout=layout)
 
 
 REFUSED = [

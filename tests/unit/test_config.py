@@ -49,6 +49,14 @@ def test_an_unknown_transport_names_the_nearest():
         StrategyConfig(ring_transport="shared-memory")
 
 
+def test_balance_is_one_of_three_and_needs_the_strategy_to_shard():
+    with refusal("balance='document': must be one of auto, zigzag, documents; did you mean 'documents'?"):
+        StrategyConfig(balance="document")
+    with refusal("balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag"):
+        StrategyConfig(balance="documents", shard_batch=False)
+    assert StrategyConfig(shard_batch=False).balance == "auto"
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1.5])
 def test_a_timeout_is_positive(timeout_s):
     with refusal(f"timeout_s={timeout_s}: must be positive, in seconds"):

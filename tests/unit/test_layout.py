@@ -6,8 +6,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge, pad, positions, shard
+from tests import layouts
 
 LAYOUTS = [SequenceLayout(ring, ulysses) for ring in range(1, 17) for ulysses in range(1, 16 // ring + 1)]
 NAMES = [f"ring{x.ring_size}-ulysses{x.ulysses_size}" for x in LAYOUTS]
@@ -98,3 +102,46 @@ def test_pad_appends_the_value_and_is_the_tensor_itself_where_nothing_is_missing
     assert pad(labels, 5, dim=1, value=-100).tolist() == [[1, 2, 3, -100, -100], [4, 5, 6, -100, -100]]
     assert pad(labels, 3, dim=1, value=-100) is labels
     assert pad(torch.ones(1, 2), 3, dim=0, value=0.5).tolist() == [[1, 1], [0.5, 0.5], [0.5, 0.5]]
+
+
+@settings(deadline=None)
+@given(ring=st.integers(1, 5), ulysses=st.integers(1, 3), data=st.data())
+def test_an_assignment_gives_each_rank_its_ranges_and_merge_puts_them_back(ring, ulysses, data):
+    length = SequenceLayout(ring, ulysses).multiple * data.draw(st.integers(1, 6))
+    layout = data.draw(layouts.drawn(ring, ulysses, length))
+    whole = torch.arange(2 * length).view(2, length)
+    parts = [shard(whole, layout, rank, dim=1) for rank in range(layout.size)]
+    assert {part.shape for part in parts} == {(2, length // layout.size)}
+    assert torch.equal(merge(parts, layout, dim=1), whole)
+    for ring_rank, held in enumerate(layout.assignment):
+        tokens = [token for start, end in held for token in range(start, end)]
+        ranks = range(ring_rank * ulysses, (ring_rank + 1) * ulysses)
+        assert torch.cat([parts[rank][0] for rank in ranks]).tolist() == tokens
+    again = SequenceLayout.from_table(ring, ulysses, layout.table)
+    assert (again, hash(again)) == (layout, hash(layout))
+    assert SequenceLayout.from_table(ring, ulysses, None) == SequenceLayout(ring, ulysses)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ((((0, 4),), ((4, 8),), ((8, 12),)), "of [4, 4, 4] tokens to 3 ring ranks, for ring 2 x ulysses 2: must be equally many for each of 2"),
+        ((((0, 3),), ((3, 8),)), "of [3, 5] tokens to 2 ring ranks, for ring 2 x ulysses 2: must be equally many for each of 2"),
+        ((((0, 3),), ((3, 6),)), "must be equally many for each of 2, and in all a multiple of 4"),
+        ((((2, 4), (0, 2)), ((4, 8),)), "the ranges of a ring rank must rise"),
+        ((((0, 4),), ((3, 7),)), "a range ends at 4 and the next begins at 3; every token must be in one range"),
+        ((((0, 4),), ((5, 9),)), "a range ends at 4 and the next begins at 5"),
+        ((((1, 5),), ((5, 9),)), "a range ends at 0 and the next begins at 1"),
+        ((((0, 2), (2, 2), (2, 4)), ((4, 8),)), "a range is empty"),
+    ],
+)  # fmt: skip
+def test_an_assignment_that_is_no_partition_is_refused(assignment, message):
+    with pytest.raises(SequenceParallelError) as caught:
+        SequenceLayout(2, 2, assignment)
+    assert message in str(caught.value)
+
+
+def test_an_assignment_is_for_one_length():
+    layout = SequenceLayout(2, 1, (((0, 1), (3, 6)), ((1, 3), (6, 8))))
+    with pytest.raises(SequenceParallelError, match="a sequence of 12 tokens in a layout made for a batch of 8 "):
+        shard(torch.zeros(1, 12), layout, 0, dim=1)

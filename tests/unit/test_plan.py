@@ -12,7 +12,7 @@ from lightning_sp.attention.plan import TILE, Kind, Plan, key_ranges, plan_of, r
 from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
-from tests import masks
+from tests import layouts, masks
 
 
 def visits(plan, rows):
@@ -51,6 +51,15 @@ def test_blocks_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data
 
 
 @settings(deadline=None)
+@given(ring=st.integers(1, 5), ulysses=st.integers(1, 2), length=st.integers(1, 80), data=st.data())
+def test_blocks_of_any_layout_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data):
+    padded = SequenceLayout(ring, ulysses).padded_length(length)
+    layout = data.draw(layouts.drawn(ring, ulysses, padded))
+    mask = masks.build(data.draw(masks.drawn(length)), length, padded)
+    count = visits(Plan(mask, layout, padded, 2), rows=2)
+    assert torch.equal(count, allowed(mask, padded)[:, 0].expand(2, -1, -1).long())
+
+
 @given(window=st.integers(1, 3 * TILE), ring=st.integers(1, 4))
 def test_windows_larger_than_a_tile(window, ring):
     layout = SequenceLayout(ring)

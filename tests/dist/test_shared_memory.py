@@ -125,7 +125,7 @@ def test_too_little_memory_is_refused_where_it_was_asked_for(folder):
     ("how", "words"),
     [
         ("folder", "no shared memory can be made in /nowhere ([Errno 2] No such file or directory: '/nowhere')"),
-        ("process", "of rank 1"),
+        ("process", "rank 1"),
         ("machine", "the ranks are on 2 machines, "),
     ],
 )

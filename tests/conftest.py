@@ -10,8 +10,11 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from lightning_sp.testing import RankPool
 
+# Ranks and tests share a few cores: how long one example takes says nothing.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
 # `make test-long` chooses it.
-settings.register_profile("long", max_examples=2000)
+settings.register_profile("long", max_examples=2000, deadline=None)
 
 
 @pytest.fixture(scope="session")

@@ -184,7 +184,7 @@ def raise_in_mid_run(folder, how):
 
 def data_parallel_rings(transport):
     """Return the law's tensors of two rings of two ranks, side by side."""
-    return sharded(1, 2, 4, 2, 37, {}, transport=transport)
+    return sharded(1, 2, transport, heads=4, kv_heads=2, length=37, mask={})
 
 
 def give_up(transport):

@@ -60,7 +60,7 @@ def test_ranks_that_are_out_of_step_never_read_what_is_being_overwritten(pools, 
 
 
 def test_two_rings_of_one_world_side_by_side(pools):
-    expected = whole(4, 2, 37, {})
+    expected = whole(heads=4, kv_heads=2, length=37, mask={})
     for answer in pools(4).run(ranks.data_parallel_rings, "shared_memory"):
         assert_sharded_equals_unsharded(answer, expected, ("out", "dq", "dk", "dv"))
 

@@ -156,7 +156,7 @@ def test_drawn_masks_get_a_layout_no_worse_than_zigzag(ring, ulysses, length, da
     seen = allowed(mask, padded)
     for layout, told in ((found.layout, found.imbalance), (degrees, found.zigzag_imbalance)):
         chunks = [layout.ring_chunks(padded, rank) for rank in range(ring)]
-        pairs = [sum(int(seen[:, start:end].sum()) for start, end in held) for held in chunks]
+        pairs = [sum(int(seen[:, 0, start:end].sum()) for start, end in held) for held in chunks]
         expected = max(pairs) * ring / sum(pairs) - 1 if sum(pairs) else 0.0
         assert told == pytest.approx(expected, abs=1e-12)
         assert imbalance([mask], layout, padded) == pytest.approx(expected, abs=1e-12)

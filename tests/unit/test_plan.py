@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths
@@ -50,7 +50,6 @@ def test_blocks_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data
     assert torch.equal(count, allowed(mask, padded)[:, 0].expand(2, -1, -1).long())
 
 
-@settings(deadline=None)
 @given(ring=st.integers(1, 5), ulysses=st.integers(1, 2), length=st.integers(1, 80), data=st.data())
 def test_blocks_of_any_layout_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data):
     padded = SequenceLayout(ring, ulysses).padded_length(length)

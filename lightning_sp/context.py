@@ -32,6 +32,7 @@ class BatchInfo:
         valid: the keys of each row that an attention mask leaves, (rows, 2); None where it hides nothing or none was given.
         mask_given: the batch has an attention mask.
         local_mask: this rank's part of it, (B, s).
+        seen: the keys that it leaves, whole, (rows, S), bool, where they are no run; else `valid` says it.
     """
 
     rows: int
@@ -43,13 +44,20 @@ class BatchInfo:
     valid: Tensor | None = None
     mask_given: bool = False
     local_mask: Tensor | None = None
+    seen: Tensor | None = None
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether the batch's attention mask hides a token."""
+        return self.valid is not None or self.seen is not None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Return the same with what the step reads on its device; boundaries stay on the host."""
         labels = self.shift_labels.to(device) if self.shift_labels is not None else None
         places = self.position_ids.to(device) if self.position_ids is not None else None
         local_mask = self.local_mask.to(device) if self.local_mask is not None else None
-        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask)
+        seen = self.seen.to(device) if self.seen is not None else None
+        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask, seen=seen)
 
     def mask(
         self,
@@ -71,7 +79,9 @@ class BatchInfo:
         if boundaries is None and self.padded_length > self.length and not causal:
             # Causal queries never see the padding behind them; full ones would.
             boundaries = torch.tensor([[0, self.length, self.padded_length]])
-        return AttentionMask(causal, boundaries, window_size, chunk_size, self.valid if hides_padding else None)
+        valid, seen = (self.valid, self.seen) if hides_padding else (None, None)
+        dense = None if seen is None else seen[:, None, None]
+        return AttentionMask(causal, boundaries, window_size, chunk_size, valid, dense=dense)
 
 
 @dataclass
@@ -86,6 +96,7 @@ class Step:
         num_row_means: of those, means over the world of as many tokens as one row has, where data-parallel groups hold other rows.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         causal_masks: what Hugging Face's mask function was asked for.
+        padding_masks: explicit masks, and their versions, that are known to be the batch's attention mask.
         masks: the attention's, by whether it is causal; checked once for all layers.
     """
 
@@ -96,6 +107,7 @@ class Step:
     num_row_means: int = 0
     token_counts: list[Tensor] = field(default_factory=list)
     causal_masks: set[bool] = field(default_factory=set)
+    padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)
     masks: dict[bool, AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:

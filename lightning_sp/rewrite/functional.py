@@ -2,7 +2,7 @@
 
 Seen: whatever looks the function up as an attribute when it runs, `nn.MultiheadAttention` in training included. Missed: a name bound by
 `from torch.nn.functional import scaled_dot_product_attention`, and attention written out by hand: the count of calls and the preflight
-find those. What the operator cannot carry is refused by name.
+find those. Explicit masks are read in `explicit_mask`. What the operator cannot carry is refused by name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.mask import document_ids
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.explicit_mask import explicit_mask
 
 
 class AttentionInterception(AbstractContextManager[None]):
@@ -58,15 +59,10 @@ class AttentionInterception(AbstractContextManager[None]):
     ) -> Tensor:
         assert self._original is not None
         if self.context.step is None:
-            if attn_mask is None and self.context.reference is not None:
-                attn_mask, is_causal = _document_mask(self.context.reference, is_causal, query)
+            if self.context.reference is not None:
+                attn_mask, is_causal = _with_documents(self.context.reference, attn_mask, is_causal, query)
             return self._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if attn_mask is not None:
-            raise SequenceParallelError(
-                f"scaled_dot_product_attention with attn_mask of shape {tuple(attn_mask.shape)}: an explicit mask cannot be carried "
-                "yet; use is_causal=True, or none, and packed documents by position_ids"
             )
         check_dropout(dropout_p)
         if query.dim() == 3:
@@ -74,20 +70,31 @@ class AttentionInterception(AbstractContextManager[None]):
             raise SequenceParallelError(
                 f"scaled_dot_product_attention on {tuple(query.shape)}: must be (batch, heads, tokens, head dim)"
             )
-        mask = self.context.step.masks[is_causal]
-        return attend(self.context, query, key, value, mask=mask, scale=scale)
+        if attn_mask is not None and is_causal:
+            raise SequenceParallelError(
+                f"scaled_dot_product_attention with attn_mask of shape {tuple(attn_mask.shape)} and is_causal=True: torch takes one of them"
+            )
+        mask, bias = self.context.step.masks[is_causal], None
+        if attn_mask is not None:
+            mask, bias = explicit_mask(self.context, attn_mask)
+        return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias)
 
 
-def _document_mask(reference: BatchInfo, causal: bool, query: Tensor) -> tuple[Tensor | None, bool]:
-    """Return the dense mask of a short packed batch, and whether the function is to be causal by itself.
+def _with_documents(
+    reference: BatchInfo, given: Tensor | None, causal: bool, query: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Return the mask of a short whole batch within its documents, and whether the function is to be causal by itself.
 
-    Shapes: (rows, documents + 1) -> (rows, 1, S, S).
+    Shapes: given (..., S or 1, S) -> (rows, 1 or heads, S, S).
     """
     if reference.boundaries is None:
-        return None, causal
+        return given, causal
     ids = document_ids(reference.boundaries, reference.length)
     same = ids[:, :, None] == ids[:, None, :]
-    return (same.tril() if causal else same)[:, None].to(query.device), False
+    documents = (same.tril() if causal else same)[:, None].to(query.device)
+    if given is None or given.dtype == torch.bool:
+        return (documents if given is None else documents & given), False
+    return given.masked_fill(~documents, -torch.inf), False
 
 
 def attend(
@@ -100,6 +107,7 @@ def attend(
     scale: float | None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Run the operator on a rewritten model's attention call, counting it.
 
@@ -126,6 +134,7 @@ def attend(
         scale=scale,
         sinks=sinks,
         softcap=softcap,
+        bias=bias,
         kernel=context.kernel,
     )
 

@@ -24,6 +24,7 @@ from lightning_sp.attention import AttentionMask
 from lightning_sp.attention.reference import dense_attention
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.functional import attend, check_dropout
 from lightning_sp.rewrite.rotary import follow_all_positions
 
@@ -137,10 +138,13 @@ def _attention(
         )
         return result
     kind = type(module).__name__
+    bias = None
     if attention_mask is not None and not isinstance(attention_mask, AttentionMask):
-        raise SequenceParallelError(
-            f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
-        )
+        if not isinstance(attention_mask, Tensor):
+            raise SequenceParallelError(
+                f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
+            )
+        attention_mask, bias = explicit_mask(context, attention_mask, f"{kind}'s attention mask")
     for argument in _REFUSED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise SequenceParallelError(
@@ -162,7 +166,15 @@ def _attention(
         )
     mask = context.step.masks[causal] if attention_mask is None else attention_mask
     out = attend(
-        context, query, key, value, mask=mask, scale=scaling, sinks=kwargs.get("s_aux"), softcap=kwargs.get("softcap")
+        context,
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scaling,
+        sinks=kwargs.get("s_aux"),
+        softcap=kwargs.get("softcap"),
+        bias=bias,
     )
     return out.transpose(1, 2), None
 
@@ -201,7 +213,7 @@ def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **
         )
     sizes = {part.name: part.size for part in sized}
     hides = _hides_padding(batch, kwargs.get("attention_mask"))
-    if _CHUNKS in sizes and batch.valid is not None and bool((batch.valid[:, 0] > 0).any()):
+    if _CHUNKS in sizes and _padded_on_the_left(batch):
         raise SequenceParallelError(
             "chunked attention with padding on the left cannot be carried yet; pad on the right"
         )
@@ -216,9 +228,9 @@ def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **
 
 def _hides_padding(batch: BatchInfo, padding: Tensor | None) -> bool:
     """Return whether the model hides padding, which must be the batch's: a rank sees a part of it."""
-    if padding is None or (batch.mask_given and batch.valid is None):
+    if padding is None or (batch.mask_given and not batch.hides_keys):
         return False
-    if batch.valid is None:
+    if not batch.hides_keys:
         if bool(padding.all()):
             return False
         raise SequenceParallelError(
@@ -232,6 +244,12 @@ def _hides_padding(batch: BatchInfo, padding: Tensor | None) -> bool:
             "carried; change the batch before it is sharded"
         )
     return True
+
+
+def _padded_on_the_left(batch: BatchInfo) -> bool:
+    if batch.seen is not None:
+        return not bool(batch.seen[:, 0].all())
+    return batch.valid is not None and bool((batch.valid[:, 0] > 0).any())
 
 
 @dataclass(frozen=True)

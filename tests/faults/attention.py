@@ -29,8 +29,8 @@ ATTENTION = (
     fault(
         "padding mask of the batch dropped",
         "data/batch.py",
-        'valid = _valid_keys(entries["attention_mask"], options) if mask_given else None',
-        "valid = None",
+        'valid, seen = _valid_keys(entries["attention_mask"]) if mask_given else (None, None)',
+        "valid, seen = None, None",
         REWRITTEN,
     ),
     fault(
@@ -39,6 +39,13 @@ ATTENTION = (
         "hides_padding=hides)",
         "hides_padding=False)",
         REWRITTEN,
+    ),
+    fault(
+        "mask of a shard taken for the whole",
+        "rewrite/explicit_mask.py",
+        "    if keys in whole and queries in (1, *whole)",
+        "    if keys in (local, *whole) and queries in (1, local, *whole)",
+        NOT_CARRIED,
     ),
     fault(
         "sliding window trained as full causal",

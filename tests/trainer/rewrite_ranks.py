@@ -17,6 +17,7 @@ from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
 from lightning_sp.context import BatchInfo
 from lightning_sp.rewrite import hugging_face
+from tests.trainer.mask_models import Explicit, PaddedEncoder
 from tests.trainer.preflight_ranks import LLAMA, hf
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
@@ -104,8 +105,6 @@ class Masked(nn.Module):
             return self.head(
                 F.scaled_dot_product_attention(*(x.flatten(0, 1),) * 3).unflatten(0, (-1, 4)).transpose(1, 2).flatten(2)
             )
-        if options.pop("mask", False):
-            options["attn_mask"] = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()
         keys = x[:, :, : options.pop("keys", x.shape[2])]
         return self.head(F.scaled_dot_product_attention(x, keys, keys, **options).transpose(1, 2).flatten(2))
 
@@ -135,6 +134,10 @@ def turned_rope() -> nn.Module:
     return model
 
 
+EXPLICIT = (
+    "whole", "whole documents", "whole inverted", "alibi", "learned", "learned full", "learned of keys", "keys", "batch", "shard",
+    "own queries", "other", "integers", "padding", "expanded padding", "lowest", "heads", "by position", "causal padding",
+)  # fmt: skip
 BUILDS: dict[str, Any] = {
     "gpt": tiny_gpt,
     "llama": partial(hf, "llama", **LLAMA),
@@ -165,7 +168,9 @@ BUILDS: dict[str, Any] = {
     "full encoder": partial(TorchEncoder, False),
     "multihead": TorchAttention,
     "multihead weights": partial(TorchAttention, True),
-    "explicit mask": partial(Masked, mask=True),
+    **{f"explicit {form}": partial(Explicit, form) for form in EXPLICIT},
+    **{f"explicit {form} of 29": partial(Explicit, form, 29) for form in ("alibi", "learned full", "whole")},
+    "padded encoder": PaddedEncoder,
     "attention dropout": partial(Masked, dropout_p=0.1, is_causal=True),
     "cross": partial(Masked, keys=4),
     "flat": partial(Masked, flat=True),
@@ -194,6 +199,20 @@ class Model(Plain):
         output = self.model(batch["input_ids"], position_ids=batch["position_ids"])
         logits = output if isinstance(output, Tensor) else output.logits
         return self.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def _masked(self, batch: Any) -> Tensor:
+        given = {name: batch[name] for name in ("attention_mask", "pairs", "both") if name in batch}
+        output = self.model(batch["input_ids"], position_ids=batch["position_ids"], **given)
+        logits = output if isinstance(output, Tensor) else output.logits
+        return self.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def _short_4d(self, batch: Any) -> Tensor:
+        tokens = batch["input_ids"].shape[1]
+        mask = torch.ones(len(batch["input_ids"]), 1, tokens, tokens, dtype=torch.bool).tril()
+        return self._masked({**batch, "attention_mask": mask})
+
+    def _both_masks(self, batch: Any) -> Tensor:
+        return self._masked({**batch, "both": True})
 
     def _no_positions(self, batch: Any) -> Tensor:
         return self.cross_entropy(self.model(batch["input_ids"]).logits.flatten(0, 1), batch["shift_labels"].flatten())
@@ -256,6 +275,14 @@ def rows_of(kind: str = "", length: int = 32, packed: bool = False) -> list[dict
             row.update(attention_mask=(torch.arange(length) < length - 3).long())
         if kind == "left padding":
             row.update(attention_mask=(torch.arange(length) >= 5 + 6 * len(tokens[tokens > 40]) % 17).long())
+        if kind == "pairs":
+            row.update(
+                pairs=(torch.arange(length) % (3 + len(tokens[tokens > 40]) % 5) != torch.arange(length)[:, None] % 3)[
+                    None
+                ]
+            )
+        if kind == "4d":
+            row.update(attention_mask=torch.ones(1, length, length, dtype=torch.bool).tril(-int(tokens[0]) % 3))
         if kind == "holes":
             row.update(attention_mask=(torch.arange(length) % 7 != 3).long())
     if kind == "count":
@@ -282,7 +309,7 @@ def one_process(build: str, kind: str = "logits", data: Any = None, **_: Any) ->
             "eager"
         )  # in older transformers torch's function drops the softcap silently
     batch = collate(rows_of(**(data or {})))
-    if (data or {}).get("packed") and build != "gpt":
+    if (data or {}).get("packed") and hasattr(module.model, "config"):
         # Transformers' own documents: they need the cache off.
         module.model.config.use_cache = False
     if "labels" in batch and "shift_labels" in batch:

@@ -15,7 +15,51 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutSource:
+    """What the attention dropout of a micro-batch is drawn by, besides the number of the call: equal at all degrees.
+
+    Args:
+        seed: of the run, the same on all ranks.
+        step: optimizer steps done.
+        samples: number of each row among the samples of the optimizer step, (B,), int64.
+    """
+
+    seed: int
+    step: int
+    samples: Tensor
+
+
+class AttentionCalls:
+    """Numbers the attention calls of a step that draw dropout: a recomputed call has its forward's. A class because it counts.
+
+    A call is known by one draw from the CPU's random stream, which checkpoints restore before they recompute. The draws differ between
+    ranks, the numbers do not.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def number(self) -> int:
+        """Return the number of the call that is about to be made.
+
+        Raises:
+            SequenceParallelError: it is recomputed with another random state than its forward's.
+        """
+        # On the CPU: no device waits.
+        drawn = int(torch.randint(2**62, (), device="cpu"))
+        # torch.utils.checkpoint knows by the same number that it is in a backward; there is no public name.
+        if drawn not in self._numbers and torch._C._current_graph_task_id() != -1:
+            raise SequenceParallelError(
+                f"attention with dropout is recomputed in the backward, after {len(self._numbers)} calls in the forward, and the random state "
+                "is not the forward's: other weights would be dropped than in the forward; leave preserve_rng_state=True in "
+                "torch.utils.checkpoint.checkpoint"
+            )
+        return self._numbers.setdefault(drawn, len(self._numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +77,7 @@ class BatchInfo:
         mask_given: the batch has an attention mask.
         local_mask: this rank's part of it, (B, s).
         seen: the keys that it leaves, whole, (rows, S), bool, where they are no run; else `valid` says it.
+        dropout: what attention dropout is drawn by; None in evaluation.
     """
 
     rows: int
@@ -45,6 +90,7 @@ class BatchInfo:
     mask_given: bool = False
     local_mask: Tensor | None = None
     seen: Tensor | None = None
+    dropout: DropoutSource | None = None
 
     @property
     def hides_keys(self) -> bool:
@@ -57,7 +103,9 @@ class BatchInfo:
         places = self.position_ids.to(device) if self.position_ids is not None else None
         local_mask = self.local_mask.to(device) if self.local_mask is not None else None
         seen = self.seen.to(device) if self.seen is not None else None
-        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask, seen=seen)
+        drawn = self.dropout
+        drawn = replace(drawn, samples=drawn.samples.to(device)) if drawn is not None else None
+        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask, seen=seen, dropout=drawn)
 
     def mask(
         self,
@@ -97,6 +145,7 @@ class Step:
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         causal_masks: what Hugging Face's mask function was asked for.
         padding_masks: explicit masks, and their versions, that are known to be the batch's attention mask.
+        calls: numbers of the attention calls with dropout.
         masks: the attention's, by whether it is causal; checked once for all layers.
     """
 
@@ -108,6 +157,7 @@ class Step:
     token_counts: list[Tensor] = field(default_factory=list)
     causal_masks: set[bool] = field(default_factory=set)
     padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)
+    calls: AttentionCalls = field(default_factory=AttentionCalls)
     masks: dict[bool, AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +172,12 @@ class SequenceContext:
         self.kernel = kernel
         self.step: Step | None = None
         self.reference: BatchInfo | None = None
+        self._reference_calls = AttentionCalls()
+
+    @property
+    def calls(self) -> AttentionCalls:
+        """Return the numbers of the attention calls of the step in progress, or of the whole run that it is compared with."""
+        return self._reference_calls if self.step is None else self.step.calls
 
     @property
     def local_length(self) -> int:
@@ -137,7 +193,7 @@ class SequenceContext:
             reference: what a whole batch holds that attention is to keep to, its documents and positions; torch's own functions do it.
         """
         before = self.step, self.reference
-        self.step, self.reference = None, reference
+        self.step, self.reference, self._reference_calls = None, reference, AttentionCalls()
         try:
             yield
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -428,10 +429,17 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self._batch is not None
         assert self.lightning_module is not None
         self._run_state.note_micro_batch(self._batch.rows, self.lightning_module.trainer, self.sequence_mesh)
+        self._batch = self._with_dropout(self._batch)
         output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
         if output is None or not self.lightning_module.automatic_optimization:
             self._steps.end()
         return output
+
+    def _with_dropout(self, batch: BatchInfo) -> BatchInfo:
+        assert self.lightning_module is not None
+        step = self.lightning_module.trainer.global_step
+        source = self._run_state.dropout_source(batch.rows, step, self.sequence_mesh)
+        return replace(batch, dropout=source).to(self.root_device)
 
     @override
     def on_train_end(self) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.attention.functions import ScoreMod
 from lightning_sp.attention.mask import document_ids
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
+from lightning_sp.rewrite.whole import whole_attention
 
 
 class AttentionInterception(AbstractContextManager[None]):
@@ -61,10 +65,12 @@ class AttentionInterception(AbstractContextManager[None]):
         if self.context.step is None:
             if self.context.reference is not None:
                 attn_mask, is_causal = _with_documents(self.context.reference, attn_mask, is_causal, query)
+                if dropout_p:
+                    dropout = attention_dropout(self.context, dropout_p)
+                    return whole_attention(query, key, value, attn_mask, causal=is_causal, scale=scale, dropout=dropout)
             return self._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        check_dropout(dropout_p)
         if query.dim() == 3:
             # (B x H, S, D), as nn.MultiheadAttention with one head per row may call: there are no heads to exchange.
             raise SequenceParallelError(
@@ -77,7 +83,7 @@ class AttentionInterception(AbstractContextManager[None]):
         mask, bias = self.context.step.masks[is_causal], None
         if attn_mask is not None:
             mask, bias = explicit_mask(self.context, attn_mask)
-        return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias)
+        return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p)
 
 
 def _with_documents(
@@ -108,6 +114,8 @@ def attend(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Run the operator on a rewritten model's attention call, counting it.
 
@@ -125,7 +133,8 @@ def attend(
         not torch.compiler.is_compiling()
     ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
         step.num_attention_calls += 1
-    return sequence_parallel_attention(
+    run = partial(
+        sequence_parallel_attention,
         query,
         key,
         value,
@@ -135,14 +144,13 @@ def attend(
         sinks=sinks,
         softcap=softcap,
         bias=bias,
+        score_mod=score_mod,
         kernel=context.kernel,
     )
+    return _with_dropout(run, context, dropout_p) if dropout_p else run()
 
 
-def check_dropout(probability: float) -> None:
-    """Refuse dropout on attention weights: its mask would depend on the degrees."""
-    if probability:
-        raise SequenceParallelError(
-            f"attention dropout {probability}: not supported yet, its mask would depend on how the sequence is split; set the model's attention "
-            "dropout to 0 (Hugging Face: config.attention_dropout=0.0, GPT-2: attn_pdrop=0.0); elementwise dropout is fine"
-        )
+@torch.compiler.disable
+def _with_dropout(run: Callable[..., Tensor], context: SequenceContext, probability: float) -> Tensor:
+    """Never traced: the number of the call is another one in each step, and would be compiled in."""
+    return run(dropout=attention_dropout(context, probability))

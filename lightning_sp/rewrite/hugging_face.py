@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.attention.reference import dense_attention
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
-from lightning_sp.rewrite.functional import attend, check_dropout
+from lightning_sp.rewrite.functional import attend
 from lightning_sp.rewrite.rotary import follow_all_positions
+from lightning_sp.rewrite.whole import whole_attention
 
 _numbers = itertools.count()
 # Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
@@ -110,9 +111,9 @@ def _register(name: str, context: SequenceContext, previous: str, undo: ExitStac
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if context.reference is not None:
-            if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
-                # Torch's function would drop both, silently.
-                return _dense(module, *args, **kwargs)
+            if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None or kwargs.get("dropout"):
+                # Torch's function would drop the first two, silently, and draw dropout of its own.
+                return _dense(context, module, *args, **kwargs)
             # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
             return sdpa_attention_forward(module, *args, **kwargs)
         eager = getattr(sys.modules[_own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
@@ -156,7 +157,6 @@ def _attention(
             f"{kind} has a sliding window of {window} tokens and the sequence {context.step.batch.padded_length}, but the model asked for no "
             "mask with a window: which of the two this layer means is not known"
         )
-    check_dropout(dropout)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
     asked = context.step.causal_masks
@@ -175,21 +175,23 @@ def _attention(
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
         bias=bias,
+        dropout_p=dropout,
     )
     return out.transpose(1, 2), None
 
 
 def _dense(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    is_causal: bool | None = None, s_aux: Tensor | None = None, softcap: float | None = None, **_: Any,
+    context: SequenceContext, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, s_aux: Tensor | None = None,
+    softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """One layer's attention on a short whole sequence, by its definition. Shapes: as in `_attention`."""
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    seen = attention_mask
-    if seen is None:
-        seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        seen = seen.tril() if causal else seen
-    return dense_attention(query, key, value, seen, scaling, s_aux, softcap).transpose(1, 2), None
+    out = whole_attention(
+        query, key, value, attention_mask, causal=causal and attention_mask is None, scale=scaling, sinks=s_aux, softcap=softcap,
+        dropout=attention_dropout(context, dropout),
+    )  # fmt: skip
+    return out.transpose(1, 2), None
 
 
 def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -121,7 +121,6 @@ def test_an_explicit_mask_is_kept_to_within_declared_documents(pools):
 
 REFUSED = [
     (dict(build="qwen2 windowed layers"), ["Qwen2Attention has a sliding window of 16 tokens and the sequence 32"]),
-    (dict(build="llama dropout"), ["attention dropout 0.1", "config.attention_dropout=0.0"]),
     (dict(build="gptj"), ["GPTJForCausalLM does not reach its attention through Hugging Face's interface"]),
     (dict(build="llama", kind="inner_mask"), ["a padding mask of shape (2, 16) that hides tokens reached the model"]),
     (dict(build="llama", kind="inner_mask", data={"kind": "padding"}), ["is not the batch's attention_mask"]),
@@ -137,7 +136,6 @@ REFUSED = [
     (dict(build="explicit causal padding", kind="masked", data={"kind": "padding"}), ["attn_mask of shape (2, 1, 16, 16) is of this rank's"]),
     (dict(build="explicit whole", data={"length": 40}), ["attn_mask of shape (32, 32)", "has 40 tokens and whose shard 20"]),
     (dict(build="llama", data={"kind": "4d"}, kind="short_4d"), ["LlamaAttention's attention mask of shape (2, 1, 16, 16) is of this rank's"]),
-    (dict(build="attention dropout"), ["attention dropout 0.1"]),
     (dict(build="cross"), ["16 queries over 4 keys inside a step whose shard has 16 tokens"]),
     (dict(build="turned rope"), ["LlamaRotaryEmbedding of rope_type longrope returns (2, 8, 17) for 17 positions"]),
     (dict(build="flat"), ["(8, 16, 8): must be (batch, heads, tokens, head dim)"]),

@@ -14,11 +14,13 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_sp.attention.places import Places
 from lightning_sp.errors import SequenceParallelError
@@ -62,8 +64,9 @@ class ScoreMod:
         Shapes: grad and scores (rows, heads, Sq, Sk).
         """
         pull: Callable[[Tensor], tuple[Tensor, ...]]
-        pull = torch.func.vjp(lambda s, *held: self.apply(s, places, held), scores, *tensors)[1]
-        d_scores, *d_tensors = pull(grad)
+        with _transforms_allowed():
+            pull = torch.func.vjp(lambda s, *held: self.apply(s, places, held), scores, *tensors)[1]
+            d_scores, *d_tensors = pull(grad)
         return d_scores, tuple(d_tensors)
 
 
@@ -175,7 +178,53 @@ def _over_all(function: Callable[..., Any], num_scores: int, num_tensors: int) -
     score, rest = (0,) * num_scores, (None,) * num_tensors
     for over in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*score, *over, *rest))
-    return function
+
+    def apply(*arguments: Any) -> Tensor:
+        with _transforms_allowed(), _GatherByIndex():
+            applied: Tensor = function(*arguments)
+        return applied
+
+    return apply
+
+
+def _transforms_allowed() -> AbstractContextManager[Any]:
+    """Let torch.func's transforms work inside an operator that a dispatch mode calls.
+
+    torch.compile's own check of custom operators is such a mode, and PyTorch shuts its transforms' dispatch keys out of what runs under one.
+    """
+    shut = torch._C._dispatch_tls_local_exclude_set()
+    for name in _TRANSFORM_KEYS:
+        shut = shut.remove(getattr(torch._C.DispatchKey, name))
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), shut
+    )
+    return guard
+
+
+_TRANSFORM_KEYS = (
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchBatched",
+    "FuncTorchVmapMode",
+    "FuncTorchGradWrapper",
+)
+
+
+class _GatherByIndex(TorchFunctionMode):
+    """Makes table[head] a gather where `head` is a tensor without dims: Python would read its number, which under vmap is many.
+
+    A class because PyTorch's function modes are. FlexAttention does likewise.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            places = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(place, Tensor) and place.dtype == torch.int64 for place in places):
+                return torch.ops.aten.index(tensor, list(places))
+        return func(*args, **(kwargs or {}))
 
 
 def _check_closure(function: Callable[..., Any], given: tuple[Tensor, ...]) -> None:

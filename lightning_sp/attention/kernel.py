@@ -7,6 +7,7 @@ values may have fewer heads (GQA). `causal` blocks are always square, so top-lef
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -196,30 +197,43 @@ def select_kernel(
     Raises:
         SequenceParallelError: flash_attn was asked for and is not installed, or the GPU is too old for a flash kernel.
     """
-    changes = scores.names()
-    if device.type == "cpu":
-        return _next_best(TorchCpuKernel.name, scores, gradients) if changes else TorchCpuKernel()
-    if dtype not in _HALF:
-        # CUDA's flash operators take neither float32 nor float64: for exactness checks there.
-        return TiledKernel(scores, gradients)
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        raise SequenceParallelError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the flash kernels need 8.0 or "
-            "newer; use precision='32-true' there"
+    if device.type == "cuda" and dtype in _HALF:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            raise SequenceParallelError(
+                f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the flash kernels need 8.0 or "
+                "newer; use precision='32-true' there"
+            )
+    asked, serving = kernel_for(name, device.type, dtype, scores.names())
+    if serving is not TiledKernel:
+        fused: Kernel = serving(scores.softcap) if serving is FlashAttnKernel else serving()
+        return fused
+    if asked is not TiledKernel:
+        _say_once(
+            f"{asked.name} computes no {', '.join(scores.names())}: {TiledKernel.name} does it, several times slower and in tiles of {TILE} x "
+            f"{TILE} scores"
         )
-    if name == "flash_attn":
-        fused = FlashAttnKernel(scores.softcap)
-        return fused if changes in ([], ["softcap"]) else _next_best(fused.name, scores, gradients)
-    return _next_best(TorchCudaKernel.name, scores, gradients) if changes else TorchCudaKernel()
-
-
-def _next_best(fused: str, scores: Scores, gradients: ScoreGradients | None) -> Kernel:
-    _say_once(
-        f"{fused} computes no {', '.join(scores.names())}: {TiledKernel.name} does it, several times slower and in tiles of {TILE} x {TILE} "
-        "scores"
-    )
     return TiledKernel(scores, gradients)
+
+
+def kernel_for(name: str, device_type: str, dtype: torch.dtype, changes: Sequence[str]) -> tuple[type[Any], type[Any]]:
+    """Return the kernel for an option, a device and a dtype, and the one that serves in its place where scores are changed.
+
+    Args:
+        name: the option.
+        device_type: "cpu" or "cuda".
+        dtype: of the tensors.
+        changes: of the scores, `Scores.names`.
+    """
+    if device_type == "cpu":
+        asked: type[Any] = TorchCpuKernel
+    elif dtype not in _HALF:
+        # CUDA's flash operators take neither float32 nor float64: for exactness checks there.
+        asked = TiledKernel
+    else:
+        asked = FlashAttnKernel if name == "flash_attn" else TorchCudaKernel
+    fused = not changes or (asked is FlashAttnKernel and list(changes) == ["softcap"])
+    return asked, asked if fused else TiledKernel
 
 
 @lru_cache

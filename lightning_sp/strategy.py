@@ -65,7 +65,7 @@ from lightning_sp.parallelize import (
 from lightning_sp.predictions import share_predictions, whole_output
 from lightning_sp.preflight import check_trainer_features, traceless
 from lightning_sp.processes import ProcessStrategy
-from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
+from lightning_sp.rewrite import AttentionInterception, FlexInterception, HuggingFaceRewrite, hugging_face_models
 from lightning_sp.run_state import RunState
 from lightning_sp.steps import Steps
 
@@ -339,7 +339,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._interceptions.close()
         for each in (
             CrossEntropyInterception(context),
-            AttentionInterception(context),
+            AttentionInterception(context, self.lightning_module),
+            FlexInterception(context, self.lightning_module),
             HuggingFaceRewrite(context, self.lightning_module),
         ):
             self._interceptions.enter_context(each)

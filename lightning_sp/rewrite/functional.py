@@ -1,23 +1,24 @@
 """Interception of `F.scaled_dot_product_attention`, for models that call it, directly or through torch's own modules.
 
-Seen: whatever looks the function up as an attribute when it runs, `nn.MultiheadAttention` in training included. Missed: a name bound by
-`from torch.nn.functional import scaled_dot_product_attention`, and attention written out by hand: the count of calls and the preflight
-find those. Explicit masks are read in `explicit_mask`. What the operator cannot carry is refused by name.
+Seen: whatever looks the function up as an attribute when it runs, `nn.MultiheadAttention` in training included, and what is bound to it in
+the model's own files (`bound_names`). Missed: attention written out by hand: the count of calls and the preflight find it. Explicit masks
+are read in `explicit_mask`. What the operator cannot carry is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.functions import ScoreMod
 from lightning_sp.attention.mask import document_ids
+from lightning_sp.bound_names import rebind
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
@@ -31,8 +32,9 @@ class AttentionInterception(AbstractContextManager[None]):
     A class because it holds what it replaces until it is put back.
     """
 
-    def __init__(self, context: SequenceContext) -> None:
-        self.context = context
+    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
+        self.context, self.module = context, module
+        self._undo = ExitStack()
         self._original: Callable[..., Tensor] | None = None
         self._fastpath = True
 
@@ -41,10 +43,12 @@ class AttentionInterception(AbstractContextManager[None]):
         self._original = F.scaled_dot_product_attention
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         F.scaled_dot_product_attention = self._attention
+        rebind(self.module, self._original, lambda _: self._attention, self._undo)
         # The fused encoder path of nn.TransformerEncoder under no_grad would pass us by in validation.
         torch.backends.mha.set_fastpath_enabled(False)
 
     def __exit__(self, *_: object) -> None:
+        self._undo.close()
         if self._original is not None:
             F.scaled_dot_product_attention = self._original
             torch.backends.mha.set_fastpath_enabled(self._fastpath)
@@ -150,7 +154,9 @@ def attend(
     return _with_dropout(run, context, dropout_p) if dropout_p else run()
 
 
-@torch.compiler.disable
-def _with_dropout(run: Callable[..., Tensor], context: SequenceContext, probability: float) -> Tensor:
-    """Never traced: the number of the call is another one in each step, and would be compiled in."""
+def _draw(run: Callable[..., Tensor], context: SequenceContext, probability: float) -> Tensor:
     return run(dropout=attention_dropout(context, probability))
+
+
+# Never traced: the number of the call is another one in each step, and would be compiled in.
+_with_dropout: Callable[..., Tensor] = torch.compiler.disable(_draw)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.attention import AttentionMask
+from lightning_sp.attention.mask import document_ids
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.captured import check_whole_tensors
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.functional import attend
+from lightning_sp.rewrite.relative_bias import bias_of_whole_sequences
 from lightning_sp.rewrite.rotary import follow_all_positions
 from lightning_sp.rewrite.whole import whole_attention
 
@@ -37,13 +40,15 @@ _WINDOW, _BOTH_WAYS = (
     "sliding_window_bidirectional_overlay.<locals>.inner_mask",
 )
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
+_SIZED = (_WINDOW, _BOTH_WAYS, _CHUNKS)
+_KNOWN = (_CAUSAL, _FULL, *_SIZED)
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
 _WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
+# Added to the scores, in each model's eager attention.
+_BIASES = ("position_bias", "attn_bias", "alibi")
 _REFUSED_ARGUMENTS = (
     "sinks",
-    "position_bias",
-    "attn_bias",
-    "alibi",
     "head_mask",
     "layer_head_mask",
     "cache",
@@ -97,6 +102,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             _wrap_loss(model, self.context, self._undo)
             _wrap_generate(model, self.context, self._undo)
             follow_all_positions(model, self.context, self._undo)
+            bias_of_whole_sequences(model, self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -111,8 +117,9 @@ def _register(name: str, context: SequenceContext, previous: str, undo: ExitStac
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if context.reference is not None:
-            if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None or kwargs.get("dropout"):
-                # Torch's function would drop the first two, silently, and draw dropout of its own.
+            own = ("s_aux", "softcap", *_BIASES)
+            if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in own):
+                # Torch's function would drop these, silently, and draw dropout of its own.
                 return _dense(context, module, *args, **kwargs)
             # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
             return sdpa_attention_forward(module, *args, **kwargs)
@@ -151,6 +158,9 @@ def _attention(
             raise SequenceParallelError(
                 f"{kind} uses {argument}: it cannot be carried yet; without it the model would be silently wrong"
             )
+    for argument in _BIASES:
+        if kwargs.get(argument) is not None:
+            bias = _added(bias, _bias(context, kwargs[argument], f"{kind}'s {argument}"))
     window = kwargs.get("sliding_window")
     if attention_mask is None and window is not None and context.step.batch.padded_length > int(window):
         raise SequenceParallelError(
@@ -180,15 +190,32 @@ def _attention(
     return out.transpose(1, 2), None
 
 
+def _bias(context: SequenceContext, given: Any, what: str) -> Tensor:
+    found = explicit_mask(context, given, what)[1] if isinstance(given, Tensor) else None
+    if found is None:
+        raise SequenceParallelError(
+            f"{what} {_shape(given)} is not floating point of the whole sequence: it cannot be carried; without it the model would be "
+            "silently wrong"
+        )
+    return found
+
+
+def _added(bias: Tensor | None, other: Tensor) -> Tensor:
+    return other if bias is None else bias + other
+
+
 def _dense(
     context: SequenceContext, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, s_aux: Tensor | None = None,
-    softcap: float | None = None, **_: Any,
+    softcap: float | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """One layer's attention on a short whole sequence, by its definition. Shapes: as in `_attention`."""
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    bias = None
+    for name in _BIASES:
+        bias = bias if others.get(name) is None else _added(bias, others[name])
     out = whole_attention(
-        query, key, value, attention_mask, causal=causal and attention_mask is None, scale=scaling, sinks=s_aux, softcap=softcap,
+        query, key, value, attention_mask, bias=bias, causal=causal and attention_mask is None, scale=scaling, sinks=s_aux, softcap=softcap,
         dropout=attention_dropout(context, dropout),
     )  # fmt: skip
     return out.transpose(1, 2), None
@@ -200,32 +227,91 @@ def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **
     if step is None:
         return original(*args, **kwargs)
     batch = step.batch
-    parts = _mask_parts(kwargs.get("mask_function"))
-    names = [part.name for part in parts]
-    if unknown := [name for name in names if name not in (_CAUSAL, _FULL, _WINDOW, _BOTH_WAYS, _CHUNKS)]:
-        raise SequenceParallelError(
-            f"the model asks for a mask made of {', '.join(names)}: {unknown[0]} cannot be carried yet; without it the model would be "
-            "silently wrong"
-        )
     # A window that holds the whole sequence hides nothing.
-    sized = [part for part in parts if part.size is not None and part.size < batch.padded_length]
-    if len(sized) > 1:
-        raise SequenceParallelError(
-            f"the model asks for a mask made of {', '.join(names)}: more than one window or chunk cannot be carried yet"
-        )
-    sizes = {part.name: part.size for part in sized}
+    parts = [p for p in _mask_parts(kwargs.get("mask_function")) if p.size is None or p.size < batch.padded_length]
     hides = _hides_padding(batch, kwargs.get("attention_mask"))
-    if _CHUNKS in sizes and _padded_on_the_left(batch):
-        raise SequenceParallelError(
-            "chunked attention with padding on the left cannot be carried yet; pad on the right"
-        )
-    causal = _CAUSAL in names
-    step.causal_masks.add(causal)
-    if not sizes and not hides:
+    sizes: dict[str, int] = {}
+    functions: list[_MaskFunction] = []
+    # Where the model is not given the batch's padding mask, transformers does not count from it.
+    counted = _counted_from(batch) if hides or not batch.mask_given else None
+    for part in parts:
+        if part.size is not None and not sizes and (part.name != _CHUNKS or counted is None):
+            sizes[part.name] = part.size
+        elif part.name not in (_CAUSAL, _FULL):
+            functions.append(_mask_function(context, part, counted))
+    causal = _CAUSAL in [part.name for part in parts]
+    if not any(part.name not in _KNOWN for part in parts):
+        step.causal_masks.add(causal)
+    if not sizes and not hides and not functions:
         return None
     left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
     window = (right, right) if right is not None else (None if left is None else left - 1, None)
-    return batch.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides)
+    mask = batch.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides)
+    return replace(mask, mask_mod=_all_of(functions)) if functions else mask
+
+
+def _mask_function(context: SequenceContext, part: _Part, start: Tensor | None) -> _MaskFunction:
+    """Return a part of a mask as a function of global positions, counted from `start` where transformers does so.
+
+    Raises:
+        SequenceParallelError: it reads tensors of this rank's tokens.
+    """
+    assert context.step is not None
+    batch, size = context.step.batch, part.size
+    if part.name == _CHUNKS and size is not None:
+        # Transformers' own reads where the shard's padding ends.
+        begun = torch.zeros(batch.rows, batch.padded_length, dtype=torch.int64) if start is None else start
+        begun = begun.to(_device(batch))
+        return lambda row, head, query, key: (query - begun[row, query]) // size == (key - begun[row, key]) // size
+    if part.name in _SIZED and size is None:
+        raise SequenceParallelError(
+            f"the model asks for a mask made of {part.name} of unknown size: it cannot be carried; without it the model would be silently wrong"
+        )
+    check_whole_tensors(context, part.function, f"the model's mask function {part.name}")
+    if start is None or batch.mask_given or part.name in _KNOWN:
+        function: _MaskFunction = part.function
+        return function
+    begins = start.to(_device(batch))
+    return lambda row, head, query, key: part.function(row, head, query - begins[row, query], key - begins[row, key])
+
+
+def _all_of(functions: list[_MaskFunction]) -> _MaskFunction:
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = functions[0](row, head, query, key)
+        for function in functions[1:]:
+            seen = seen & function(row, head, query, key)
+        return seen
+
+    return mask_mod
+
+
+def _device(batch: BatchInfo) -> torch.device:
+    """Return where the step computes."""
+    return torch.device("cpu") if batch.position_ids is None else batch.position_ids.device
+
+
+def _counted_from(batch: BatchInfo) -> Tensor | None:
+    """Return where each token's positions are counted from, None for the row's start: its document, or what padding leaves.
+
+    Shapes: () -> (rows, S), int64, on the CPU.
+    """
+    if batch.boundaries is not None and not batch.mask_given and _counts_within_documents():
+        starts = batch.boundaries.gather(1, document_ids(batch.boundaries, batch.padded_length))
+        return starts.expand(batch.rows, -1)
+    if batch.seen is not None:
+        first = batch.seen.cpu().long().argmax(1)
+    elif batch.valid is not None:
+        first = batch.valid[:, 0]
+    else:
+        return None
+    return first[:, None].expand(batch.rows, batch.padded_length) if bool(first.any()) else None
+
+
+def _counts_within_documents() -> bool:
+    """Whether this transformers gives mask functions the positions within a packed document."""
+    from transformers import masking_utils  # noqa: PLC0415
+
+    return hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 def _hides_padding(batch: BatchInfo, padding: Tensor | None) -> bool:
@@ -248,17 +334,12 @@ def _hides_padding(batch: BatchInfo, padding: Tensor | None) -> bool:
     return True
 
 
-def _padded_on_the_left(batch: BatchInfo) -> bool:
-    if batch.seen is not None:
-        return not bool(batch.seen[:, 0].all())
-    return batch.valid is not None and bool((batch.valid[:, 0] > 0).any())
-
-
 @dataclass(frozen=True)
 class _Part:
-    """An elementary mask function: its name, and the size of its window or chunk."""
+    """An elementary mask function: its name, itself, and the size of its window or chunk."""
 
     name: str
+    function: Any
     size: int | None = None
 
 
@@ -271,11 +352,11 @@ def _mask_parts(function: Any) -> list[_Part]:
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents
         inner += list(content) if isinstance(content, tuple) else [content]
-    if name in (_WINDOW, _BOTH_WAYS, _CHUNKS):
+    if name in _SIZED:
         sizes = [each for each in inner if isinstance(each, int)]
-        return [_Part(name, sizes[0]) if len(sizes) == 1 else _Part(f"{name} of unknown size")]
+        return [_Part(name, function, sizes[0] if len(sizes) == 1 else None)]
     if not name.startswith(_WRAPPERS):
-        return [_Part(name)]
+        return [_Part(name, function)]
     return [each for content in inner if callable(content) for each in _mask_parts(content)]
 
 

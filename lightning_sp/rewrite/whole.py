@@ -19,6 +19,7 @@ def whole_attention(
     v: Tensor,
     mask: Tensor | None,
     *,
+    bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -33,6 +34,7 @@ def whole_attention(
         k: keys, of as many heads or fewer.
         v: values.
         mask: bool, or floating point, added to the scores; None for all.
+        bias: added to the scores, besides.
         causal: whether a query sees no key after its own place, besides.
         scale: of q k^T; None for 1 / sqrt(D).
         sinks: see `sequence_parallel_attention`, as the rest.
@@ -45,11 +47,10 @@ def whole_attention(
     shape = (1, 1, q.shape[2], k.shape[2])
     seen = torch.ones(shape, dtype=torch.bool, device=q.device)
     seen = seen.tril() if causal else seen
-    bias = None
     if mask is not None and mask.dtype == torch.bool:
         seen = seen & mask
     elif mask is not None:
-        bias = mask.to(q.dtype)
+        bias = mask if bias is None else bias + mask
     places = whole_places(q, k)
     change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)
     kept = None if dropout is None else dropout.kept(places) / (1.0 - dropout.probability)

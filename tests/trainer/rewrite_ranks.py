@@ -17,7 +17,8 @@ from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
 from lightning_sp.context import BatchInfo
 from lightning_sp.rewrite import hugging_face
-from tests.trainer.mask_models import Explicit, PaddedEncoder
+from tests.trainer import mask_models
+from tests.trainer.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder
 from tests.trainer.preflight_ranks import LLAMA, hf
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
@@ -117,6 +118,11 @@ def windowed_layers() -> nn.Module:
     return model
 
 
+def custom_mask(form: str) -> nn.Module:
+    window = 9 if form == "second window" else None
+    return CustomMask(hf("mistral", **LLAMA, sliding_window=window), form)
+
+
 def gpt_oss() -> nn.Module:
     """GPT-OSS with sinks that matter, and experts that compute in float64 too."""
     model = hf("gpt_oss", **GPT_OSS)
@@ -134,6 +140,11 @@ def turned_rope() -> nn.Module:
     return model
 
 
+FLEX = (
+    "causal", "full", "whole", "documents", "by row and head", "alibi", "learned", "learned full", "learned attribute", "learned partial",
+    "learned helper", "compiled", "gqa", "gqa unsaid", "lse", "kernel options", "blocks", "shard's documents", "other length", "called",
+)  # fmt: skip
+CUSTOM = ("and", "or", "whole tensor", "shard's tensor", "second window")
 EXPLICIT = (
     "whole", "whole documents", "whole inverted", "alibi", "learned", "learned full", "learned of keys", "keys", "batch", "shard",
     "own queries", "other", "integers", "padding", "expanded padding", "lowest", "heads", "by position", "causal padding",
@@ -170,6 +181,11 @@ BUILDS: dict[str, Any] = {
     **{f"explicit {form}": partial(Explicit, form) for form in EXPLICIT},
     **{f"explicit {form} of 29": partial(Explicit, form, 29) for form in ("alibi", "learned full", "whole")},
     "padded encoder": PaddedEncoder,
+    **{f"flex {form}": partial(Flex, form) for form in FLEX},
+    "imported": Imported,
+    "held": partial(Imported, True),
+    **{f"custom {form}": partial(custom_mask, form) for form in CUSTOM},
+    "t5 encoder": T5Encoder,
     "cross": partial(Masked, keys=4),
     "flat": partial(Masked, flat=True),
     "scaled": partial(Masked, is_causal=True, scale=0.9, enable_gqa=True),
@@ -312,13 +328,20 @@ def one_process(build: str, kind: str = "logits", data: Any = None, **_: Any) ->
         module.model.config.use_cache = False
     if "labels" in batch and "shift_labels" in batch:
         batch.pop("shift_labels")
-    loss = module.training_step(batch, 0)
-    loss.backward()
+    with _plain_flex():
+        loss = module.training_step(batch, 0)
+        loss.backward()
     grads = {n: p.grad for n, p in module.named_parameters()}
-    with torch.no_grad():
+    with torch.no_grad(), _plain_flex():
         evaluated = float(module._logits({"position_ids": None, **batch})) if kind == "logits" else 0.0
     tokens = generate(module.model) if hasattr(module.model, "generate") else []
     return {"loss": float(loss.detach()), "grads": grads, "evaluated": evaluated, "generated": tokens}
+
+
+def _plain_flex() -> AbstractContextManager[Any]:
+    return _both(
+        *(patch.object(mask_models, name, mask_models.plain_flex) for name in ("flex_attention", "compiled_flex"))
+    )
 
 
 def sharded(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -363,6 +386,11 @@ def _globals(module: Model) -> dict[str, Any]:
     return {
         "scaled_dot_product_attention": F.scaled_dot_product_attention,
         "cross_entropy": F.cross_entropy,
+        "flex_attention": torch.nn.attention.flex_attention.flex_attention,
+        "bound names": [
+            getattr(mask_models, n) for n in ("flex_attention", "compiled_flex", "scaled_dot_product_attention")
+        ],
+        "held": getattr(module.model, "held", None),
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "attention names": sorted(AttentionInterface._global_mapping),
         "mask names": sorted(AttentionMaskInterface._global_mapping),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,10 @@ class PaddedEncoder(nn.Module):
         return self.head(self.encoder(x, src_key_padding_mask=attention_mask == 0))
 
 
-compiled_flex = torch.compile(flex_attention)
+with warnings.catch_warnings():
+    # torch's own, when its compiler is imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    compiled_flex = torch.compile(flex_attention)
 
 
 def plain_flex(

@@ -75,16 +75,22 @@ class Problem:
 _meshes: dict[tuple[int, int], SequenceMesh] = {}
 
 
-def step(problem: Problem, ulysses: int, ring: int) -> dict[str, float]:
+# ulysses, ring, ring_transport
+Layout = tuple[int, int, str]
+
+
+def step(problem: Problem, ulysses: int, ring: int, transport: str) -> dict[str, float]:
     """Run one forward and backward on this rank and return what it cost. Every rank of the world calls it."""
     mesh = _mesh(ulysses, ring)
-    return _cost(problem.inputs(mesh.layout, mesh.sequence_rank), lambda q, k, v: _attend(problem, mesh, q, k, v))
+    inputs = problem.inputs(mesh.layout, mesh.sequence_rank)
+    return _cost(inputs, lambda q, k, v: _attend(problem, mesh, transport, q, k, v))
 
 
-def peak(problem: Problem, ulysses: int, ring: int) -> float:
+def peak(problem: Problem, ulysses: int, ring: int, transport: str) -> float:
     """Return this rank's peak memory over one forward and backward, inputs included, in bytes."""
     mesh = _mesh(ulysses, ring)
-    return _peak(problem.inputs(mesh.layout, mesh.sequence_rank), lambda q, k, v: _attend(problem, mesh, q, k, v))
+    inputs = problem.inputs(mesh.layout, mesh.sequence_rank)
+    return _peak(inputs, lambda q, k, v: _attend(problem, mesh, transport, q, k, v))
 
 
 def step_whole(problem: Problem, threads: int) -> dict[str, float]:
@@ -105,8 +111,8 @@ def _mesh(ulysses: int, ring: int) -> SequenceMesh:
     return _meshes[ulysses, ring]
 
 
-def _attend(problem: Problem, mesh: SequenceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=problem.mask)
+def _attend(problem: Problem, mesh: SequenceMesh, transport: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=problem.mask, ring_transport=transport)
 
 
 def _attend_whole(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,20 +149,20 @@ def _peak(inputs: list[Tensor], attend: Attend) -> float:
     return float(held + growth.peak_bytes)
 
 
-def compare(problem: Problem, layouts: list[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
+def compare(problem: Problem, layouts: list[Layout], repeats: int) -> list[dict[str, Any]]:
     """Return one row per layout; the sides of a repeat run one after the other, so that they meet the same machine."""
     threads = os.cpu_count() or 1
     with contextlib.ExitStack() as stack:
-        pools = {size: stack.enter_context(RankPool(size)) for size in {1, *(u * r for u, r in layouts)}}
+        pools = {size: stack.enter_context(RankPool(size)) for size in {1, *(u * r for u, r, _ in layouts)}}
         pools[1].run(step_whole, problem, threads)  # warm-up
-        for ulysses, ring in layouts:
-            pools[ulysses * ring].run(step, problem, ulysses, ring)
+        for ulysses, ring, transport in layouts:
+            pools[ulysses * ring].run(step, problem, ulysses, ring, transport)
         base: list[dict[str, float]] = []
-        runs: dict[tuple[int, int], list[list[dict[str, float]]]] = {layout: [] for layout in layouts}
+        runs: dict[Layout, list[list[dict[str, float]]]] = {layout: [] for layout in layouts}
         for _ in range(repeats):
             base.append(pools[1].run(step_whole, problem, threads)[0])
-            for ulysses, ring in layouts:
-                runs[ulysses, ring].append(pools[ulysses * ring].run(step, problem, ulysses, ring))
+            for layout in layouts:
+                runs[layout].append(pools[layout[0] * layout[1]].run(step, problem, *layout))
         dense = replace(problem, window=0)
         causal = [pools[1].run(step_whole, dense, threads)[0] for _ in range(repeats if problem.window else 0)]
     rows = [_row("whole", [[each] for each in base], base)]
@@ -164,21 +170,22 @@ def compare(problem: Problem, layouts: list[tuple[int, int]], repeats: int) -> l
         # What the window would cost if each of its pairs cost as much as one of causal attention.
         share = problem.pairs / dense.pairs
         rows.append(_row("causal x pairs", [[{**each, "cpu_s": each["cpu_s"] * share}] for each in causal], base))
-    rows += [_row(f"{u}x{r}", runs[u, r], base) for u, r in layouts]
+    rows += [_row(_name(layout), runs[layout], base) for layout in layouts]
     peaks = _peaks(problem, layouts)
     return [row | {"peak_mib": peaks.get(row["layout"], math.nan)} for row in rows]
 
 
-def _peaks(problem: Problem, layouts: list[tuple[int, int]]) -> dict[str, float]:
+def _name(layout: Layout) -> str:
+    return "{}x{} {}".format(*layout) if layout[1] > 1 else "{}x{}".format(*layout[:2])
+
+
+def _peaks(problem: Problem, layouts: list[Layout]) -> dict[str, float]:
     """Return the largest rank's peak per layout in MiB, from new processes: what earlier runs left in the allocator's free lists would count."""
-    peaks = {}
-    for size in sorted({1, *(u * r for u, r in layouts)}):
-        with RankPool(size) as pool:
-            if size == 1:
-                peaks["whole"] = max(pool.run(peak_whole, problem)) / 2**20
-            for ulysses, ring in layouts:
-                if ulysses * ring == size:
-                    peaks[f"{ulysses}x{ring}"] = max(pool.run(peak, problem, ulysses, ring)) / 2**20
+    with RankPool(1) as pool:
+        peaks = {"whole": max(pool.run(peak_whole, problem)) / 2**20}
+    for layout in layouts:
+        with RankPool(layout[0] * layout[1]) as pool:
+            peaks[_name(layout)] = max(pool.run(peak, problem, *layout)) / 2**20
     return peaks
 
 
@@ -204,8 +211,13 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="full instead of causal attention")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--layouts", default="4x1,1x4,2x2", help="ulysses x ring, comma-separated")
+    parser.add_argument(
+        "--transport", default="auto", help="ring_transport, comma-separated: each layout with a ring runs with each"
+    )
     arguments = vars(parser.parse_args())
-    layouts = [tuple(map(int, name.split("x"))) for name in arguments.pop("layouts").split(",")]
+    transports, layouts = arguments.pop("transport").split(","), []
+    for ulysses, ring in (map(int, name.split("x")) for name in arguments.pop("layouts").split(",")):
+        layouts += [(ulysses, ring, transport) for transport in (transports if ring > 1 else ["auto"])]
     repeats, full = arguments.pop("repeats"), arguments.pop("full")
     problem = Problem(causal=not full, **arguments)
     print(f"{problem}, torch {torch.__version__}, {repeats} repeats, load {os.getloadavg()[0]:.1f}")
@@ -213,7 +225,7 @@ def main() -> None:
         "| ulysses x ring | CPU-s | over one process (median, low..high) | wall s | MiB sent per rank | peak MiB per rank |"
     )
     print("|---|---|---|---|---|---|")
-    for row in compare(problem, layouts, repeats):  # type: ignore[arg-type]
+    for row in compare(problem, layouts, repeats):
         print(
             f"| {row['layout']} | {row['cpu_s']:.2f} | {100 * (row['ratio'] - 1):+.1f}% ({100 * (row['low'] - 1):+.1f}.."
             f"{100 * (row['high'] - 1):+.1f}%) | {row['wall_s']:.2f} | {row['sent_mib']} | {row['peak_mib']:.0f} |"

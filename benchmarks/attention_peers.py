@@ -2,10 +2,13 @@
 
     python -m benchmarks.attention_peers --world 4 --lengths 8192              every competitor of this world
     python -m benchmarks.attention_peers --only lightning_sp,torch --world 2   some of them
+    python -m benchmarks.attention_peers --kv-heads 2 --lengths 16384 32768    8 query heads share 2 key-value heads; longer
 
 Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, so that all meet the same
 machine. The ratio is within a repeat, to one process with all cores. Competitors that are not here have an environment of their own, made below
-`.venv-peers/` on first use. Bytes are those that crossed the loopback device, by the kernel's own counter, TCP's headers included.
+`.venv-peers/` on first use. Bytes are those that crossed the loopback device, by the kernel's own counter, TCP's headers included; beside them
+the fewest that the same scheme (Ulysses, ring in zigzag or consecutive order, both) can do with. Peaks are what a run adds to its inputs, in
+processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system, so that what is resident is alive.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.traffic import fewest_sent_bytes
 from lightning_sp.testing import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +44,7 @@ class Peer:
         variants: by world size, name in the table -> what the module is told.
         packages: of its environment, each a pip command's arguments; empty for this one.
         environ: of its processes.
+        note: what was changed to run it here, said below the table.
     """
 
     name: str
@@ -47,6 +52,7 @@ class Peer:
     variants: dict[int, dict[str, str]]
     packages: tuple[tuple[str, ...], ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
+    note: str = ""
 
 
 PEERS = (
@@ -55,7 +61,12 @@ PEERS = (
         "lightning_sp_attention",
         {2: {"ulysses": "2x1", "ring": "1x2"}, 4: {"ulysses": "4x1", "ring": "1x4", "2x2": "2x2"}},
     ),
-    Peer("torch", "torch_ring", {w: {"ring, allgather": "allgather", "ring, alltoall": "alltoall"} for w in (2, 4)}),
+    Peer(
+        "torch",
+        "torch_ring",
+        {w: {"ring, allgather": "allgather", "ring, alltoall": "alltoall"} for w in (2, 4)},
+        note="torch: its public entry has no CPU kernel, so its ring's core is given the CPU operator (peers/torch_ring.py)",
+    ),
     Peer(
         "deepspeed",
         "deepspeed_ulysses",
@@ -74,8 +85,21 @@ PEERS = (
         "yunchang_usp",
         {2: {"ring": "1x2"}, 4: {"ring": "1x4", "2x2": "2x2"}},
         ((TORCH, "numpy", "einops"), ("--no-deps", "yunchang==0.6.4")),
+        note="yunchang needs a shim on a CPU: its torch kernel has no CPU operator and no backward, and its float32 sums share memory with "
+        "what is summed; peers/yunchang_usp.py and _patch_yunchang put these in",
     ),
 )  # fmt: skip
+# From the start of a process that measures a peak, as `resident.peak_growth` sets it: malloc.h's own variable.
+PEAK_ENVIRON = (("MALLOC_MMAP_THRESHOLD_", str(2**20)),)
+CONSECUTIVE = ("ring-p2p", "distflash")  # rings without zigzag
+
+
+def scheme(variant: str, world: int) -> tuple[int, int, bool]:
+    """Return a variant's Ulysses ranks, ring ranks, and whether its ring is in zigzag order."""
+    if "x" in variant:
+        ulysses, ring = map(int, variant.split("x"))
+        return ulysses, ring, True
+    return (world, 1, True) if variant == "ulysses" else (1, world, variant not in CONSECUTIVE)
 
 
 def interpreter(peer: Peer) -> str:
@@ -110,7 +134,7 @@ class Competitor:
     def __init__(
         self, peer: Peer, label: str, variant: str, world: int, problem: dict[str, Any], reference: Path
     ) -> None:
-        self.name = f"{peer.name} {label}".strip()
+        self.name, self.peer, self.variant = f"{peer.name} {label}".strip(), peer, variant
         python, port = interpreter(peer), free_port()
         self.processes = []
         for rank in range(world):
@@ -133,7 +157,11 @@ class Competitor:
                     command, env=environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
                 )
             )
-        self._read()
+        try:
+            self._read()
+        except RuntimeError:
+            self.stop()
+            raise
 
     def run(self, what: str = "run") -> dict[str, float]:
         """Let every rank run once; the sum of CPU-seconds, the longest wall, the largest peak and error, MiB sent on average."""
@@ -161,7 +189,7 @@ class Competitor:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.wait()
+            process.communicate()  # waits, and closes its pipes
 
 
 def _loopback_bytes() -> int:
@@ -193,31 +221,54 @@ def competitors(peers: list[Peer], world: int, problem: dict[str, Any]) -> Itera
 
 
 def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
-    """Return one row for each competitor."""
-    with competitors(peers, world, problem) as all_of_them:
-        checks = {each.name: each.run("check") for each in all_of_them}
-        runs: dict[str, list[dict[str, float]]] = {each.name: [] for each in all_of_them}
+    """Return one row for each competitor that ran; what does not run is named and left out."""
+    with competitors(peers, world, problem) as started:
+        checks = {}
+        for each in list(started):
+            try:
+                checks[each.name] = each.run("check")
+            except RuntimeError as error:
+                print(f"left out: {error}", flush=True)
+                each.stop()
+                started.remove(each)
+        runs: dict[str, list[dict[str, float]]] = {each.name: [] for each in started}
         for repeat in range(repeats):
-            for each in all_of_them:
+            for each in started:
                 print(f"repeat {repeat + 1} of {repeats}: {each.name:40}", end="\r", file=sys.stderr, flush=True)
                 runs[each.name].append(each.run())
-        peaks = {each.name: each.run("peak")["peak_mib"] for each in all_of_them}
-        alone = runs[all_of_them[0].name]
+    alone = runs[started[0].name]
     rows = []
-    for name, mine in runs.items():
+    for each in started:
+        mine = runs[each.name]
         ratios = [run["cpu_s"] / one["cpu_s"] for run, one in zip(mine, alone, strict=True)]
+        is_sharded = each is not started[0]
+        fewest = fewest_sent_bytes(scheme(each.variant, world), problem, itemsize=4) / 2**20 if is_sharded else 0.0
         rows.append(
             {
-                "name": name,
+                "name": each.name,
                 "cpu_s": statistics.median(run["cpu_s"] for run in mine),
                 "ratio": (statistics.median(ratios), min(ratios), max(ratios)),
                 "wall_s": statistics.median(run["wall_s"] for run in mine),
                 "sent_mib": statistics.median(run["sent_mib"] for run in mine),
-                "peak_mib": peaks[name],
-                "error": checks[name]["error"],
+                "fewest_mib": fewest,
+                "peak_mib": peak_mib(each, world if is_sharded else 1, problem),
+                "error": checks[each.name]["error"],
+                "note": each.peer.note,
             }
         )
     return rows
+
+
+def peak_mib(like: Competitor, world: int, problem: dict[str, Any]) -> float:
+    """Return the largest rank's peak in new processes, alike for all: their second run, for the first makes libraries and buffers resident."""
+    peer = replace(like.peer, environ=(*like.peer.environ, *PEAK_ENVIRON))
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Competitor(peer, "", like.variant, world, problem, Path(folder) / "reference.pt")
+        try:
+            fresh.run()
+            return fresh.run("peak")["peak_mib"]
+        finally:
+            fresh.stop()
 
 
 def main() -> None:
@@ -239,15 +290,18 @@ def main() -> None:
             f"\n{problem}, causal, float32, {arguments.world} ranks, {arguments.repeats} repeats, load {os.getloadavg()[0]:.1f}\n"
         )
         print(
-            "| | CPU-s | over one process (median, low..high) | wall s | MiB sent per rank | peak MiB per rank | error |"
+            "| | CPU-s | over one process (median, low..high) | wall s (median) | MiB sent per rank | fewest for the scheme | "
+            "peak MiB per rank | error |"
         )
-        print("|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|")
         for row in rows:
             middle, low, high = (100 * (r - 1) for r in row["ratio"])
             print(
                 f"| {row['name']} | {row['cpu_s']:.2f} | {middle:+.1f}% ({low:+.1f}..{high:+.1f}%) | {row['wall_s']:.2f} | "
-                f"{row['sent_mib']:.1f} | {row['peak_mib']:.0f} | {row['error']:.0e} |"
+                f"{row['sent_mib']:.1f} | {row['fewest_mib']:.1f} | {row['peak_mib']:.0f} | {row['error']:.0e} |"
             )
+        for note in dict.fromkeys(row["note"] for row in rows if row["note"]):
+            print(f"\n{note}")
 
 
 if __name__ == "__main__":

@@ -30,13 +30,21 @@ def peak_growth() -> Iterator[Growth]:
     libc.mallopt(M_MMAP_THRESHOLD, 2**20)
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
-    begin = _status_bytes("VmRSS")
+    begin, shared, own = _kept_bytes("status", "VmRSS"), *_shared_bytes()
     yield growth
-    growth.peak_bytes = _status_bytes("VmHWM") - begin
+    shared_end, own_end = _shared_bytes()
+    # A page that four processes map is resident in each: of what is shared a process' share counts, so that the sum over ranks is what
+    # the machine holds. Shared memory stays mapped, so what is there in the end is what was there at the peak.
+    growth.peak_bytes = _kept_bytes("status", "VmHWM") - begin - (shared_end - shared) + (own_end - own)
 
 
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _shared_bytes() -> tuple[int, int]:
+    """Return the resident shared memory of this process, and its share of it: a page that n processes map counts 1/n."""
+    return _kept_bytes("status", "RssShmem"), _kept_bytes("smaps_rollup", "Pss_Shmem")
+
+
+def _kept_bytes(file: str, name: str) -> int:
+    for line in Path("/proc/self", file).read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")
+    raise RuntimeError(f"/proc/self/{file} has no {name}")

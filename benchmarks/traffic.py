@@ -98,3 +98,26 @@ def ring_sent_units(size: int, rank: int, *, causal: bool) -> tuple[int, int]:
         return 2 * (size - 1), 4 * (size - 1)
     keys, home = size - 1 + rank, 2 * (size - 1) - rank
     return keys, keys + home
+
+
+def fewest_sent_bytes(scheme: tuple[int, int, bool], problem: dict[str, int], itemsize: int) -> float:
+    """Return the fewest bytes that a rank sends on average in a causal forward and backward, by the formulas above.
+
+    Args:
+        scheme: Ulysses ranks, ring ranks, and whether the ring's tokens lie in zigzag order. Where each rank holds consecutive ones, keys go to
+            the later ranks alone: R-1 units on average, those again, and R-1 units of gradients home. It sends less, and has uneven work.
+        problem: length, heads, kv_heads, dim; of one sample.
+        itemsize: bytes of an element.
+    """
+    ulysses, ring, zigzag = scheme
+    split = HeadSplit(problem["heads"], problem["kv_heads"], ulysses)
+    dim, tokens = problem["dim"], problem["length"] // (ulysses * ring)
+    sent = 0.0
+    for rank in range(ulysses):
+        first, last = split.keys(rank)
+        unit = (last - first) * tokens * ulysses * dim
+        sent += ring * sum(ulysses_sent_elements(split, rank, batch=1, tokens=tokens, dim=dim))
+        sent += unit * sum(
+            sum(ring_sent_units(ring, r, causal=True)) if zigzag else 3 * (ring - 1) for r in range(ring)
+        )
+    return sent * itemsize / (ulysses * ring)

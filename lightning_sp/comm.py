@@ -5,6 +5,7 @@ Owns transport, not meaning: what a buffer holds is the caller's concern. No col
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -58,6 +59,30 @@ def _new_groups(world: object, blocks: tuple[tuple[int, ...], ...]) -> ProcessGr
     return own
 
 
+def is_registered(group: ProcessGroup) -> bool:
+    """Return whether a group still exists: `destroy_process_group` ends it, whoever holds it."""
+    return group in _c10d._world.pg_map  # type: ignore[attr-defined,unused-ignore]
+
+
+def when_destroyed(group: ProcessGroup, function: Callable[[], object]) -> None:
+    """Call a function when `destroy_process_group` has ended a group.
+
+    torch has no hook for that. Its table of groups is what holds a group's store, while a group is held by caches and users too.
+    """
+    weakref.finalize(_c10d._world.pg_map[group][1], function).atexit = False  # type: ignore[attr-defined,unused-ignore]
+
+
+def timeout_s() -> float:
+    """Return the time limit of the world's collectives."""
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr,attr-defined,unused-ignore]
+    return float(timeout.total_seconds())
+
+
+def is_on_hosts(group: ProcessGroup) -> bool:
+    """Return whether a group is gloo's: its tensors lie in the memory of the ranks' hosts."""
+    return bool(dist.get_backend(group) == "gloo")
+
+
 def world() -> ProcessGroup | None:
     """Return the group of all ranks, None without processes."""
     return dist.group.WORLD if dist.is_initialized() else None
@@ -103,6 +128,9 @@ class Transfer:
         for work in self._works:
             work.wait()
         return self._received
+
+    def release(self) -> None:
+        """Say that the received buffer was used: nothing to do, it is this rank's own."""
 
 
 class AllPairs(dist.Work):

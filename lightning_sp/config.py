@@ -13,6 +13,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 
 Degree = int | Literal["auto"]
 KERNELS = ("auto", "torch", "flash_attn")
+RING_TRANSPORTS = ("auto", "shared_memory", "network")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class StrategyConfig:
         ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
         kernel: Local attention kernel. "auto" is torch's own; "flash_attn" is refused where it is not installed.
+        ring_transport: How keys and values reach the other ranks of a ring. "shared_memory": read in place, by CPU ranks of one
+            machine; "network": messages of the process group; "auto": shared memory where it is possible, else the network.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         compile: Compile each transformer block with torch.compile.
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded.
@@ -46,6 +49,7 @@ class StrategyConfig:
     ring_size: Degree = "auto"
     shard_size: Degree = "auto"
     kernel: str = "auto"
+    ring_transport: str = "auto"
     activation_checkpointing: bool = False
     compile: bool = False
     preflight: bool = True
@@ -73,6 +77,7 @@ class StrategyConfig:
             raise SequenceParallelError(
                 f"kernel={self.kernel!r}: must be one of {', '.join(KERNELS)}{closest(self.kernel, KERNELS)}"
             )
+        check_known_transport(self.ring_transport)
         if self.timeout_s <= 0:
             raise SequenceParallelError(f"timeout_s={self.timeout_s}: must be positive, in seconds")
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
@@ -92,6 +97,14 @@ class StrategyConfig:
                     f"unknown option {name!r} of the sequence_parallel strategy{closest(name, known)}; known: {', '.join(known)}"
                 )
         return cls(**options)
+
+
+def check_known_transport(name: str) -> None:
+    """Refuse a ring_transport that is none."""
+    if name not in RING_TRANSPORTS:
+        raise SequenceParallelError(
+            f"ring_transport={name!r}: must be one of {', '.join(RING_TRANSPORTS)}{closest(name, RING_TRANSPORTS)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -167,9 +167,10 @@ class Step:
 class SequenceContext:
     """The state shared by the strategy, the rewrite and the loss. Inactive (step None): every interception is the original function."""
 
-    def __init__(self, mesh: SequenceMesh, kernel: str) -> None:
+    def __init__(self, mesh: SequenceMesh, kernel: str, ring_transport: str = "auto") -> None:
         self.mesh = mesh
         self.kernel = kernel
+        self.ring_transport = ring_transport
         self.step: Step | None = None
         self.reference: BatchInfo | None = None
         self._reference_calls = AttentionCalls()

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_sp.comm import group_of
+from lightning_sp.comm import gather_objects, group_of
+from lightning_sp.config import check_known_transport
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.shared_memory import connect
 
 DATA, SEQUENCE, TENSOR = "data_parallel", "sequence_parallel", "tensor_parallel"
 
@@ -57,18 +60,20 @@ class SequenceMesh:
         layout: how that axis is split.
         ring_group: the group that passes keys and values on; None for a ring of one.
         ulysses_group: the group that exchanges heads for tokens; None for one rank.
+        not_shared: why ranks of a ring cannot read each other's memory, the same on all ranks of the world; empty if all can.
     """
 
     base: DeviceMesh
     layout: SequenceLayout
     ring_group: ProcessGroup | None
     ulysses_group: ProcessGroup | None
+    not_shared: str = ""
 
     @classmethod
     def build(cls, base: DeviceMesh, *, ring_size: int, ulysses_size: int) -> SequenceMesh:
         """Split the sequence axis of `base` (see `build_device_mesh`) into ring x ulysses.
 
-        Communicates: group creation on every rank, once for equal sizes.
+        Communicates: group creation and what `shared_memory.connect` needs on every rank, once for equal sizes; one all_gather of reasons.
         """
         size = base[SEQUENCE].size()
         assert ring_size * ulysses_size == size
@@ -82,7 +87,14 @@ class SequenceMesh:
             for first in starts
             for start in range(0, size, ulysses_size)
         )
-        return cls(base, SequenceLayout(ring_size, ulysses_size), group_of(rings), group_of(neighbours))
+        ring = group_of(rings)
+        not_shared = "" if ring is None else _share_memory(base, ring)
+        return cls(base, SequenceLayout(ring_size, ulysses_size), ring, group_of(neighbours), not_shared)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether there is a ring, and its ranks can read each other's memory."""
+        return self.ring_group is not None and not self.not_shared
 
     @property
     def sequence_group(self) -> ProcessGroup:
@@ -113,3 +125,23 @@ class SequenceMesh:
         """Return the degrees in one line."""
         layout = self.layout
         return f"dp {self.data_parallel_size} x ring {layout.ring_size} x ulysses {layout.ulysses_size}"
+
+
+def check_ring_transport(name: str, mesh: SequenceMesh | None) -> None:
+    """Refuse a transport that is unknown, or that the ranks cannot have; all ranks together, without communication.
+
+    Raises:
+        SequenceParallelError: with what keeps which rank from it.
+    """
+    check_known_transport(name)
+    if name == "shared_memory" and mesh is not None and mesh.not_shared:
+        raise SequenceParallelError(
+            f"ring_transport='shared_memory': {mesh.not_shared}; it is for CPU ranks of one machine; use 'network', or 'auto'"
+        )
+
+
+def _share_memory(base: DeviceMesh, ring: ProcessGroup) -> str:
+    """Let the ranks of every ring map each other's memory; return why some cannot, the same on all ranks of the world."""
+    if base.device_type != "cpu":
+        return f"the ranks compute on {base.device_type}"
+    return next((reason for reason in gather_objects(connect(ring)) if reason), "")

@@ -45,7 +45,7 @@ from lightning_sp.data.loader import LoaderPlace, filler_batch, same_samples
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.first_batch import try_first_batch
 from lightning_sp.loss import CrossEntropyInterception, TokenWindow
-from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
+from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
     check_same_gradients,
     check_unsharded,
@@ -92,6 +92,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         ring_size: int | Literal["auto"] = "auto",
         shard_size: int | Literal["auto"] = "auto",
         kernel: str = "auto",
+        ring_transport: str = "auto",
         activation_checkpointing: bool = False,
         compile: bool = False,
         preflight: bool = True,
@@ -113,6 +114,7 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "ring_size": ring_size,
                 "shard_size": shard_size,
                 "kernel": kernel,
+                "ring_transport": ring_transport,
                 "activation_checkpointing": activation_checkpointing,
                 "compile": compile,
                 "preflight": preflight,
@@ -284,7 +286,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self._base_mesh is not None
         ulysses, ring = resolve_split(self.config, self.sequence_parallel_size, self._query_heads(module))
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
-        context = SequenceContext(self._mesh, self.config.kernel)
+        check_ring_transport(self.config.ring_transport, self._mesh)
+        context = SequenceContext(self._mesh, self.config.kernel, self.config.ring_transport)
         self._runner = Steps(context, compiled=self.config.compile, control_group=self._control_group)
         self.model = self.precision_plugin.convert_module(module)
         if self.global_rank == 0:
@@ -303,9 +306,11 @@ class SequenceParallelStrategy(ProcessStrategy):
         module.to(self.root_device)
         start_root(module)
         self._prepared = module
+        shared = self.config.ring_transport != "network" and self._mesh.shares_memory
         rank_zero_info(
             f"sequence_parallel: {self._mesh.describe()} over {self.world_size} ranks, parameters sharded over {shard_size}, "
             f"{len(blocks)} blocks{', activations checkpointed' if self.config.activation_checkpointing else ''}"
+            f"{', ring through shared memory' if shared else ''}"
         )
 
     def _shard_options(self, module: LightningModule, trainer: Trainer) -> ShardOptions:

@@ -37,6 +37,6 @@ def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Any:
             )  # fmt: skip
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return Ring.apply(*(t.transpose(1, 2).contiguous() for t in (q, k, v))).transpose(1, 2)
+        return Ring.apply(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
     return attend, zigzag(rank, world)

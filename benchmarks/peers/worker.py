@@ -64,6 +64,7 @@ def main(peer: str, variant: str, text: str, reference: str) -> None:
     del tensors
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
+        out: Tensor | None = None
         *qkv, grad = (t.detach().clone() for t in locals_)
         for t in qkv:
             t.requires_grad_(True)
@@ -86,7 +87,9 @@ def main(peer: str, variant: str, text: str, reference: str) -> None:
             expected = [shard(t) for t in torch.load(reference)]
             answer["error"] = max(_error(a, b) for a, b in zip(got, expected, strict=True))
             del expected
-        del got, qkv
+        # Nothing of a run may serve the next: what is free but held would hide what that needs.
+        out = None
+        del got, qkv, grad
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -112,17 +112,18 @@ def forward_step(
         q: local queries, (B, H, S, D).
         k: keys that travelled, (B, K, n, D).
         v: values likewise.
-        running: (out, lse) in the accumulator's dtype, None in the first step; a query that has seen no key has 0 and -inf.
+        running: (out, lse), None in the first step; a query that has seen no key has 0 and -inf. It is in the accumulator's dtype, or in
+            that of q as long as one block has been all: where nothing is added, nothing is cast.
         places: where queries and keys lie, for a kernel that asks.
     """
-    first = running is None
+    first, dtype = running is None, accumulator_dtype(q.dtype)
     if running is None:
         if _is_whole(blocks, q):
             keys = slice(*blocks[0].keys)
-            out, lse = kernel.forward(q, k[:, :, keys], v[:, :, keys], blocks[0].kind, _part(places, blocks[0]))
-            return out.to(accumulator_dtype(out.dtype)), lse
-        dtype = accumulator_dtype(q.dtype)
+            return kernel.forward(q, k[:, :, keys], v[:, :, keys], blocks[0].kind, _part(places, blocks[0]))
         running = (empty_token_major(q, dtype).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=dtype))
+    if blocks:
+        running = (running[0].to(dtype), running[1])
     for block in blocks:
         queries, keys, row = _slices(block)
         out, lse = kernel.forward(
@@ -151,16 +152,15 @@ def backward_step(
         blocks: plan of this step, keys numbered as they lie in `kv`.
         saved: (gradient of out, q, out, lse) of the local queries, out and lse global.
         kv: keys and values that travelled, (B, K, n, D).
-        dq: running gradient of q in the accumulator's dtype, None in the first step.
+        dq: running gradient of q, None in the first step; its dtype as that of `forward_step`'s running out.
         places: where queries and keys lie, for a kernel that asks.
     """
     grad, q, out, lse = saved
     k, v = kv
     if dq is None and _is_whole(blocks, q) and blocks[0].keys == (0, k.shape[2]):
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, blocks[0].kind, _part(places, blocks[0]))
-        return dq.to(accumulator_dtype(dq.dtype)), dk, dv
-    if dq is None:
-        dq = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
+        return kernel.backward(grad, q, k, v, out, lse, blocks[0].kind, _part(places, blocks[0]))
+    dtype = accumulator_dtype(q.dtype)
+    dq = torch.zeros_like(q, dtype=dtype) if dq is None else dq.to(dtype)
     if len(blocks) == 1 and blocks[0].row is None and blocks[0].keys == (0, k.shape[2]):
         queries = slice(*blocks[0].queries)
         part, dk, dv = kernel.backward(

@@ -20,17 +20,28 @@ from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.plan import plan_of
 from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
 from lightning_sp.attention.scores import ScoreGradients, Scores
+from lightning_sp.attention.shared_hops import backward_arena, forward_arena
 from lightning_sp.attention.sinks import sink_gradient
 from lightning_sp.attention.ulysses import (
     HeadSplit,
+    exchange_gradients,
     exchange_out,
     exchange_out_grad,
     exchange_qkv,
-    exchange_qkv_grad,
+    gradient_counts,
+    lay_gradients,
+    pack_gradients,
     split_qkv,
 )
-from lightning_sp.attention.ulysses_cross import exchange_cross, exchange_cross_grad, split_cross
+from lightning_sp.attention.ulysses_cross import (
+    cross_counts,
+    exchange_cross,
+    lay_cross_gradients,
+    pack_cross_gradients,
+    split_cross,
+)
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.shared_memory import Arena
 
 
 @torch.library.custom_op("lightning_sp::attention", mutates_args=())
@@ -48,13 +59,14 @@ def attention_op(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attend over the whole sequence from this rank's part of it.
 
     Shapes: q (B, H, s, D), k and v (B, K, t, D) -> out (B, H, s, D), lse (B, h, S), and with Ulysses what was exchanged: out (B, h, S, D),
     and q, k, v (S, B, h + 2 k, D) and nothing, or with t != s q (S, B, h, D) and k, v (T, B, 2 k, D); else three empty tensors. S, T:
     tokens of this ring rank.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring).
+    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared.
     """
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     packed, packed_kv, heads_out = (q.new_empty(0) for _ in range(3))
@@ -65,7 +77,8 @@ def attention_op(
         packed, packed_kv = exchange_cross(q, k, v, split, rank, ulysses)
         q, k, v = split_cross(packed, packed_kv)
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
-    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores)
+    arena = forward_arena(k, ring_group, ring_transport)
+    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores, arena)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
@@ -91,6 +104,7 @@ def _(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
+    ring_transport: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     batch, _, tokens, dim = q.shape
@@ -123,17 +137,18 @@ def attention_backward_op(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
-    heads: list[int],
+    ring_transport: str,
+    num_heads: int,
+    num_kv_heads: int,
     learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Mirror of `attention_op`.
+    """Mirror of `attention_op`, up to the gradients of this rank's heads, which `gradients_home` sends home.
 
-    Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; out and lse of this rank's heads; heads: H, K,
-    and the key tokens t -> (B, H, s, D), (B, K, t, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks as every
-    parameter's; and if it `learns`, likewise of each of the scores' tensors, else nothing for each.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
+    Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; out and lse of this rank's heads ->
+    (B, h, S, D), (B, k, T, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks as every parameter's; and if it
+    `learns`, likewise of each of the scores' tensors, else nothing for each.
+    Communicates: one all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
     """
-    num_heads, num_kv_heads, _ = heads
     split, ulysses, rank = _head_split(num_heads, num_kv_heads, ulysses_group)
     cross = len(saved) == 2
     if ulysses is not None:
@@ -142,7 +157,8 @@ def attention_backward_op(
     else:
         q, k, v = saved
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
-    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores)
+    arena = backward_arena(k, ring_group, ring_transport)
+    ring = _ring(q, k, mask_numbers, mask_tensors, ring_group, split, rank, scores, arena)
     gradients = ScoreGradients.like(scores, learns)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores, gradients)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
@@ -151,13 +167,7 @@ def attention_backward_op(
         own = slice(*split.queries(rank))
         dsinks = torch.zeros_like(sinks)
         dsinks[own] = sink_gradient(sinks[own], grad, out, lse)
-    grads = list(ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
-    del grad
-    if ulysses is not None and cross:
-        grads = list(exchange_cross_grad(grads, split, ulysses))
-    elif ulysses is not None:
-        grads = list(exchange_qkv_grad(grads, split, ulysses))
-    dq, dk, dv = map(_token_major, grads)
+    dq, dk, dv = map(_token_major, ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
     return dq, dk, dv, dsinks, gradients.as_arguments(scores, score_tensors)
 
 
@@ -177,12 +187,18 @@ def _(
     ring_group: str,
     ulysses_group: str,
     kernel: str,
-    heads: list[int],
+    ring_transport: str,
+    num_heads: int,
+    num_kv_heads: int,
     learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    batch, _, _, dim = grad.shape
-    _, num_kv_heads, keys = heads
-    dk, dv = (grad.new_empty(batch, keys, num_kv_heads, dim).transpose(1, 2) for _ in (0, 1))
+    split, _, rank = _head_split(num_heads, num_kv_heads, ulysses_group)
+    batch, _, tokens, dim = grad.shape
+    # In cross attention k and v have tokens of their own: of the local ones, or of the exchanged.
+    keys = saved[1].shape[2] if not ulysses_group else saved[-1].shape[0]
+    (first, last), (first_kv, last_kv) = split.queries(rank), split.keys(rank)
+    dq = grad.new_empty(batch, tokens * split.size, last - first, dim).transpose(1, 2)
+    dk, dv = (grad.new_empty(batch, keys, last_kv - first_kv, dim).transpose(1, 2) for _ in (0, 1))
     learned = [
         torch.empty_like(t, memory_format=torch.contiguous_format)
         if learns and t.is_floating_point()
@@ -190,7 +206,7 @@ def _(
         for t in score_tensors
     ]
     dsinks = grad.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return empty_token_major(grad, grad.dtype), dk, dv, dsinks, learned
+    return dq, dk, dv, dsinks, learned
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -198,7 +214,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     out, lse, heads_out, packed, packed_kv = output
     ctx.mark_non_differentiable(lse, heads_out, packed, packed_kv)
     ctx.set_materialize_grads(False)
-    ctx.heads = [q.shape[1], k.shape[1], k.shape[2]]
+    ctx.heads = [q.shape[1], k.shape[1]]
     ctx.numbers, ctx.score_numbers, ctx.factors = numbers, score_numbers, factors
     ctx.counts = (len(tensors), len(score_tensors))
     ctx.options = options
@@ -214,7 +230,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     num_masks, num_scores = ctx.counts
     no_masks, no_scores = [None] * num_masks, [None] * num_scores
     if grad is None:
-        return (None, None, None, None, no_masks, None, None, no_scores, *[None] * 5)
+        return (None, None, None, None, no_masks, None, None, no_scores, *[None] * 6)
     lse, sinks, *rest, out = ctx.saved_tensors
     masks, score_tensors, saved = (
         rest[:num_masks],
@@ -222,12 +238,54 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
         rest[num_masks + num_scores :],
     )
     wanted = ctx.needs_input_grad[7]
-    dq, dk, dv, dsinks, learned = attention_backward_op(
+    *grads, dsinks, learned = attention_backward_op(
         grad, saved, out, lse, ctx.numbers, masks, ctx.score_numbers, ctx.factors, score_tensors, sinks, *ctx.options,
-        ctx.heads, any(wanted),
+        *ctx.heads, any(wanted),
     )  # fmt: skip
     dscores = [part if each else None for part, each in zip(learned, wanted, strict=True)]
-    return (dq, dk, dv, None, no_masks, None, None, dscores, None if sinks is None else dsinks, *[None] * 4)
+    has_sinks, ulysses_group = sinks is not None, ctx.options[2]
+    # What was saved is needed no more, and goes before the buffers of the way home come: they would be the peak (unless the graph is kept).
+    del lse, sinks, rest, out, masks, score_tensors, saved
+    ctx.maybe_clear_saved_tensors()
+    num_heads, num_kv_heads = ctx.heads
+    dq, dk, dv = gradients_home(grads, num_heads, num_kv_heads, ulysses_group)
+    return (dq, dk, dv, None, no_masks, None, None, dscores, dsinks if has_sinks else None, *[None] * 5)
+
+
+def gradients_home(grads: list[Tensor], num_heads: int, num_kv_heads: int, ulysses_group: str) -> list[Tensor]:
+    """Send the gradients of this rank's heads to the ranks of their tokens. The list is emptied.
+
+    An operator for the exchange alone: what it is given lives until it returns, so that around it each buffer goes before the next comes.
+
+    Shapes: (B, h, S, D), (B, k, T, D) twice -> (B, H, s, D), (B, K, t, D) twice. Communicates: one all_to_all_single (Ulysses).
+    """
+    if not ulysses_group:
+        return grads
+    split, _, _ = _head_split(num_heads, num_kv_heads, ulysses_group)
+    batch, _, queries, dim = grads[0].shape
+    keys = grads[1].shape[2]
+    if keys == queries:
+        packed, received = pack_gradients(grads), gradient_counts(split, batch, queries, dim)
+    else:
+        packed, received = pack_cross_gradients(grads, split.size), cross_counts(split, batch, queries, keys, dim)
+    home = exchange_gradients_op(packed, received, ulysses_group)
+    del packed
+    if keys == queries:
+        return list(lay_gradients(home, split, batch, dim))
+    return list(lay_cross_gradients(home, split, batch=batch, queries=queries, keys=keys, dim=dim))
+
+
+@torch.library.custom_op("lightning_sp::exchange_gradients", mutates_args=())
+def exchange_gradients_op(packed: Tensor, received: list[int], ulysses_group: str) -> Tensor:
+    """Exchange packed gradients. Shapes: any, an equal part of its elements for each rank -> (sum(received),), in rank order."""
+    ulysses = comm.group_by_name(ulysses_group)
+    assert ulysses is not None
+    return exchange_gradients(packed, received, ulysses)
+
+
+@exchange_gradients_op.register_fake
+def _(packed: Tensor, received: list[int], ulysses_group: str) -> Tensor:
+    return packed.new_empty(sum(received))
 
 
 attention_op.register_autograd(_backward, setup_context=_save)
@@ -253,9 +311,11 @@ def _ring(
     split: HeadSplit,
     ulysses_rank: int,
     scores: Scores,
+    arena: Arena | None,
 ) -> Ring:
     group = comm.group_by_name(ring_group)
     size = comm.size_of(group)
     mask = AttentionMask.from_arguments(numbers, tensors)
     plan = plan_of(mask, SequenceLayout(size, split.size), q.shape[2] * size, q.shape[0], k.shape[2] * size)
-    return Ring(plan, comm.rank_in(group), group, split.queries(ulysses_rank) if scores.names() else None)
+    heads = split.queries(ulysses_rank) if scores.names() else None
+    return Ring(plan, comm.rank_in(group), group, heads, arena)

@@ -22,27 +22,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.block import BlockKernel, backward_step, forward_step
 from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.merge import accumulator_dtype
+from lightning_sp.attention.packed import length, pack, taken, unpack
 from lightning_sp.attention.places import Places, positions_of
 from lightning_sp.attention.plan import Block, Plan, key_ranges, renumbered
+from lightning_sp.attention.shared_hops import Arrival, SharedHops
 from lightning_sp.attention.sinks import add_sinks
 from lightning_sp.comm import Transfer
+from lightning_sp.shared_memory import Arena
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's view of the ring for one sequence: who holds what, and what travels."""
+    """One rank's view of the ring for one sequence: who holds what, what travels, and by what: the arena where there is one, else the group."""
 
     plan: Plan
     rank: int
     group: ProcessGroup | None
     heads: Range | None = None  # query heads of this rank, where the kernel is to know where a score lies
+    arena: Arena | None = None
 
     @property
     def size(self) -> int:
@@ -82,11 +85,38 @@ class Ring:
         """Return the ranges of this rank's keys that the target needs in a hop."""
         return key_ranges(self.plan.blocks(self.target(hop), self.rank))
 
-    def start_keys(self, kv: Tensor, hop: int) -> Transfer:
-        """Start the hop that brings `source(hop)`'s needed keys. Shapes: kv (S, 2, B, K, D), contiguous, token-major."""
-        assert self.group is not None
-        received = kv.new_empty(_length(self.arriving(hop)[0]), *kv.shape[1:])
-        return Transfer(_taken(kv, self.leaving(hop)), self.target(hop), received, self.source(hop), self.group)
+    def needed(self, hop: int) -> list[Range]:
+        """Return the ranges of the source's keys that this rank needs in a hop."""
+        return key_ranges(self.plan.blocks(self.rank, self.source(hop)))
+
+    def hops(self, k: Tensor, v: Tensor) -> NetworkHops | SharedHops:
+        """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice."""
+        return NetworkHops(self, k, v) if self.arena is None else SharedHops(self, self.arena, k, v)
+
+
+class NetworkHops:
+    """One pass round the ring by messages of the group; a class because it is a transfer in flight.
+
+    Shapes: k and v (B, K, S, D).
+    """
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+        assert ring.group is not None
+        self._ring, self._group = ring, ring.group
+        self._kv = pack(k, v)
+
+    def start_keys(self, hop: int) -> Transfer:
+        """Start the hop that brings what this rank needs of the source's keys: (n, 2, B, K, D)."""
+        ring, kv = self._ring, self._kv
+        received = kv.new_empty(length(ring.needed(hop)), *kv.shape[1:])
+        return Transfer(taken(kv, ring.leaving(hop)), ring.target(hop), received, ring.source(hop), self._group)
+
+    def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Transfer:
+        """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
+        ring, kv = self._ring, self._kv
+        sent = kv.new_empty(0) if gradients is None else pack(*gradients)
+        received = kv.new_empty(length(ring.leaving(hop)), *kv.shape[1:])
+        return Transfer(sent, ring.source(hop), received, ring.target(hop), self._group)
 
 
 def ring_forward(
@@ -97,16 +127,17 @@ def ring_forward(
     Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,) -> (B, H, S, D), (B, H, S); S = this ring rank's tokens.
     """
     size = ring.size
-    hop_kv = _pack(k, v) if size > 1 else None
+    hops = ring.hops(k, v) if size > 1 else None
     running = None
-    transfer: Transfer | None = None
+    transfer: Transfer | Arrival | None = None
     for hop in range(size):
-        following = ring.start_keys(hop_kv, hop + 1) if hop_kv is not None and hop + 1 < size else None
+        following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
         if hop == 0:
             running = forward_step(kernel, ring.own, q, k, v, None, ring.places(q, 0))
         elif transfer is not None:
-            keys, values = _unpack(transfer.wait())
+            keys, values = unpack(transfer.wait())
             running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.places(q, hop))
+            transfer.release()
         transfer = following
     assert running is not None
     out, lse = running if sinks is None else add_sinks(*running, sinks)
@@ -125,22 +156,25 @@ def ring_backward(
     dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
     if size == 1:
         return dq.to(q.dtype), dk, dv
-    dkv = _pack(dk, dv).to(accumulator_dtype(k.dtype))
+    dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
     del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
-    hop_kv = _pack(k, v)
-    transfer: Transfer | None = ring.start_keys(hop_kv, 1)
-    homeward: tuple[Transfer, list[Range]] | None = None
+    hops = ring.hops(k, v)
+    transfer: Transfer | Arrival | None = hops.start_keys(1)
+    homeward: tuple[Transfer | Arrival, list[Range]] | None = None
     for hop in range(1, size):
         assert transfer is not None
-        received = transfer.wait()
-        transfer = ring.start_keys(hop_kv, hop + 1) if hop + 1 < size else None
-        dq, partial = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
-        del received
+        arrived = transfer
+        received = arrived.wait()
+        transfer = hops.start_keys(hop + 1) if hop + 1 < size else None
+        dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
+        arrived.release()
+        del arrived, received
         _add_home(dkv, homeward)
-        homeward = _send_home(ring, hop, partial, hop_kv)
-        del partial
+        homeward = None
+        homeward = hops.send_home(hop, gradients), ring.leaving(hop)
+        del gradients
     _add_home(dkv, homeward)
-    home_dk, home_dv = _unpack(dkv)
+    home_dk, home_dv = unpack(dkv)
     return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
 
 
@@ -151,23 +185,15 @@ def _hop_backward(
     received: Tensor,
     dq: Tensor,
     places: Places | None,
-) -> tuple[Tensor, Tensor]:
-    """Return dq with the hop's part added, and the packed (dk, dv) of the keys received; empty where no query saw them."""
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return dq with the hop's part added, and (dk, dv) of the keys received; None where no query saw them."""
     if not blocks:
-        return dq, received.new_empty(0)
-    dq, dk, dv = backward_step(kernel, blocks, saved, _unpack(received), dq, places)
-    return dq, _pack(dk, dv)
+        return dq, None
+    dq, dk, dv = backward_step(kernel, blocks, saved, unpack(received), dq, places)
+    return dq, (dk, dv)
 
 
-def _send_home(ring: Ring, hop: int, partial: Tensor, like: Tensor) -> tuple[Transfer, list[Range]]:
-    """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
-    assert ring.group is not None
-    ranges = ring.leaving(hop)
-    received = like.new_empty(_length(ranges), *like.shape[1:])
-    return Transfer(partial, ring.source(hop), received, ring.target(hop), ring.group), ranges
-
-
-def _add_home(dkv: Tensor, homeward: tuple[Transfer, list[Range]] | None) -> None:
+def _add_home(dkv: Tensor, homeward: tuple[Transfer | Arrival, list[Range]] | None) -> None:
     if homeward is None:
         return
     transfer, ranges = homeward
@@ -176,28 +202,4 @@ def _add_home(dkv: Tensor, homeward: tuple[Transfer, list[Range]] | None) -> Non
         ranges, received.split_with_sizes([end - start for start, end in ranges]), strict=True
     ):
         dkv[start:end] += part
-
-
-def _taken(kv: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return the tokens of the ranges, one after the other: a view where there is one range."""
-    if len(ranges) == 1:
-        return kv[slice(*ranges[0])]
-    return torch.cat([kv[slice(*held)] for held in ranges]) if ranges else kv[:0]
-
-
-def _length(ranges: Sequence[Range]) -> int:
-    return sum(end - start for start, end in ranges)
-
-
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Token-major, so that any range of tokens is one contiguous message. Shapes: (B, K, S, D) twice -> (S, 2, B, K, D)."""
-    packed = k.new_empty(k.shape[2], 2, k.shape[0], k.shape[1], k.shape[3])
-    packed[:, 0] = k.permute(2, 0, 1, 3)
-    packed[:, 1] = v.permute(2, 0, 1, 3)
-    return packed
-
-
-def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Views. Shapes: (S, 2, B, K, D) -> (B, K, S, D) twice."""
-    k, v = packed.unbind(1)
-    return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+    transfer.release()

@@ -16,7 +16,7 @@ from lightning_sp.attention.mask import AttentionMask, check_whole
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.scores import Scores
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.mesh import SequenceMesh
+from lightning_sp.mesh import SequenceMesh, check_ring_transport
 
 
 def sequence_parallel_attention(
@@ -33,6 +33,7 @@ def sequence_parallel_attention(
     score_mod: ScoreMod | Callable[..., Tensor] | None = None,
     dropout: AttentionDropout | None = None,
     kernel: str = "auto",
+    ring_transport: str = "auto",
 ) -> Tensor:
     """Attend over whole sequences of which every rank holds a part, exactly as one device would.
 
@@ -50,6 +51,7 @@ def sequence_parallel_attention(
         score_mod: a function of score and place in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
         dropout: of the weights, the same at all degrees; None for none.
         kernel: "auto", "torch" or "flash_attn".
+        ring_transport: "auto", "shared_memory" or "network": see `StrategyConfig`.
 
     Shapes: q (B, H, s, D), k (B, K, t, D), v (B, K, t, E), sinks (H,), bias (B or 1, H or 1, S or 1, T), H a multiple of K -> (B, H, s, E);
     s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the
@@ -57,7 +59,7 @@ def sequence_parallel_attention(
     Communicates: see `ulysses` and `ring`; nothing on an axis of size 1.
 
     Raises:
-        SequenceParallelError: shapes, dtypes, degrees or a kernel that cannot be served.
+        SequenceParallelError: shapes, dtypes, degrees, a kernel or a transport that cannot be served.
 
     Source: USP, arXiv:2405.07719, algorithm 1.
     """
@@ -69,6 +71,7 @@ def sequence_parallel_attention(
     ranks = layout.size if layout else 1
     _check(q, k, v, sinks, softcap, layout.ulysses_size if layout else 1)
     check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
+    check_ring_transport(ring_transport, mesh)
     sizes = dict(length=q.shape[2] * ranks, batch=q.shape[0], key_length=k.shape[2] * ranks, heads=q.shape[1])
     mask.check(**sizes)
     scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
@@ -79,7 +82,9 @@ def sequence_parallel_attention(
     dim = max(q.shape[-1], width)
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     out: Tensor
-    out, *_ = attention_op(q, k, v, *mask.arguments(), *scores.arguments(), sinks, factor, ring, ulysses, kernel)
+    out, *_ = attention_op(
+        q, k, v, *mask.arguments(), *scores.arguments(), sinks, factor, ring, ulysses, kernel, ring_transport
+    )
     return out[..., :width] if width < dim else out
 
 

@@ -18,7 +18,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     Shapes: (B, H, S, D), (B, H, S), (H,) -> (B, H, S, D), (B, H, S).
     """
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out * torch.exp(lse - whole).unsqueeze(-1).to(out.dtype), whole
+    return out.to(whole.dtype) * torch.exp(lse - whole).unsqueeze(-1), whole
 
 
 def sink_gradient(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:

@@ -4,7 +4,14 @@
     after:   every rank has all S = U s tokens of its h heads  q_BShD
 
 Query heads are split as evenly as they go (6 over 4 = 2, 2, 1, 1). A key-value head travels once to each rank whose query heads need
-it, never once per query head. Buffers are token-major (S, B, heads, D), so what arrives is already in order and needs no copy.
+it, never once per query head. Buffers are token-major (S, B, heads, D), so that tokens that arrive are in order and need no copy; heads that
+arrive lie beside each other in memory and not in the tensor, so that coming back costs one:
+
+                    copies before                           copies after
+    q, k, v         each element once                       none: q, k and v are views
+    out             none at B = 1, else each element once   each element once
+    grad of out     each element once                       none: a view
+    dq, dk, dv      each element once                       each element once; heads that several ranks used are summed
 
 Communicates, sent by rank r of U whose h_r query heads need k_r key-value heads, in elements, one all-to-all each:
 
@@ -19,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,7 +34,6 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.block import HeadGroup
 from lightning_sp.attention.intervals import Range
-from lightning_sp.attention.merge import accumulator_dtype
 from lightning_sp.comm import exchange
 
 
@@ -101,8 +108,11 @@ def exchange_out(out: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
 
     Shapes: (B, h, S, D) -> (B, H, s, D). Communicates: one all_to_all_single on the Ulysses axis.
     """
-    parts = _exchange_back([out.permute(2, 0, 1, 3)], [_length(split.queries(u)) for u in range(split.size)], group)
-    return torch.cat([part.transpose(0, 1) for part in parts], 2).transpose(1, 2)
+    widths = [_length(split.queries(u)) for u in range(split.size)]
+    received = _exchange_back(out.permute(2, 0, 1, 3), widths, group)
+    return _side_by_side(
+        _parts(received, widths, out.shape[0], out.shape[3]), [split.queries(u) for u in range(split.size)]
+    )
 
 
 def exchange_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Tensor:
@@ -117,38 +127,47 @@ def exchange_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessG
     return received.view(split.size * tokens, batch, heads, dim).permute(1, 2, 0, 3)
 
 
-def exchange_qkv_grad(grads: list[Tensor], split: HeadSplit, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Send the gradients of q, k, v home; those of a key-value head that several ranks used add up, in float32 or more.
+def pack_gradients(grads: list[Tensor]) -> Tensor:
+    """Lay the gradients of q, k, v side by side, as `exchange_qkv` left q, k, v; the list is emptied.
 
-    Args:
-        grads: (dq, dk, dv); emptied, so that they are gone before the exchange's buffers come.
-        split: which heads each rank holds.
-        group: the Ulysses axis.
+    Shapes: (B, h, S, D), (B, k, S, D) twice -> (S, B, h + 2 k, D).
+    """
+    packed = torch.cat([t.permute(2, 0, 1, 3) for t in grads], 2)
+    grads.clear()
+    return packed
 
-    Shapes: (B, h, S, D), (B, k, S, D) twice -> (B, H, s, D), (B, K, s, D) twice.
+
+def gradient_counts(split: HeadSplit, batch: int, tokens: int, dim: int) -> list[int]:
+    """Return the elements of the gradients that come home from each rank, for `tokens` of the whole ring rank."""
+    return [tokens // split.size * batch * dim * split.width(u) for u in range(split.size)]
+
+
+def exchange_gradients(packed: Tensor, received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send the packed gradients home. The mirror of `exchange_qkv`.
+
+    Shapes: (S, B, h + 2 k, D) -> flat, from each rank u (s, B, h_u + 2 k_u, D), `gradient_counts`; see `lay_gradients`.
     Communicates: one all_to_all_single on the Ulysses axis.
     """
-    packed = [torch.cat([t.permute(2, 0, 1, 3) for t in grads], 2)]
-    grads.clear()
-    parts = _exchange_back(packed, [split.width(u) for u in range(split.size)], group)
-    dq_parts, dkv_parts = [], []
-    for rank, part in enumerate(parts):
-        heads, kv_heads = _length(split.queries(rank)), _length(split.keys(rank))
-        own_q, own_k, own_v = part.split_with_sizes([heads, kv_heads, kv_heads], dim=2)
-        dq_parts.append(own_q)
-        dkv_parts.append((own_k, own_v))
-    disjoint = sum(_length(split.keys(u)) for u in range(split.size)) == split.num_kv_heads
-    whole = torch.cat(dq_parts, 2)
-    if disjoint:
-        dk, dv = (torch.cat([pair[i] for pair in dkv_parts], 2) for i in (0, 1))
-    else:
-        shape = (*whole.shape[:2], split.num_kv_heads, whole.shape[3])
-        dk, dv = (whole.new_zeros(shape, dtype=accumulator_dtype(whole.dtype)) for _ in (0, 1))
-        for rank, (part_k, part_v) in enumerate(dkv_parts):
-            dk[:, :, slice(*split.keys(rank))] += part_k
-            dv[:, :, slice(*split.keys(rank))] += part_v
-    dtype = whole.dtype
-    return whole.permute(1, 2, 0, 3), dk.to(dtype).permute(1, 2, 0, 3), dv.to(dtype).permute(1, 2, 0, 3)
+    flat = packed.contiguous().view(-1)
+    return exchange(flat, [flat.numel() // len(received)] * len(received), received, group)
+
+
+def lay_gradients(received: Tensor, split: HeadSplit, batch: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of this rank's tokens; those of a key-value head that several ranks used are summed.
+
+    Shapes: flat, as `exchange_gradients` returns it -> (B, H, s, D), (B, K, s, D) twice.
+    """
+    queries, keys = ([heads_of(u) for u in range(split.size)] for heads_of in (split.queries, split.keys))
+    per_rank = [
+        part.split_with_sizes([_length(own_q), _length(own_kv), _length(own_kv)], dim=2)
+        for part, own_q, own_kv in zip(
+            _parts(received, [split.width(u) for u in range(split.size)], batch, dim), queries, keys, strict=True
+        )
+    ]
+    dq, dk, dv = (
+        _side_by_side(own, held) for own, held in zip(zip(*per_rank, strict=True), (queries, keys, keys), strict=True)
+    )
+    return dq, dk, dv
 
 
 def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -> tuple[Tensor, list[int]]:
@@ -167,21 +186,47 @@ def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -
     return buffer, counts
 
 
-def _exchange_back(packed: list[Tensor], widths: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """Send each rank its tokens of this rank's heads; the one tensor is taken out of its list, so that it can go early.
+def _exchange_back(packed: Tensor, widths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send each rank its tokens of this rank's heads.
 
-    Shapes: (S, B, w, D) -> per rank u (s, B, w_u, D).
+    Shapes: (S, B, w, D) -> flat, from each rank u (s, B, w_u, D); see `_parts`.
     """
-    size = len(widths)
-    total, batch, _, dim = packed[0].shape
-    tokens = total // size
-    flat = packed.pop().contiguous().view(-1)
-    counts = [tokens * batch * width * dim for width in widths]
-    received = exchange(flat, [flat.numel() // size] * size, counts, group)
+    flat = packed.contiguous().view(-1)
+    tokens_elements = packed.shape[0] // len(widths) * packed.shape[1] * packed.shape[3]
+    return exchange(flat, [flat.numel() // len(widths)] * len(widths), [tokens_elements * w for w in widths], group)
+
+
+def _parts(received: Tensor, widths: Sequence[int], batch: int, dim: int) -> list[Tensor]:
+    """Return what came from each rank, as views. Shapes: flat -> per rank u (s, B, w_u, D)."""
+    tokens = received.numel() // (batch * dim * sum(widths))
     return [
         part.view(tokens, batch, width, dim)
-        for part, width in zip(received.split_with_sizes(counts), widths, strict=True)
+        for part, width in zip(
+            received.split_with_sizes([tokens * batch * dim * width for width in widths]), widths, strict=True
+        )
     ]
+
+
+def _side_by_side(parts: Sequence[Tensor], held: Sequence[Range]) -> Tensor:
+    """Lay the heads of all ranks beside each other in token-major memory, each element copied once; what several ranks held is summed.
+
+    Shapes: per rank u (s, B, w_u, D), heads `held[u]` of H -> (B, H, s, D).
+    """
+    tokens, batch, _, dim = parts[0].shape
+    edges = sorted({edge for bounds in held for edge in bounds})
+    whole = parts[0].new_empty(batch, tokens, edges[-1], dim)
+    for start, end in pairwise(edges):
+        shares = [
+            part[:, :, start - low : end - low].transpose(0, 1)
+            for part, (low, high) in zip(parts, held, strict=True)
+            if low <= start and end <= high
+        ]
+        if len(shares) == 1:
+            whole[:, :, start:end] = shares[0]
+        else:
+            # In one call: it adds bfloat16 in float32 and rounds once, without float32 copies of the shares.
+            torch.sum(torch.stack(shares), 0, out=whole[:, :, start:end])
+    return whole.transpose(1, 2)
 
 
 def _length(bounds: Range) -> int:

@@ -51,40 +51,55 @@ def split_cross(packed_q: Tensor, packed_kv: Tensor) -> tuple[Tensor, Tensor, Te
     return packed_q.permute(1, 2, 0, 3), k, v
 
 
-def exchange_cross_grad(grads: list[Tensor], split: HeadSplit, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Send the gradients of q, k, v home; those of a key-value head that several ranks used add up, in float32 or more.
+def pack_cross_gradients(grads: list[Tensor], size: int) -> Tensor:
+    """Lay the gradients of q, k, v one after the other for each rank; the list is emptied.
 
-    Args:
-        grads: (dq, dk, dv); emptied.
-        split: which heads each rank holds.
-        group: the Ulysses axis.
-
-    Shapes: (B, h, S, D), (B, k, T, D) twice -> (B, H, s, D), (B, K, t, D) twice.
-    Communicates: one all_to_all_single on the Ulysses axis.
+    Shapes: (B, h, S, D), (B, k, T, D) twice -> flat, an equal part for each of `size` ranks.
     """
     dq, dk, dv = grads
     grads.clear()
-    size = split.size
-    batch, _, queries, dim = dq.shape
-    s, t = queries // size, dk.shape[2] // size
     q_parts = dq.permute(2, 0, 1, 3).chunk(size)
     kv_parts = torch.cat([dk, dv], 1).permute(2, 0, 1, 3).chunk(size)
-    sent = torch.cat([part.reshape(-1) for pair in zip(q_parts, kv_parts, strict=True) for part in pair])
-    shapes = [
-        ((s, batch, _length(split.queries(each)), dim), (t, batch, 2 * _length(split.keys(each)), dim))
-        for each in range(size)
+    return torch.cat([part.reshape(-1) for pair in zip(q_parts, kv_parts, strict=True) for part in pair])
+
+
+def cross_counts(split: HeadSplit, batch: int, queries: int, keys: int, dim: int) -> list[int]:
+    """Return the elements of the gradients that come home from each rank, for tokens of the whole ring rank."""
+    return [
+        batch
+        * dim
+        * (queries // split.size * _length(split.queries(u)) + keys // split.size * 2 * _length(split.keys(u)))
+        for u in range(split.size)
     ]
-    counts = [[_size(shape) for shape in pair] for pair in shapes]
-    received = exchange(sent, [sent.numel() // size] * size, [sum(pair) for pair in counts], group)
-    pieces = received.split_with_sizes([count for pair in counts for count in pair])
-    whole_q = torch.cat([pieces[2 * each].view(shapes[each][0]) for each in range(size)], 2)
-    keys = dq.new_zeros((2, t, batch, split.num_kv_heads, dim), dtype=accumulator_dtype(dq.dtype))
-    for each in range(size):
-        own_k, own_v = pieces[2 * each + 1].view(shapes[each][1]).chunk(2, 2)
-        keys[0][:, :, slice(*split.keys(each))] += own_k
-        keys[1][:, :, slice(*split.keys(each))] += own_v
-    whole_k, whole_v = keys.to(dq.dtype).permute(0, 2, 3, 1, 4).unbind(0)
-    return whole_q.permute(1, 2, 0, 3), whole_k, whole_v
+
+
+def lay_cross_gradients(
+    received: Tensor, split: HeadSplit, *, batch: int, queries: int, keys: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of this rank's tokens; those of a key-value head that several ranks used add up, in float32 or more.
+
+    Args:
+        received: flat, from each rank its `cross_counts`.
+        split: which heads each rank holds.
+        batch: rows.
+        queries: tokens of the whole ring rank.
+        keys: likewise, of the other sequence.
+        dim: of a head.
+
+    Shapes: flat -> (B, H, s, D), (B, K, t, D) twice.
+    """
+    s, t = queries // split.size, keys // split.size
+    whole_q = received.new_empty(batch, s, split.num_heads, dim)
+    whole_kv = received.new_zeros((2, batch, t, split.num_kv_heads, dim), dtype=accumulator_dtype(received.dtype))
+    parts = received.split_with_sizes(cross_counts(split, batch, queries, keys, dim))
+    for rank, part in enumerate(parts):
+        heads, kv_heads = split.queries(rank), split.keys(rank)
+        size = s * batch * _length(heads) * dim
+        whole_q[:, :, slice(*heads)] = part[:size].view(s, batch, -1, dim).transpose(0, 1)
+        pair = part[size:].view(t, batch, 2, _length(kv_heads), dim).permute(2, 1, 0, 3, 4)
+        whole_kv[:, :, :, slice(*kv_heads)] += pair
+    dk, dv = whole_kv.to(received.dtype).transpose(2, 3).unbind(0)
+    return whole_q.transpose(1, 2), dk, dv
 
 
 def _length(bounds: Range) -> int:

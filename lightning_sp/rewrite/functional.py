@@ -150,6 +150,7 @@ def attend(
         bias=bias,
         score_mod=score_mod,
         kernel=context.kernel,
+        ring_transport=context.ring_transport,
     )
     return _with_dropout(run, context, dropout_p) if dropout_p else run()
 

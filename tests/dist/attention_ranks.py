@@ -116,7 +116,7 @@ class Case:
         )
 
 
-def sharded(ulysses, ring, **options):
+def sharded(ulysses, ring, transport="network", **options):
     """Return whole (out, dq, dk, dv, and of each thing that learns), gathered from the shards; padding cut off."""
     case = Case(**options)
     mesh = mesh_of(ulysses, ring)
@@ -131,7 +131,7 @@ def sharded(ulysses, ring, **options):
         t.requires_grad_(True)
     learned, attention = case.options()
     mask = masks.build(case.mask, case.length, padded, *((keys, padded_keys) if case.keys else ()))
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, **attention)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, ring_transport=transport, **attention)
     out.backward(grad)
     results = []
     for tensor, length in ((out.detach(), case.length), (q.grad, case.length), (k.grad, keys), (v.grad, keys)):

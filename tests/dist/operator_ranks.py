@@ -25,22 +25,26 @@ def local_inputs(mesh, heads, kv_heads, length, dim, dtype, seed=0, batch=1):
     return [t.requires_grad_(True) for t in (q, k, v)], grad
 
 
-def local_results(ulysses, ring, heads, kv_heads, length, dim, dtype, seed, causal=True):
+def local_results(ulysses, ring, heads, kv_heads, length, dim, dtype, seed, causal=True, transport="network"):
     """Return this rank's (out, dq, dk, dv)."""
     mesh = mesh_of(ulysses, ring)
     (q, k, v), grad = local_inputs(mesh, heads, kv_heads, length, dim, dtype, seed)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal))
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal), ring_transport=transport)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def traffic(ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=None):
-    """Return (bytes, calls) of this rank's forward and of its backward."""
+def traffic(ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=None, transport="network"):
+    """Return (bytes, calls) of this rank's forward and of its backward, the second of their length."""
+    if transport != "network":
+        # Shared memory grows once.
+        local_results(ulysses, ring, heads, kv_heads, length, dim, dtype, 0, causal, transport)
     mesh = mesh_of(ulysses, ring)
     qkv, grad = local_inputs(mesh, heads, kv_heads, length, dim, dtype)
     boundaries = boundaries_from_lengths(lengths) if lengths else None
     with counted() as forward:
-        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask(causal, boundaries))
+        mask = AttentionMask(causal, boundaries)
+        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, ring_transport=transport)
     with counted() as backward:
         out.backward(grad)
     return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
@@ -75,8 +79,9 @@ def save_attention(_, operator, *args, **kwargs):
 class Block(torch.nn.Module):
     """Projections around the attention: what a checkpoint recomputes."""
 
-    def __init__(self, mesh, heads=4, kv_heads=2, dim=8):
+    def __init__(self, mesh, transport, heads=4, kv_heads=2, dim=8):
         super().__init__()
+        self.transport = transport
         self.mesh, self.sizes, self.dim = mesh, [heads, kv_heads, kv_heads], dim
         width = heads * dim
         self.project_in = torch.nn.Linear(width, sum(self.sizes) * dim, dtype=torch.float64)
@@ -84,11 +89,13 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         q, k, v = (t.transpose(1, 2) for t in self.project_in(x).unflatten(-1, (-1, self.dim)).split(self.sizes, 2))
-        out = sequence_parallel_attention(q, k, v, mesh=self.mesh, mask=AttentionMask())
+        out = sequence_parallel_attention(
+            q, k, v, mesh=self.mesh, mask=AttentionMask(), ring_transport=self.transport
+        )
         return x + self.project_out(torch.tanh(out.transpose(1, 2).flatten(2)))
 
 
-def block_step(ulysses, ring, how):
+def block_step(ulysses, ring, how, transport="network"):
     """Run two blocks forward and backward, and return (calls and kernel calls, every gradient).
 
     Args:
@@ -96,7 +103,7 @@ def block_step(ulysses, ring, how):
     """
     mesh = mesh_of(ulysses, ring)
     torch.manual_seed(0)
-    blocks = torch.nn.ModuleList([Block(mesh), Block(mesh)])
+    blocks = torch.nn.ModuleList([Block(mesh, transport), Block(mesh, transport)])
     g = torch.Generator().manual_seed(1)
     whole = torch.randn(2, 32, 32, generator=g, dtype=torch.float64)
     x = start = shard(whole, mesh.layout, mesh.sequence_rank, dim=1).requires_grad_(True)
@@ -104,6 +111,7 @@ def block_step(ulysses, ring, how):
         "selective": partial(create_selective_checkpoint_contexts, save_attention),
         "full": partial(create_selective_checkpoint_contexts, []),
     }
+    local_results(ulysses, ring, 4, 2, 32, 16, torch.float64, 0, transport=transport)  # shared memory grows once
     with counted() as sent, kernel_calls() as kernels:
         for block in blocks:
             if how in contexts:
@@ -160,3 +168,30 @@ def peak_bytes(ulysses, ring, length, lengths):
     with peak_growth() as growth:
         sequence_parallel_attention(*qkv, mesh=mesh, mask=mask).backward(grad)
     return growth.peak_bytes
+
+
+def settled_peak_bytes(ulysses, ring, heads, length, dim):
+    """Return the growth of this rank's memory over a forward and backward, the second: the first makes the libraries resident."""
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, heads, heads, length, dim, torch.float32)
+    for _ in range(2):
+        for t in qkv:
+            t.grad = None
+        dist.barrier()
+        with peak_growth() as growth:
+            sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask()).backward(grad)
+            dist.barrier()
+    return growth.peak_bytes
+
+
+def kept_graph(ulysses, ring):
+    """Return the gradients of two backwards through one graph, and the message of a third once it is gone."""
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, 4, 2, 32, 8, torch.float64)
+    out = sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask())
+    both = [torch.autograd.grad(out, qkv, grad, retain_graph=again) for again in (True, False)]
+    try:
+        torch.autograd.grad(out, qkv, grad)
+    except RuntimeError as error:
+        return *both, str(error)
+    return None

@@ -15,6 +15,8 @@ from tests.dist.attention_ranks import BIASES, SCORE_MODS, law_case, whole
 NAMES = ("out", "dq", "dk", "dv", "of what learns", "of what learns next", "of what learns third")
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
 DEGREES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
+# By which keys and values reach the ranks of a ring; where there is none, there is nothing to choose.
+TRANSPORTS = ("network", "shared_memory")
 # What changes the scores; the attention of Gemma 2, GPT-OSS and DeepSeek has some of them.
 SCORES = [dict(with_sinks=True), dict(softcap=0.7), dict(dim_v=5), dict(dim_v=11, with_sinks=True, softcap=1.3, scale=0.4)]
 # What learns, hides or drops among them: the T5, ALiBi, Bloom, Flex and dropout of models, alone and with all the rest.
@@ -42,10 +44,12 @@ def test_law(pools, world, length):
         dict(ulysses=u, ring=r, heads=heads[0], kv_heads=heads[1], length=length, mask=stretched(name, length), **more)
         for (u, r), (heads, name, more) in itertools.product(DEGREES[world], CASES)
     ]
+    # The cases of one head count through shared memory too.
+    cases += [dict(case, transport="shared_memory") for case in cases if case["ring"] > 1 and case["heads"] == 6]
     answers = pools(world).run(law_case, cases)
     expected = {}
     for i, case in enumerate(cases):
-        alone = {n: v for n, v in case.items() if n not in ("ulysses", "ring")}
+        alone = {n: v for n, v in case.items() if n not in ("ulysses", "ring", "transport")}
         if str(alone) not in expected:
             expected[str(alone)] = whole(**alone)
         for rank in range(world):
@@ -86,12 +90,14 @@ def stretched(name, length):
     length=st.integers(1, 150),
     degrees=st.sampled_from([(2, 2), (4, 1), (1, 4)]),
     heads=st.sampled_from([*HEADS, (5, 5), (4, 2)]),
+    transport=st.sampled_from(TRANSPORTS),
     data=st.data(),
 )
-def test_law_for_drawn_masks(pools, length, degrees, heads, data):
+def test_law_for_drawn_masks(pools, length, degrees, heads, transport, data):
     mask, more = data.draw(masks.drawn(length, matrices=True)), data.draw(st.sampled_from([{}, {}, *SCORES, *LEARNED]))
-    case = dict(ulysses=degrees[0], ring=degrees[1], heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
-    expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring")})
+    case = dict(heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
+    expected = whole(**case)
+    case |= dict(ulysses=degrees[0], ring=degrees[1], transport=transport)
     for rank, answer in enumerate(pools(4).run(law_case, [case])):
         labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
         assert_sharded_equals_unsharded(answer[0], expected, labels)

@@ -10,7 +10,7 @@ import torch
 from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
 from lightning_sp.attention.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
-from tests.dist.operator_ranks import peak_bytes, traffic
+from tests.dist.operator_ranks import peak_bytes, settled_peak_bytes, traffic
 
 LENGTH, DIM, MIB = 64, 8, 2**20
 
@@ -64,3 +64,12 @@ def test_no_dense_scores_or_mask_at_16384_tokens(pools, world, degrees, lengths)
     # A dense mask would take 256 MiB as bool, the scores 1 GiB; one float32 tensor of one head takes 1 MiB.
     for grown in pools(world).run(peak_bytes, *degrees, length, lengths):
         assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB"
+
+
+def test_peak_of_ulysses_is_that_of_the_kernels_backward(pools):
+    # In tensors of this rank's tokens and all heads: what was saved, q, k, v, out (4) and out itself (1), and in the kernel the gradient of out
+    # and dq, dk, dv (4). Where the gradients are packed, exchanged and laid there are out and twice three. Else the saved ones would add up: 11.
+    heads, length, dim = 4, 4096, 256
+    unit = length // 4 * heads * dim * 4
+    for grown in pools(4).run(settled_peak_bytes, 4, 1, heads, length, dim):
+        assert 8.5 * unit < grown < 10 * unit, f"{grown / unit:.1f} tensors"

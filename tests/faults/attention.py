@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import DROPPED, KERNELS, LAW, NOT_CARRIED, PACKED, REWRITTEN, fault
+from tests.faults.fault import DROPPED, KERNELS, LAW, NOT_CARRIED, OUT_OF_STEP, PACKED, REWRITTEN, fault
 
 ATTENTION = (
     fault(
@@ -78,18 +78,39 @@ ATTENTION = (
     fault(
         "ring backward with stale keys",
         "attention/ring.py",
-        "        received = transfer.wait()\n        transfer = ring.start_keys(hop_kv, hop + 1)",
-        "        arrived = transfer.wait()\n"
-        "        received = stale if hop > 1 and stale.shape == arrived.shape else arrived\n"
-        "        stale = received\n"
-        "        transfer = ring.start_keys(hop_kv, hop + 1)",
+        "        received = arrived.wait()\n",
+        "        fresh = arrived.wait()\n"
+        "        received = stale if hop > 1 and stale.shape == fresh.shape else fresh\n"
+        "        stale = received\n",
         f"{LAW}[32-4]",
+    ),
+    fault(
+        "shared keys overwritten while they are read",
+        "shared_memory.py",
+        "            self._signals.wait(signal, source, self._turn)\n        self._turn",
+        "            pass\n        self._turn",
+        f"{OUT_OF_STEP}[1x4]",
+    ),
+    fault(
+        "shared dK and dV overwritten while they are read",
+        "attention/shared_hops.py",
+        "                self._arena.wait(Signal.ADDED, self._ring.source(hop - MAX_PARTIALS))\n",
+        "                pass\n",
+        f"{OUT_OF_STEP}[1x4]",
+    ),
+    fault(
+        "shared keys read before they are written",
+        "attention/shared_hops.py",
+        "        if self._ranges:\n            self._ready()\n",
+        "",
+        f"{OUT_OF_STEP}[1x4]",
+        f"{OUT_OF_STEP}[2x2]",
     ),
     fault(
         "dK and dV without the ring's last hop",
         "attention/ring.py",
         "    _add_home(dkv, homeward)\n    home_dk",
-        "    assert homeward is not None\n    homeward[0].wait()\n    home_dk",
+        "    assert homeward is not None\n    homeward[0].wait()\n    homeward[0].release()\n    home_dk",
         f"{LAW}[32-2]",
         f"{LAW}[32-4]",
     ),
@@ -103,8 +124,8 @@ ATTENTION = (
     fault(
         "dK and dV from each other's buffer",
         "attention/ring.py",
-        "    home_dk, home_dv = _unpack(dkv)\n",
-        "    home_dv, home_dk = _unpack(dkv)\n",
+        "    home_dk, home_dv = unpack(dkv)\n",
+        "    home_dv, home_dk = unpack(dkv)\n",
         f"{LAW}[32-2]",
     ),
     fault(

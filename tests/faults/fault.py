@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LAW = "tests/dist/test_attention_law.py::test_law"
+OUT_OF_STEP = "tests/dist/test_shared_memory.py::test_ranks_that_are_out_of_step_never_read_what_is_being_overwritten"
 FITS = "tests/trainer/test_fit.py::test_a_fit_is_the_same_in_every_layout"
 PACKED = "tests/trainer/test_fit.py::test_packed_and_padded_sequences_through_the_trainer"
 EVALUATED = "tests/trainer/test_fit.py::test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences"

@@ -36,8 +36,8 @@ SCORES = (
     fault(
         "a rank's heads numbered from 0",
         "attention/operator.py",
-        "split.queries(ulysses_rank) if scores.names() else None",
-        "split.queries(0) if scores.names() else None",
+        "heads = split.queries(ulysses_rank) if",
+        "heads = split.queries(0) if",
         f"{LAW}[32-2]",
     ),
     fault(

@@ -92,6 +92,9 @@ class EmulatedTransfer:
             self._received.copy_(self._group.get(self._source))
         return self._received
 
+    def release(self) -> None:
+        """Say that the received buffer was used: nothing to do, it is this rank's own."""
+
 
 def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: EmulatedGroup) -> Tensor:
     """`comm.exchange` over queues."""
@@ -145,14 +148,15 @@ def emulate(
 
     def rank_step(rank: int) -> list[Tensor]:
         q, k, v, grad = (shard(t, layout, rank, dim=2) for t in whole)
-        options = (*Scores().arguments(), None, scale, world.name("ring", rank), world.name("ulysses", rank), kernel)
+        groups = (world.name("ring", rank), world.name("ulysses", rank))
+        options = (*Scores().arguments(), None, scale, *groups, kernel, "network")
         out, lse, heads_out, packed, _ = operator.attention_op(q, k, v, *mask.arguments(), *options)
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
-        heads = [q.shape[1], k.shape[1], k.shape[2]]
+        heads = [q.shape[1], k.shape[1]]
         *gradients, _, _ = operator.attention_backward_op(
-            grad, saved, own_out, lse, *mask.arguments(), *options, heads, False
+            grad, saved, own_out, lse, *mask.arguments(), *options, *heads, False
         )
-        return [out, *gradients]
+        return [out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():
         futures = [threads.submit(rank_step, rank) for rank in range(layout.size)]

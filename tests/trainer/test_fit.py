@@ -142,7 +142,9 @@ def test_evaluation_never_enters_inference_mode(pools):
     assert pools(2).run(scenarios.sanity_then_fit_under_inference_mode, 2) == [2, 2]
 
 
-@pytest.mark.parametrize("strategy", [dict(ulysses_size=2, ring_size=2), dict(ulysses_size=4)])
+@pytest.mark.parametrize(
+    "strategy", [dict(ulysses_size=2, ring_size=2, ring_transport="network"), dict(ulysses_size=4)]
+)
 def test_activation_checkpointing_repeats_neither_kernel_nor_communication(pools, strategy):
     plain = pools(4).run(scenarios.checkpointed_calls, 4, strategy, False)
     checkpointed = pools(4).run(scenarios.checkpointed_calls, 4, strategy, True)

@@ -40,6 +40,15 @@ def test_an_unknown_kernel_names_the_nearest():
         StrategyConfig(kernel="flash-attn")
 
 
+def test_an_unknown_transport_names_the_nearest():
+    with refusal("ring_transport='shm': must be one of auto, shared_memory, network"):
+        StrategyConfig(ring_transport="shm")
+    with refusal(
+        "ring_transport='shared-memory': must be one of auto, shared_memory, network; did you mean 'shared_memory'?"
+    ):
+        StrategyConfig(ring_transport="shared-memory")
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1.5])
 def test_a_timeout_is_positive(timeout_s):
     with refusal(f"timeout_s={timeout_s}: must be positive, in seconds"):

@@ -1,0 +1,209 @@
+"""What each rank runs in test_shared_memory.py: importable by name in the spawned processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import signal
+import socket
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.traffic import counted
+from lightning_sp import shared_memory
+from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.attention.kernel import TorchCpuKernel
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.mesh import SequenceMesh, build_device_mesh
+from tests.dist.attention_ranks import sharded
+from tests.dist.operator_ranks import local_inputs, local_results
+
+CLONE_NEWUTS = 0x04000000  # sched.h
+
+
+def new_mesh(ring):
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=dist.get_world_size())
+    return SequenceMesh.build(base, ring_size=ring, ulysses_size=dist.get_world_size() // ring)
+
+
+def attend(mesh, length, transport, dim=8, seed=0):
+    """Return this rank's (out, dq, dk, dv), float64."""
+    (q, k, v), grad = local_inputs(mesh, 4, 4, length, dim, torch.float64, seed)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), ring_transport=transport)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def out_of_step(ulysses, ring, transport, num_calls):
+    """Return the results of many calls, while every rank sleeps a random time in each kernel call."""
+    sleeps = random.Random(dist.get_rank())
+
+    def slow(original):
+        def call(*args, **kwargs):
+            time.sleep(sleeps.choice((0, 0, 0, 0.02)))
+            return original(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("forward", "backward"):
+            stack.enter_context(mock.patch.object(TorchCpuKernel, name, slow(getattr(TorchCpuKernel, name))))
+        lengths = [48 * random.Random(seed).randrange(1, 5) for seed in range(num_calls)]
+        return [
+            local_results(ulysses, ring, 4, 2, lengths[seed], 8, torch.float64, seed, seed % 3 > 0, transport)
+            for seed in range(num_calls)
+        ]
+
+
+def in_folder(folder, free=None):
+    """Take memory from another folder from now on, and believe that so much is free, where it cannot be made small."""
+    shared_memory.FOLDER = str(folder)
+    if free is not None:
+        shared_memory.free_bytes = lambda: free
+
+
+def attend_in(folder, free, ring, lengths, transport):
+    """Return, for each length, (results by network equal, signals sent, arena's size) and the warnings of all."""
+    in_folder(folder, free)
+    mesh = new_mesh(ring)
+    answers = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in lengths:
+            expected = attend(mesh, length, "network", dim=64)
+            with counted() as sent:
+                try:
+                    found = attend(mesh, length, transport, dim=64)
+                except SequenceParallelError as error:
+                    answers.append(str(error))
+                    continue
+            bytes_sent = sent.sent_bytes
+            answers.append((all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), bytes_sent))
+    return answers, [str(each.message) for each in caught if issubclass(each.category, UserWarning)], used_bytes(folder)
+
+
+def used_bytes(folder):
+    found = os.statvfs(folder)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+def apart(how):
+    """Build the mesh while one rank cannot share memory; return why, the refusal, its collectives, and whether "auto" keeps the law."""
+    if dist.get_rank() == 1:
+        if how == "machine":
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.unshare(CLONE_NEWUTS) == 0
+            socket.sethostname("elsewhere")
+        elif how == "folder":
+            shared_memory.FOLDER = "/nowhere"
+        else:
+            # As the number of a process in another container: here it is another process'.
+            parent = os.getppid()
+            os.getpid = lambda: parent
+    mesh = new_mesh(dist.get_world_size())
+    refused = None
+    with counted() as sent:
+        try:
+            attend(mesh, 48, "shared_memory")
+        except SequenceParallelError as error:
+            refused = str(error)
+    calls = dict(sent.calls)
+    same = [torch.equal(a, b) for a, b in zip(attend(mesh, 48, "auto"), attend(mesh, 48, "network"), strict=True)]
+    return mesh.not_shared, refused, calls, all(same)
+
+
+def shared_files():
+    """Return how many files of shared memory this process holds open or mapped."""
+    held = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            held += os.readlink(f"/proc/self/fd/{number}").startswith(f"{shared_memory.FOLDER}/#")
+    return held + sum(f"{shared_memory.FOLDER}/#" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def two_worlds(port):
+    """Return the files held in a world, after it, and in a second one of the same process; and whether the law held in both."""
+    counts, same = [shared_files()], []
+    for world in range(2):
+        if world:
+            os.environ["MASTER_PORT"] = str(port)
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        mesh = new_mesh(2)
+        for _ in range(2):
+            found, expected = attend(mesh, 64, "shared_memory"), attend(mesh, 64, "network")
+            same += [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        counts.append(shared_files())
+        del mesh
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        counts.append(shared_files())
+    os.environ["MASTER_PORT"] = str(port + 1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the pool ends it
+    return counts, all(same)
+
+
+def attend_for_ever(folder, begun):
+    """Attend until killed; say in the folder `begun` that it goes on."""
+    in_folder(folder)
+    mesh = new_mesh(4)
+    for i in range(10**9):
+        attend(mesh, 1024, "shared_memory")
+        if i == 2:
+            Path(begun, str(dist.get_rank())).write_text(str(used_bytes(folder)))
+
+
+def raise_in_mid_run(folder, how):
+    """Attend; in the third call one rank raises, or is killed, in the kernel."""
+    in_folder(folder)
+    mesh = new_mesh(4)
+    original, calls = TorchCpuKernel.forward, 0
+
+    def dying(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 10 and dist.get_rank() == 2:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("boom on rank 2")
+        return original(*args, **kwargs)
+
+    with mock.patch.object(TorchCpuKernel, "forward", dying):
+        for _ in range(4):
+            attend(mesh, 1024, "shared_memory")
+
+
+def data_parallel_rings(transport):
+    """Return the law's tensors of two rings of two ranks, side by side."""
+    return sharded(1, 2, 4, 2, 37, {}, transport=transport)
+
+
+def give_up(transport):
+    """Give up a pass on every rank behind its first hop, as after an error that a program goes on from; return what the next one says."""
+    mesh, calls = new_mesh(4), 0
+    original = TorchCpuKernel.forward
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ValueError("on every rank")
+        return original(*args, **kwargs)
+
+    with mock.patch.object(TorchCpuKernel, "forward", failing), contextlib.suppress(ValueError):
+        attend(mesh, 64, transport)
+    assert calls == 3
+    try:
+        attend(mesh, 64, transport, seed=1)
+    except RuntimeError as error:
+        return str(error)
+    return "computed"

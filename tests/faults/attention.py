@@ -35,7 +35,7 @@ ATTENTION = (
     ),
     fault(
         "padding mask of the model dropped",
-        "rewrite/hugging_face.py",
+        "rewrite/hugging_face_masks.py",
         "hides_padding=hides)",
         "hides_padding=False)",
         REWRITTEN,
@@ -49,9 +49,9 @@ ATTENTION = (
     ),
     fault(
         "sliding window trained as full causal",
-        "rewrite/hugging_face.py",
-        "sizes = {part.name: part.size for part in sized}",
-        "sizes: dict[str, Any] = {}",
+        "rewrite/hugging_face_masks.py",
+        "sizes[part.name] = part.size",
+        "pass",
         REWRITTEN,
     ),
     fault(
@@ -63,7 +63,7 @@ ATTENTION = (
     ),
     fault(
         "a window one token too wide",
-        "rewrite/hugging_face.py",
+        "rewrite/hugging_face_masks.py",
         "None if left is None else left - 1",
         "left",
         REWRITTEN,

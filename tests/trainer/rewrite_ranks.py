@@ -431,7 +431,7 @@ def _shards_largest() -> AbstractContextManager[Any]:
 
 
 def _no_mask_function() -> AbstractContextManager[Any]:
-    return patch.object(hugging_face, "_mask", lambda *_, **__: None)
+    return patch.object(hugging_face, "asked_mask", lambda *_, **__: None)
 
 
 def _no_window_check() -> AbstractContextManager[Any]:

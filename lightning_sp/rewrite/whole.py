@@ -53,7 +53,7 @@ def whole_attention(
         bias = mask if bias is None else bias + mask
     places = whole_places(q, k)
     change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)
-    kept = None if dropout is None else dropout.kept(places) / (1.0 - dropout.probability)
+    kept = None if dropout is None else dropout.kept(places).to(q.dtype) / (1.0 - dropout.probability)
     return dense_attention(q, k, v, seen, scale, sinks, softcap, bias=bias, change=change, kept=kept)
 
 

@@ -224,7 +224,7 @@ def test_what_is_refused_or_carried_would_be_silently_wrong(pools, fault, case):
 
 def test_validation_under_no_grad_and_generation_outside_a_step(pools, expected):
     """torch's fused encoder path is not taken; model.generate continues whole prompts, while sharded and after."""
-    chosen = [0, 5, 17, 19]
+    chosen = [0, 5, 17, 19, *[i for i, (case, _) in enumerate(EXACT) if case["build"] in ("flex learned", "imported")]]
     cases = [{**EXACT[i][0], "validate": True, "strategy": {"ring_size": 2}} for i in chosen]
     for answers in pools(2).run(ranks.sharded, cases):
         for i, answer in zip(chosen, answers, strict=True):

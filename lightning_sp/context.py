@@ -16,11 +16,55 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.balance import Balance
 from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 
 # What an attention layer asks `BatchInfo.mask` for: causal, window_size, chunk_size, hides_padding.
 AttentionKind = tuple[bool, tuple[int | None, int | None], int | None, bool]
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutSource:
+    """What the attention dropout of a micro-batch is drawn by, besides the number of the call: equal at all degrees.
+
+    Args:
+        seed: of the run, the same on all ranks.
+        step: optimizer steps done.
+        samples: number of each row among the samples of the optimizer step, (B,), int64.
+    """
+
+    seed: int
+    step: int
+    samples: Tensor
+
+
+class AttentionCalls:
+    """Numbers the attention calls of a step that draw dropout: a recomputed call has its forward's. A class because it counts.
+
+    A call is known by one draw from the CPU's random stream, which checkpoints restore before they recompute. The draws differ between
+    ranks, the numbers do not.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def number(self) -> int:
+        """Return the number of the call that is about to be made.
+
+        Raises:
+            SequenceParallelError: it is recomputed with another random state than its forward's.
+        """
+        # On the CPU: no device waits.
+        drawn = int(torch.randint(2**62, (), device="cpu"))
+        # torch.utils.checkpoint knows by the same number that it is in a backward; there is no public name.
+        if drawn not in self._numbers and torch._C._current_graph_task_id() != -1:
+            raise SequenceParallelError(
+                f"attention with dropout is recomputed in the backward, after {len(self._numbers)} calls in the forward, and the random state "
+                "is not the forward's: other weights would be dropped than in the forward; leave preserve_rng_state=True in "
+                "torch.utils.checkpoint.checkpoint"
+            )
+        return self._numbers.setdefault(drawn, len(self._numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +83,8 @@ class BatchInfo:
         local_mask: this rank's part of it, (B, s).
         layout: which tokens each rank holds.
         balance: how that compares to zigzag; None where no documents are known, or nothing was compared.
+        seen: the keys that it leaves, whole, (rows, S), bool, where they are no run; else `valid` says it.
+        dropout: what attention dropout is drawn by; None in evaluation.
     """
 
     rows: int
@@ -52,13 +98,23 @@ class BatchInfo:
     local_mask: Tensor | None = None
     layout: SequenceLayout = field(default_factory=SequenceLayout)
     balance: Balance | None = None
+    seen: Tensor | None = None
+    dropout: DropoutSource | None = None
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether the batch's attention mask hides a token."""
+        return self.valid is not None or self.seen is not None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Return the same with what the step reads on its device; boundaries stay on the host."""
         labels = self.shift_labels.to(device) if self.shift_labels is not None else None
         places = self.position_ids.to(device) if self.position_ids is not None else None
         local_mask = self.local_mask.to(device) if self.local_mask is not None else None
-        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask)
+        seen = self.seen.to(device) if self.seen is not None else None
+        drawn = self.dropout
+        drawn = replace(drawn, samples=drawn.samples.to(device)) if drawn is not None else None
+        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask, seen=seen, dropout=drawn)
 
     def mask(
         self,
@@ -80,7 +136,9 @@ class BatchInfo:
         if boundaries is None and self.padded_length > self.length and not causal:
             # Causal queries never see the padding behind them; full ones would.
             boundaries = torch.tensor([[0, self.length, self.padded_length]])
-        return AttentionMask(causal, boundaries, window_size, chunk_size, self.valid if hides_padding else None)
+        valid, seen = (self.valid, self.seen) if hides_padding else (None, None)
+        dense = None if seen is None else seen[:, None, None]
+        return AttentionMask(causal, boundaries, window_size, chunk_size, valid, dense=dense)
 
 
 @dataclass
@@ -96,6 +154,8 @@ class Step:
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         causal_masks: what Hugging Face's mask function was asked for.
         kinds: of the attention calls, one after the other.
+        padding_masks: explicit masks, and their versions, that are known to be the batch's attention mask.
+        calls: numbers of the attention calls with dropout.
         masks: the attention's, by whether it is causal; checked once for all layers.
     """
 
@@ -107,6 +167,8 @@ class Step:
     token_counts: list[Tensor] = field(default_factory=list)
     causal_masks: set[bool] = field(default_factory=set)
     kinds: list[AttentionKind] = field(default_factory=list)
+    padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)
+    calls: AttentionCalls = field(default_factory=AttentionCalls)
     masks: dict[bool, AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +186,12 @@ class SequenceContext:
         self.reference: BatchInfo | None = None
         # What the layers of the step before were; the next batch is balanced for it.
         self.kinds: tuple[AttentionKind, ...] = ()
+        self._reference_calls = AttentionCalls()
+
+    @property
+    def calls(self) -> AttentionCalls:
+        """Return the numbers of the attention calls of the step in progress, or of the whole run that it is compared with."""
+        return self._reference_calls if self.step is None else self.step.calls
 
     @property
     def local_length(self) -> int:
@@ -139,7 +207,7 @@ class SequenceContext:
             reference: what a whole batch holds that attention is to keep to, its documents and positions; torch's own functions do it.
         """
         before = self.step, self.reference
-        self.step, self.reference = None, reference
+        self.step, self.reference, self._reference_calls = None, reference, AttentionCalls()
         try:
             yield
         finally:

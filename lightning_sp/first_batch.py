@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import ProcessGroup
 
-from lightning_sp.context import BatchInfo
+from lightning_sp.context import BatchInfo, DropoutSource
 from lightning_sp.data.batch import ShardOptions, is_sharded, shard_batch
 from lightning_sp.data.crop import shared_crop
 from lightning_sp.layout import SequenceLayout
@@ -21,6 +21,8 @@ from lightning_sp.parallelize import run_on_gathered
 from lightning_sp.preflight import run_preflight
 from lightning_sp.steps import Steps
 
+# Of the attention dropout in both runs.
+DROPOUT_SEED = 1234
 # Runs training_step on a batch of the host, as the precision and the device want it; given what was whole.
 RunStep = Callable[[Any, BatchInfo], Any]
 
@@ -78,7 +80,12 @@ def try_first_batch(
     # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
     local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
-    whole_info, info = whole_info.to(device), info.to(device)
+    # The rows of the groups' crops stand one after the other in the whole one.
+    first = mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows
+    whole_info, info = (
+        replace(each, dropout=DropoutSource(DROPOUT_SEED, 0, torch.arange(start, start + rows))).to(device)
+        for each, start, rows in ((whole_info, 0, crop.rows), (info, first, own.rows))
+    )
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     try:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import derived_seed, random_state, restore_random_state
+from lightning_sp.context import DropoutSource
 from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, take_up
 from lightning_sp.mesh import SequenceMesh
 
@@ -29,10 +30,11 @@ class RunState:
         self._position: dict[str, Any] | None = None
         self._global_batch_due: dict[str, Any] | None = None
         self._random_due: dict[str, Any] | None = None
+        self._window = (-1, 0)  # optimizer step in progress, and its micro-batches so far
 
     def seed_ranks(self, seed: int, step: int, mesh: SequenceMesh) -> None:
         """Give every rank its own stream of elementwise dropout, derived from rank 0's seed; one process keeps its own."""
-        self._seed = seed
+        self._seed, self._window = seed, (-1, 0)
         if mesh.base.size() > 1:
             torch.manual_seed(derived_seed(seed, step, _place(mesh)))
 
@@ -47,6 +49,19 @@ class RunState:
             # Again: making the loader's iterator has drawn from it, which the uninterrupted run did not.
             restore_random_state(self._random_due)
             self._random_due = None
+
+    def dropout_source(self, rows: int, step: int, mesh: SequenceMesh) -> DropoutSource:
+        """Return what attention dropout is drawn by in the micro-batch that was noted last.
+
+        A sample's number is its place in the optimizer step's global batch, as `data.order` deals it out: however the batch is cut into
+        micro-batches and data-parallel groups, a sample keeps its masks.
+        """
+        begun, micro = self._window
+        micro = micro if begun == step else 0
+        self._window = (step, micro + 1)
+        # By the most rows of a micro-batch: the last one of an epoch may be short.
+        first = (micro * mesh.data_parallel_size + mesh.data_parallel_rank) * self._rows
+        return DropoutSource(self._seed, step, first + torch.arange(rows))
 
     def stored(
         self, trainer: Any, mesh: SequenceMesh, shard_size: int, group: dist.ProcessGroup | None

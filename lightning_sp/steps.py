@@ -112,6 +112,6 @@ class Steps:
         if not self._attention_reached and self.context.mesh.layout.size > 1:
             raise SequenceParallelError(
                 "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "
-                "model must call F.scaled_dot_product_attention as an attribute (not a name imported from torch.nn.functional), use torch's "
-                "nn.MultiheadAttention with need_weights=False, or be a Hugging Face model with the attention interface"
+                "model must call F.scaled_dot_product_attention or flex_attention, use torch's nn.MultiheadAttention with need_weights=False, "
+                "or be a Hugging Face model with the attention interface"
             )

@@ -66,7 +66,7 @@ from lightning_sp.parallelize import (
 from lightning_sp.predictions import share_predictions, whole_output
 from lightning_sp.preflight import check_trainer_features, traceless
 from lightning_sp.processes import ProcessStrategy
-from lightning_sp.rewrite import AttentionInterception, HuggingFaceRewrite, hugging_face_models
+from lightning_sp.rewrite import AttentionInterception, FlexInterception, HuggingFaceRewrite, hugging_face_models
 from lightning_sp.run_state import RunState
 from lightning_sp.steps import Steps
 
@@ -355,7 +355,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._interceptions.close()
         for each in (
             CrossEntropyInterception(context),
-            AttentionInterception(context),
+            AttentionInterception(context, self.lightning_module),
+            FlexInterception(context, self.lightning_module),
             HuggingFaceRewrite(context, self.lightning_module),
         ):
             self._interceptions.enter_context(each)
@@ -450,10 +451,17 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self._batch is not None
         assert self.lightning_module is not None
         self._run_state.note_micro_batch(self._batch.rows, self.lightning_module.trainer, self.sequence_mesh)
+        self._batch = self._with_dropout(self._batch)
         output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
         if output is None or not self.lightning_module.automatic_optimization:
             self._steps.end()
         return output
+
+    def _with_dropout(self, batch: BatchInfo) -> BatchInfo:
+        assert self.lightning_module is not None
+        step = self.lightning_module.trainer.global_step
+        source = self._run_state.dropout_source(batch.rows, step, self.sequence_mesh)
+        return replace(batch, dropout=source).to(self.root_device)
 
     @override
     def on_train_end(self) -> None:

@@ -83,9 +83,9 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     padded = layout.padded_length(length)
     entries = dict(entries)
     position_ids, given = _position_ids(entries, rows, length)
-    mask_given = isinstance(entries.get("attention_mask"), Tensor)
-    valid = _valid_keys(entries["attention_mask"], options) if mask_given else None
-    boundaries = _documents(position_ids, options, mask_given) if given else None
+    mask_given = "attention_mask" in dims
+    valid, seen = _valid_keys(entries["attention_mask"]) if mask_given else (None, None)
+    boundaries = _documents(position_ids, options, entries.get("attention_mask") is not None) if given else None
     labels = _shifted_labels(entries, options)
     if padded > length:
         boundaries = _pad_boundaries(boundaries, padded)
@@ -107,7 +107,18 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
             local["shift_labels"] = local_labels
     local_mask = local["attention_mask"] if mask_given else None
     info = BatchInfo(
-        rows, length, padded, boundaries, local_positions, local_labels, valid, mask_given, local_mask, layout, found
+        rows,
+        length,
+        padded,
+        boundaries,
+        local_positions,
+        local_labels,
+        valid,
+        mask_given,
+        local_mask,
+        layout,
+        found,
+        seen,
     )
     return _rebuild(batch, local), info
 
@@ -163,7 +174,9 @@ def _rebuild(batch: Any, local: dict[str, Any]) -> Any:
 
 
 def _sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:
-    dims = {n: STANDARD_NAMES[n][0] for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
+    known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
+    # A mask of queries and keys passes whole: the model hands it to its attention as it is.
+    dims = {n: STANDARD_NAMES[n][0] for n, t in known.items() if not (n == "attention_mask" and t.dim() == 4)}
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
         if not isinstance(tensor, Tensor) or tensor.dim() <= dim:
@@ -248,37 +261,27 @@ def _documents(position_ids: Tensor, options: ShardOptions, mask_given: bool) ->
     return None
 
 
-def _valid_keys(mask: Tensor, options: ShardOptions) -> Tensor | None:
-    """Return the run of tokens that each row's padding mask leaves; None where it hides nothing.
+def _valid_keys(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return what each row's padding mask leaves: the run of tokens, or every token by itself where it is no run; neither where it hides none.
 
-    Shapes: (B, S) -> (B, 2), int64 on the CPU.
+    Shapes: (B, S) -> (B, 2), int64 on the CPU, or (B, S), bool.
 
     Raises:
-        SequenceParallelError: what it leaves is no run, or nothing tells how the model uses it.
+        SequenceParallelError: the mask is not one of tokens.
     """
-    left = mask.cpu() != 0
-    hidden = int((~left).sum())
-    if mask.dim() == 2 and hidden == 0:
-        return None
-    shape = tuple(mask.shape)
     if mask.dim() != 2:
-        raise SequenceParallelError(f"attention_mask of shape {shape}: must be (batch, tokens)")
-    if not options.model_shifts_labels:
         raise SequenceParallelError(
-            f"attention_mask of shape {shape} hides {hidden} tokens, and what the model does with it is not known; padding masks are carried "
-            "for Hugging Face models; for others pack documents with position_ids that restart at 0"
+            f"attention_mask of shape {tuple(mask.shape)}: must be (batch, tokens); a mask of queries and keys goes under another name, whole"
         )
+    left = mask.cpu() != 0
+    if bool(left.all()):
+        return None, None
     counts = left.sum(1)
     start = left.long().argmax(1)
     valid = torch.stack([start, start + counts], 1)
     tokens = torch.arange(mask.shape[1])
-    holes = (((valid[:, :1] <= tokens) & (tokens < valid[:, 1:])) != left).any(1)
-    if bool(holes.any()):
-        raise SequenceParallelError(
-            f"attention_mask of shape {shape} hides {hidden} tokens, in row {int(holes.nonzero()[0])} some between others: padding on the left "
-            "and on the right is carried; part documents by position_ids that restart at 0"
-        )
-    return valid
+    holes = ((valid[:, :1] <= tokens) & (tokens < valid[:, 1:])) != left
+    return (None, left) if bool(holes.any()) else (valid, None)
 
 
 def _shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:

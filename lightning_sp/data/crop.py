@@ -94,6 +94,10 @@ def crop_batch(batch: Any, options: ShardOptions, extent: tuple[int, int]) -> Cr
             if count == 0 and first is not None:
                 continue
             found = {n: _cut(v, dims.get(n), rows, (row, last), (start, tokens)) for n, v in entries.items()}
+            found = {
+                n: _cut_mask(v, (start, tokens)) if _is_mask(entries[n], dims.get(n), length) else v
+                for n, v in found.items()
+            }
             crop = Crop(_rebuild_plain(batch, found), height, tokens, count)
             if count != 0:
                 return crop
@@ -216,6 +220,18 @@ def _cut(value: Any, dim: int | None, rows: int, row_range: tuple[int, int], win
     if dim is not None:
         value = value.narrow(dim, *window)
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_mask(value: Any, dim: int | None, length: int) -> bool:
+    """Return whether an entry says of queries and keys, or keys, of the whole sequence: (rows or 1, heads or 1, S or 1, S)."""
+    if dim is not None or not isinstance(value, Tensor) or value.dim() != 4:
+        return False
+    return value.shape[3] == length and value.shape[2] in (1, length)
+
+
+def _cut_mask(value: Tensor, window: tuple[int, int]) -> Tensor:
+    value = value.narrow(3, *window)
+    return (value if value.shape[2] == 1 else value.narrow(2, *window)).clone()
 
 
 def _has_rows(value: Any, dim: int | None, rows: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._pytree import tree_map_only
+
+from lightning_sp.bound_names import rebind
 
 _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
 _TOKEN_NAMES = ("input_ids", "input", "inputs", "tokens", "token_ids", "ids", "idx", "x")
@@ -33,7 +36,7 @@ def named_query_heads(module: nn.Module) -> int | None:
 
 
 def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
-    """Return the smallest number of query heads that reach `F.scaled_dot_product_attention` in a forward without data.
+    """Return the smallest number of query heads that reach `F.scaled_dot_product_attention` or `flex_attention` in a forward without data.
 
     Nothing is computed: the tensors are fake, and parameters on the meta device do as well. The input is the module's
     `example_input_array` (Lightning's name for it), else a few token ids. What the forward keeps in the module is the caller's concern.
@@ -45,7 +48,7 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
     if target is None:
         return None, f"{type(module).__name__} has no forward, and not one submodule that has"
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _seen_heads() as seen:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _seen_heads(target) as seen:
             args, kwargs = _trial_input(module, target)
             named = [*target.named_parameters(), *target.named_buffers()]
             state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
@@ -90,17 +93,18 @@ def _trial_input(module: nn.Module, target: nn.Module) -> tuple[tuple[Any, ...],
 
 
 @contextmanager
-def _seen_heads() -> Iterator[list[int]]:
-    """Collect the head counts of `F.scaled_dot_product_attention` (B, H, S, D), answering with an output of the right shape."""
+def _seen_heads(model: nn.Module) -> Iterator[list[int]]:
+    """Collect the head counts of attention calls (B, H, S, D), answering with an output of the right shape."""
     seen: list[int] = []
-    original = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(query.shape[-3])
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
-    F.scaled_dot_product_attention = attention
-    try:
+    with ExitStack() as undo:
+        for holder, name in ((F, "scaled_dot_product_attention"), (torch_flex, "flex_attention")):
+            original = getattr(holder, name)
+            setattr(holder, name, attention)
+            undo.callback(setattr, holder, name, original)
+            rebind(model, original, lambda _: attention, undo)
         yield seen
-    finally:
-        F.scaled_dot_product_attention = original

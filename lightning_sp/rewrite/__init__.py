@@ -1,6 +1,7 @@
 """Getting the attention into a model from outside, never by editing its code."""
 
+from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.functional import AttentionInterception
 from lightning_sp.rewrite.hugging_face import HuggingFaceRewrite, hugging_face_models
 
-__all__ = ["AttentionInterception", "HuggingFaceRewrite", "hugging_face_models"]
+__all__ = ["AttentionInterception", "FlexInterception", "HuggingFaceRewrite", "hugging_face_models"]

@@ -1,23 +1,29 @@
 """Interception of `F.scaled_dot_product_attention`, for models that call it, directly or through torch's own modules.
 
-Seen: whatever looks the function up as an attribute when it runs, `nn.MultiheadAttention` in training included. Missed: a name bound by
-`from torch.nn.functional import scaled_dot_product_attention`, and attention written out by hand: the count of calls and the preflight
-find those. What the operator cannot carry is refused by name.
+Seen: whatever looks the function up as an attribute when it runs, `nn.MultiheadAttention` in training included, and what is bound to it in
+the model's own files (`bound_names`). Missed: attention written out by hand: the count of calls and the preflight find it. Explicit masks
+are read in `explicit_mask`. What the operator cannot carry is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.attention.functions import ScoreMod
 from lightning_sp.attention.mask import document_ids
+from lightning_sp.bound_names import rebind
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.dropout import attention_dropout
+from lightning_sp.rewrite.explicit_mask import explicit_mask
+from lightning_sp.rewrite.whole import whole_attention
 
 
 class AttentionInterception(AbstractContextManager[None]):
@@ -26,8 +32,9 @@ class AttentionInterception(AbstractContextManager[None]):
     A class because it holds what it replaces until it is put back.
     """
 
-    def __init__(self, context: SequenceContext) -> None:
-        self.context = context
+    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
+        self.context, self.module = context, module
+        self._undo = ExitStack()
         self._original: Callable[..., Tensor] | None = None
         self._fastpath = True
 
@@ -36,10 +43,12 @@ class AttentionInterception(AbstractContextManager[None]):
         self._original = F.scaled_dot_product_attention
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         F.scaled_dot_product_attention = self._attention
+        rebind(self.module, self._original, lambda _: self._attention, self._undo)
         # The fused encoder path of nn.TransformerEncoder under no_grad would pass us by in validation.
         torch.backends.mha.set_fastpath_enabled(False)
 
     def __exit__(self, *_: object) -> None:
+        self._undo.close()
         if self._original is not None:
             F.scaled_dot_product_attention = self._original
             torch.backends.mha.set_fastpath_enabled(self._fastpath)
@@ -58,36 +67,44 @@ class AttentionInterception(AbstractContextManager[None]):
     ) -> Tensor:
         assert self._original is not None
         if self.context.step is None:
-            if attn_mask is None and self.context.reference is not None:
-                attn_mask, is_causal = _document_mask(self.context.reference, is_causal, query)
+            if self.context.reference is not None:
+                attn_mask, is_causal = _with_documents(self.context.reference, attn_mask, is_causal, query)
+                if dropout_p:
+                    dropout = attention_dropout(self.context, dropout_p)
+                    return whole_attention(query, key, value, attn_mask, causal=is_causal, scale=scale, dropout=dropout)
             return self._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if attn_mask is not None:
-            raise SequenceParallelError(
-                f"scaled_dot_product_attention with attn_mask of shape {tuple(attn_mask.shape)}: an explicit mask cannot be carried "
-                "yet; use is_causal=True, or none, and packed documents by position_ids"
-            )
-        check_dropout(dropout_p)
         if query.dim() == 3:
             # (B x H, S, D), as nn.MultiheadAttention with one head per row may call: there are no heads to exchange.
             raise SequenceParallelError(
                 f"scaled_dot_product_attention on {tuple(query.shape)}: must be (batch, heads, tokens, head dim)"
             )
-        mask = self.context.step.masks[is_causal]
-        return attend(self.context, query, key, value, mask=mask, scale=scale)
+        if attn_mask is not None and is_causal:
+            raise SequenceParallelError(
+                f"scaled_dot_product_attention with attn_mask of shape {tuple(attn_mask.shape)} and is_causal=True: torch takes one of them"
+            )
+        mask, bias = self.context.step.masks[is_causal], None
+        if attn_mask is not None:
+            mask, bias = explicit_mask(self.context, attn_mask)
+        return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p)
 
 
-def _document_mask(reference: BatchInfo, causal: bool, query: Tensor) -> tuple[Tensor | None, bool]:
-    """Return the dense mask of a short packed batch, and whether the function is to be causal by itself.
+def _with_documents(
+    reference: BatchInfo, given: Tensor | None, causal: bool, query: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Return the mask of a short whole batch within its documents, and whether the function is to be causal by itself.
 
-    Shapes: (rows, documents + 1) -> (rows, 1, S, S).
+    Shapes: given (..., S or 1, S) -> (rows, 1 or heads, S, S).
     """
     if reference.boundaries is None:
-        return None, causal
+        return given, causal
     ids = document_ids(reference.boundaries, reference.length)
     same = ids[:, :, None] == ids[:, None, :]
-    return (same.tril() if causal else same)[:, None].to(query.device), False
+    documents = (same.tril() if causal else same)[:, None].to(query.device)
+    if given is None or given.dtype == torch.bool:
+        return (documents if given is None else documents & given), False
+    return given.masked_fill(~documents, -torch.inf), False
 
 
 def attend(
@@ -100,6 +117,9 @@ def attend(
     scale: float | None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Run the operator on a rewritten model's attention call, counting it.
 
@@ -118,7 +138,8 @@ def attend(
     ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
         step.num_attention_calls += 1
         step.kinds.append((mask.causal, mask.window_size, mask.chunk_size, mask.valid is not None))
-    return sequence_parallel_attention(
+    run = partial(
+        sequence_parallel_attention,
         query,
         key,
         value,
@@ -128,15 +149,17 @@ def attend(
         scale=scale,
         sinks=sinks,
         softcap=softcap,
+        bias=bias,
+        score_mod=score_mod,
         kernel=context.kernel,
         ring_transport=context.ring_transport,
     )
+    return _with_dropout(run, context, dropout_p) if dropout_p else run()
 
 
-def check_dropout(probability: float) -> None:
-    """Refuse dropout on attention weights: its mask would depend on the degrees."""
-    if probability:
-        raise SequenceParallelError(
-            f"attention dropout {probability}: not supported yet, its mask would depend on how the sequence is split; set the model's attention "
-            "dropout to 0 (Hugging Face: config.attention_dropout=0.0, GPT-2: attn_pdrop=0.0); elementwise dropout is fine"
-        )
+def _draw(run: Callable[..., Tensor], context: SequenceContext, probability: float) -> Tensor:
+    return run(dropout=attention_dropout(context, probability))
+
+
+# Never traced: the number of the call is another one in each step, and would be compiled in.
+_with_dropout: Callable[..., Tensor] = torch.compiler.disable(_draw)  # type: ignore[no-untyped-call]

@@ -12,36 +12,28 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.attention.reference import dense_attention
-from lightning_sp.context import BatchInfo, SequenceContext
+from lightning_sp.context import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.functional import attend, check_dropout
+from lightning_sp.rewrite.dropout import attention_dropout
+from lightning_sp.rewrite.explicit_mask import explicit_mask
+from lightning_sp.rewrite.functional import attend
+from lightning_sp.rewrite.hugging_face_masks import asked_mask
+from lightning_sp.rewrite.relative_bias import bias_of_whole_sequences
 from lightning_sp.rewrite.rotary import follow_all_positions
+from lightning_sp.rewrite.whole import whole_attention
 
 _numbers = itertools.count()
-# Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
-_CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
-_WINDOW, _BOTH_WAYS = (
-    "sliding_window_overlay.<locals>.inner_mask",
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
-)
-_CHUNKS = "chunked_overlay.<locals>.inner_mask"
-_PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
-_WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
+# Added to the scores, in each model's eager attention.
+_BIASES = ("position_bias", "attn_bias", "alibi")
 _REFUSED_ARGUMENTS = (
     "sinks",
-    "position_bias",
-    "attn_bias",
-    "alibi",
     "head_mask",
     "layer_head_mask",
     "cache",
@@ -95,6 +87,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             _wrap_loss(model, self.context, self._undo)
             _wrap_generate(model, self.context, self._undo)
             follow_all_positions(model, self.context, self._undo)
+            bias_of_whole_sequences(model, self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -109,9 +102,10 @@ def _register(name: str, context: SequenceContext, previous: str, undo: ExitStac
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if context.reference is not None:
-            if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
-                # Torch's function would drop both, silently.
-                return _dense(module, *args, **kwargs)
+            own = ("s_aux", "softcap", *_BIASES)
+            if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in own):
+                # Torch's function would drop these, silently, and draw dropout of its own.
+                return _dense(context, module, *args, **kwargs)
             # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
             return sdpa_attention_forward(module, *args, **kwargs)
         eager = getattr(sys.modules[_own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
@@ -121,7 +115,7 @@ def _register(name: str, context: SequenceContext, previous: str, undo: ExitStac
         return (sdpa_mask if context.reference is not None else masks[previous])(*args, **kwargs)
 
     AttentionInterface.register(name, partial(_attention, context, attention))
-    AttentionMaskInterface.register(name, partial(_mask, context, mask))
+    AttentionMaskInterface.register(name, partial(asked_mask, context, mask))
     for interface in (AttentionInterface, AttentionMaskInterface):
         undo.callback(interface._global_mapping.pop, name, None)
 
@@ -137,22 +131,27 @@ def _attention(
         )
         return result
     kind = type(module).__name__
+    bias = None
     if attention_mask is not None and not isinstance(attention_mask, AttentionMask):
-        raise SequenceParallelError(
-            f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
-        )
+        if not isinstance(attention_mask, Tensor):
+            raise SequenceParallelError(
+                f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
+            )
+        attention_mask, bias = explicit_mask(context, attention_mask, f"{kind}'s attention mask")
     for argument in _REFUSED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise SequenceParallelError(
                 f"{kind} uses {argument}: it cannot be carried yet; without it the model would be silently wrong"
             )
+    for argument in _BIASES:
+        if kwargs.get(argument) is not None:
+            bias = _added(bias, _bias(context, kwargs[argument], f"{kind}'s {argument}"))
     window = kwargs.get("sliding_window")
     if attention_mask is None and window is not None and context.step.batch.padded_length > int(window):
         raise SequenceParallelError(
             f"{kind} has a sliding window of {window} tokens and the sequence {context.step.batch.padded_length}, but the model asked for no "
             "mask with a window: which of the two this layer means is not known"
         )
-    check_dropout(dropout)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
     asked = context.step.causal_masks
@@ -162,101 +161,49 @@ def _attention(
         )
     mask = context.step.masks[causal] if attention_mask is None else attention_mask
     out = attend(
-        context, query, key, value, mask=mask, scale=scaling, sinks=kwargs.get("s_aux"), softcap=kwargs.get("softcap")
+        context,
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scaling,
+        sinks=kwargs.get("s_aux"),
+        softcap=kwargs.get("softcap"),
+        bias=bias,
+        dropout_p=dropout,
     )
     return out.transpose(1, 2), None
 
 
+def _bias(context: SequenceContext, given: Any, what: str) -> Tensor:
+    found = explicit_mask(context, given, what)[1] if isinstance(given, Tensor) else None
+    if found is None:
+        raise SequenceParallelError(
+            f"{what} {_shape(given)} is not floating point of the whole sequence: it cannot be carried; without it the model would be "
+            "silently wrong"
+        )
+    return found
+
+
+def _added(bias: Tensor | None, other: Tensor) -> Tensor:
+    return other if bias is None else bias + other
+
+
 def _dense(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    is_causal: bool | None = None, s_aux: Tensor | None = None, softcap: float | None = None, **_: Any,
+    context: SequenceContext, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, s_aux: Tensor | None = None,
+    softcap: float | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """One layer's attention on a short whole sequence, by its definition. Shapes: as in `_attention`."""
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    seen = attention_mask
-    if seen is None:
-        seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        seen = seen.tril() if causal else seen
-    return dense_attention(query, key, value, seen, scaling, s_aux, softcap).transpose(1, 2), None
-
-
-def _mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Receive every mask the model asks for: return it as a value, None where causal or full says it all."""
-    step = context.step
-    if step is None:
-        return original(*args, **kwargs)
-    batch = step.batch
-    parts = _mask_parts(kwargs.get("mask_function"))
-    names = [part.name for part in parts]
-    if unknown := [name for name in names if name not in (_CAUSAL, _FULL, _WINDOW, _BOTH_WAYS, _CHUNKS)]:
-        raise SequenceParallelError(
-            f"the model asks for a mask made of {', '.join(names)}: {unknown[0]} cannot be carried yet; without it the model would be "
-            "silently wrong"
-        )
-    # A window that holds the whole sequence hides nothing.
-    sized = [part for part in parts if part.size is not None and part.size < batch.padded_length]
-    if len(sized) > 1:
-        raise SequenceParallelError(
-            f"the model asks for a mask made of {', '.join(names)}: more than one window or chunk cannot be carried yet"
-        )
-    sizes = {part.name: part.size for part in sized}
-    hides = _hides_padding(batch, kwargs.get("attention_mask"))
-    if _CHUNKS in sizes and batch.valid is not None and bool((batch.valid[:, 0] > 0).any()):
-        raise SequenceParallelError(
-            "chunked attention with padding on the left cannot be carried yet; pad on the right"
-        )
-    causal = _CAUSAL in names
-    step.causal_masks.add(causal)
-    if not sizes and not hides:
-        return None
-    left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
-    window = (right, right) if right is not None else (None if left is None else left - 1, None)
-    return batch.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides)
-
-
-def _hides_padding(batch: BatchInfo, padding: Tensor | None) -> bool:
-    """Return whether the model hides padding, which must be the batch's: a rank sees a part of it."""
-    if padding is None or (batch.mask_given and batch.valid is None):
-        return False
-    if batch.valid is None:
-        if bool(padding.all()):
-            return False
-        raise SequenceParallelError(
-            f"a padding mask {_shape(padding)} that hides tokens reached the model, and the batch has none: from a rank's part alone the whole "
-            "is not known; give it as the batch's attention_mask"
-        )
-    assert batch.local_mask is not None
-    if padding.shape != batch.local_mask.shape or not torch.equal(padding.bool(), batch.local_mask.bool()):
-        raise SequenceParallelError(
-            f"the padding mask {_shape(padding)} that reached the model is not the batch's attention_mask: one made in training_step cannot be "
-            "carried; change the batch before it is sharded"
-        )
-    return True
-
-
-@dataclass(frozen=True)
-class _Part:
-    """An elementary mask function: its name, and the size of its window or chunk."""
-
-    name: str
-    size: int | None = None
-
-
-def _mask_parts(function: Any) -> list[_Part]:
-    """Return the elementary masks that a mask function is the intersection of."""
-    name = getattr(function, "__qualname__", repr(function))
-    if name in _PACKED:
-        return []
-    inner: list[Any] = []
-    for cell in getattr(function, "__closure__", None) or ():
-        content = cell.cell_contents
-        inner += list(content) if isinstance(content, tuple) else [content]
-    if name in (_WINDOW, _BOTH_WAYS, _CHUNKS):
-        sizes = [each for each in inner if isinstance(each, int)]
-        return [_Part(name, sizes[0]) if len(sizes) == 1 else _Part(f"{name} of unknown size")]
-    if not name.startswith(_WRAPPERS):
-        return [_Part(name)]
-    return [each for content in inner if callable(content) for each in _mask_parts(content)]
+    bias = None
+    for name in _BIASES:
+        bias = bias if others.get(name) is None else _added(bias, others[name])
+    out = whole_attention(
+        query, key, value, attention_mask, bias=bias, causal=causal and attention_mask is None, scale=scaling, sinks=s_aux, softcap=softcap,
+        dropout=attention_dropout(context, dropout),
+    )  # fmt: skip
+    return out.transpose(1, 2), None
 
 
 def _hand_in_positions(

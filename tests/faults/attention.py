@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import KERNELS, LAW, NOT_CARRIED, OUT_OF_STEP, PACKED, REWRITTEN, fault
+from tests.faults.fault import DROPPED, KERNELS, LAW, NOT_CARRIED, OUT_OF_STEP, PACKED, REWRITTEN, fault
 
 ATTENTION = (
     fault(
@@ -29,22 +29,29 @@ ATTENTION = (
     fault(
         "padding mask of the batch dropped",
         "data/batch.py",
-        'valid = _valid_keys(entries["attention_mask"], options) if mask_given else None',
-        "valid = None",
+        'valid, seen = _valid_keys(entries["attention_mask"]) if mask_given else (None, None)',
+        "valid, seen = None, None",
         REWRITTEN,
     ),
     fault(
         "padding mask of the model dropped",
-        "rewrite/hugging_face.py",
+        "rewrite/hugging_face_masks.py",
         "hides_padding=hides)",
         "hides_padding=False)",
         REWRITTEN,
     ),
     fault(
+        "mask of a shard taken for the whole",
+        "rewrite/explicit_mask.py",
+        "    if keys in whole and queries in (1, *whole)",
+        "    if keys in (local, *whole) and queries in (1, local, *whole)",
+        NOT_CARRIED,
+    ),
+    fault(
         "sliding window trained as full causal",
-        "rewrite/hugging_face.py",
-        "sizes = {part.name: part.size for part in sized}",
-        "sizes: dict[str, Any] = {}",
+        "rewrite/hugging_face_masks.py",
+        "sizes[part.name] = part.size",
+        "pass",
         REWRITTEN,
     ),
     fault(
@@ -56,7 +63,7 @@ ATTENTION = (
     ),
     fault(
         "a window one token too wide",
-        "rewrite/hugging_face.py",
+        "rewrite/hugging_face_masks.py",
         "None if left is None else left - 1",
         "left",
         REWRITTEN,
@@ -174,11 +181,32 @@ ATTENTION = (
         "tests/dist/test_attention_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
     ),
     fault(
-        "attention dropout by degrees",
-        "rewrite/functional.py",
-        "    if probability:\n",
-        "    if False:\n",
-        NOT_CARRIED,
+        "attention dropout's samples numbered by each data-parallel rank",
+        "run_state.py",
+        "first = (micro * mesh.data_parallel_size + mesh.data_parallel_rank) * self._rows",
+        "first = micro * self._rows",
+        f"{DROPPED}::test_every_layout_drops_what_one_process_drops[2]",
+    ),
+    fault(
+        "one attention dropout mask for all layers",
+        "context.py",
+        "return self._numbers.setdefault(drawn, len(self._numbers))",
+        "return 0 * self._numbers.setdefault(drawn, len(self._numbers))",
+        f"{DROPPED}::test_two_layers_and_two_steps_drop_other_weights",
+    ),
+    fault(
+        "one attention dropout mask for all steps",
+        "rewrite/dropout.py",
+        "(drawn.step << _CALLS_BITS) + number",
+        "number",
+        f"{DROPPED}::test_two_layers_and_two_steps_drop_other_weights",
+    ),
+    fault(
+        "another attention dropout mask in the recomputation",
+        "context.py",
+        "return self._numbers.setdefault(drawn, len(self._numbers))",
+        "return self._numbers.setdefault(drawn + len(self._numbers), len(self._numbers))",
+        f"{DROPPED}::test_recomputed_attention_drops_what_the_forward_dropped[layout0]",
     ),
     fault(
         "dropout drawn again in the recomputation",

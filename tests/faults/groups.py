@@ -12,8 +12,8 @@ GROUPS = (
         (
             Change(
                 "strategy.py",
-                "            AttentionInterception(context),\n",
-                '            *([AttentionInterception(context)] if self.config.shard_size == "auto" else []),\n',
+                "            AttentionInterception(context, self.lightning_module),\n",
+                '            *([AttentionInterception(context, self.lightning_module)] if self.config.shard_size == "auto" else []),\n',
             ),
             Change(
                 "steps.py",

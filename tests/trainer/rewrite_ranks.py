@@ -17,6 +17,8 @@ from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
 from lightning_sp.context import BatchInfo
 from lightning_sp.rewrite import hugging_face
+from tests.trainer import mask_models
+from tests.trainer.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder
 from tests.trainer.preflight_ranks import LLAMA, hf
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
@@ -104,8 +106,6 @@ class Masked(nn.Module):
             return self.head(
                 F.scaled_dot_product_attention(*(x.flatten(0, 1),) * 3).unflatten(0, (-1, 4)).transpose(1, 2).flatten(2)
             )
-        if options.pop("mask", False):
-            options["attn_mask"] = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()
         keys = x[:, :, : options.pop("keys", x.shape[2])]
         return self.head(F.scaled_dot_product_attention(x, keys, keys, **options).transpose(1, 2).flatten(2))
 
@@ -116,6 +116,11 @@ def windowed_layers() -> nn.Module:
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 16
     return model
+
+
+def custom_mask(form: str) -> nn.Module:
+    window = 9 if form == "second window" else None
+    return CustomMask(hf("mistral", **LLAMA, sliding_window=window), form)
 
 
 def gpt_oss() -> nn.Module:
@@ -135,11 +140,19 @@ def turned_rope() -> nn.Module:
     return model
 
 
+FLEX = (
+    "causal", "full", "whole", "documents", "by row and head", "alibi", "learned", "learned full", "learned attribute", "learned partial",
+    "learned helper", "compiled", "gqa", "gqa unsaid", "lse", "kernel options", "blocks", "shard's documents", "other length", "called",
+)  # fmt: skip
+CUSTOM = ("and", "or", "whole tensor", "shard's tensor", "second window")
+EXPLICIT = (
+    "whole", "whole documents", "whole inverted", "alibi", "learned", "learned full", "learned of keys", "keys", "batch", "shard",
+    "own queries", "other", "integers", "padding", "expanded padding", "lowest", "heads", "by position", "causal padding",
+)  # fmt: skip
 BUILDS: dict[str, Any] = {
     "gpt": tiny_gpt,
     "llama": partial(hf, "llama", **LLAMA),
     "llama tied": partial(hf, "llama", **LLAMA, tie_word_embeddings=True),
-    "llama dropout": partial(hf, "llama", **LLAMA, attention_dropout=0.1),
     "llama dynamic": partial(hf, "llama", **{**LLAMA, "max_position_embeddings": 20}, rope_parameters=DYNAMIC),
     "llama longrope": partial(hf, "llama", **LLAMA, rope_parameters=LONGROPE),
     "turned rope": turned_rope,
@@ -165,8 +178,14 @@ BUILDS: dict[str, Any] = {
     "full encoder": partial(TorchEncoder, False),
     "multihead": TorchAttention,
     "multihead weights": partial(TorchAttention, True),
-    "explicit mask": partial(Masked, mask=True),
-    "attention dropout": partial(Masked, dropout_p=0.1, is_causal=True),
+    **{f"explicit {form}": partial(Explicit, form) for form in EXPLICIT},
+    **{f"explicit {form} of 29": partial(Explicit, form, 29) for form in ("alibi", "learned full", "whole")},
+    "padded encoder": PaddedEncoder,
+    **{f"flex {form}": partial(Flex, form) for form in FLEX},
+    "imported": Imported,
+    "held": partial(Imported, True),
+    **{f"custom {form}": partial(custom_mask, form) for form in CUSTOM},
+    "t5 encoder": T5Encoder,
     "cross": partial(Masked, keys=4),
     "flat": partial(Masked, flat=True),
     "scaled": partial(Masked, is_causal=True, scale=0.9, enable_gqa=True),
@@ -194,6 +213,20 @@ class Model(Plain):
         output = self.model(batch["input_ids"], position_ids=batch["position_ids"])
         logits = output if isinstance(output, Tensor) else output.logits
         return self.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def _masked(self, batch: Any) -> Tensor:
+        given = {name: batch[name] for name in ("attention_mask", "pairs", "both") if name in batch}
+        output = self.model(batch["input_ids"], position_ids=batch["position_ids"], **given)
+        logits = output if isinstance(output, Tensor) else output.logits
+        return self.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def _short_4d(self, batch: Any) -> Tensor:
+        tokens = batch["input_ids"].shape[1]
+        mask = torch.ones(len(batch["input_ids"]), 1, tokens, tokens, dtype=torch.bool).tril()
+        return self._masked({**batch, "attention_mask": mask})
+
+    def _both_masks(self, batch: Any) -> Tensor:
+        return self._masked({**batch, "both": True})
 
     def _no_positions(self, batch: Any) -> Tensor:
         return self.cross_entropy(self.model(batch["input_ids"]).logits.flatten(0, 1), batch["shift_labels"].flatten())
@@ -256,6 +289,14 @@ def rows_of(kind: str = "", length: int = 32, packed: bool = False) -> list[dict
             row.update(attention_mask=(torch.arange(length) < length - 3).long())
         if kind == "left padding":
             row.update(attention_mask=(torch.arange(length) >= 5 + 6 * len(tokens[tokens > 40]) % 17).long())
+        if kind == "pairs":
+            row.update(
+                pairs=(torch.arange(length) % (3 + len(tokens[tokens > 40]) % 5) != torch.arange(length)[:, None] % 3)[
+                    None
+                ]
+            )
+        if kind == "4d":
+            row.update(attention_mask=torch.ones(1, length, length, dtype=torch.bool).tril(-int(tokens[0]) % 3))
         if kind == "holes":
             row.update(attention_mask=(torch.arange(length) % 7 != 3).long())
     if kind == "count":
@@ -282,18 +323,25 @@ def one_process(build: str, kind: str = "logits", data: Any = None, **_: Any) ->
             "eager"
         )  # in older transformers torch's function drops the softcap silently
     batch = collate(rows_of(**(data or {})))
-    if (data or {}).get("packed") and build != "gpt":
+    if (data or {}).get("packed") and hasattr(module.model, "config"):
         # Transformers' own documents: they need the cache off.
         module.model.config.use_cache = False
     if "labels" in batch and "shift_labels" in batch:
         batch.pop("shift_labels")
-    loss = module.training_step(batch, 0)
-    loss.backward()
+    with _plain_flex():
+        loss = module.training_step(batch, 0)
+        loss.backward()
     grads = {n: p.grad for n, p in module.named_parameters()}
-    with torch.no_grad():
+    with torch.no_grad(), _plain_flex():
         evaluated = float(module._logits({"position_ids": None, **batch})) if kind == "logits" else 0.0
     tokens = generate(module.model) if hasattr(module.model, "generate") else []
     return {"loss": float(loss.detach()), "grads": grads, "evaluated": evaluated, "generated": tokens}
+
+
+def _plain_flex() -> AbstractContextManager[Any]:
+    return _both(
+        *(patch.object(mask_models, name, mask_models.plain_flex) for name in ("flex_attention", "compiled_flex"))
+    )
 
 
 def sharded(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -338,6 +386,11 @@ def _globals(module: Model) -> dict[str, Any]:
     return {
         "scaled_dot_product_attention": F.scaled_dot_product_attention,
         "cross_entropy": F.cross_entropy,
+        "flex_attention": torch.nn.attention.flex_attention.flex_attention,
+        "bound names": [
+            getattr(mask_models, n) for n in ("flex_attention", "compiled_flex", "scaled_dot_product_attention")
+        ],
+        "held": getattr(module.model, "held", None),
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "attention names": sorted(AttentionInterface._global_mapping),
         "mask names": sorted(AttentionMaskInterface._global_mapping),
@@ -378,7 +431,7 @@ def _shards_largest() -> AbstractContextManager[Any]:
 
 
 def _no_mask_function() -> AbstractContextManager[Any]:
-    return patch.object(hugging_face, "_mask", lambda *_, **__: None)
+    return patch.object(hugging_face, "asked_mask", lambda *_, **__: None)
 
 
 def _no_window_check() -> AbstractContextManager[Any]:

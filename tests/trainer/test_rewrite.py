@@ -47,6 +47,52 @@ EXACT = [
     (dict(build="gemma2 softcap", strategy={"preflight": True}), 1e-6),
     (dict(build="llama", kind="hf_logits", data={"kind": "padding"}, strategy={"preflight": True}), 1e-10),
     (dict(build="qwen2 window", kind="hf_logits", data={"kind": "left padding", **PADDED}, strategy={"preflight": True}), 1e-10),
+    (dict(build="explicit whole", strategy={"preflight": True}), 1e-10),
+    (dict(build="explicit whole", data=PACKED, strategy={"packed_documents": False}), 1e-10),
+    (dict(build="explicit whole inverted"), 1e-10),
+    (dict(build="explicit whole of 29", data=PADDED), 1e-10),
+    (dict(build="explicit alibi", strategy={"preflight": True}), 1e-10),
+    (dict(build="explicit alibi of 29", data=PADDED), 1e-10),
+    (dict(build="explicit learned", strategy={"preflight": True}), 1e-10),
+    (dict(build="explicit learned full of 29", data=PADDED), 1e-10),
+    (dict(build="explicit learned of keys"), 1e-10),
+    (dict(build="explicit keys"), 1e-10),
+    (dict(build="explicit batch", kind="masked", data={"kind": "pairs", **PADDED}, strategy={"preflight": True}), 1e-10),
+    (dict(build="explicit padding", kind="masked", data={"kind": "padding"}, strategy={"preflight": True}), 1e-10),
+    (dict(build="explicit padding", kind="masked", data={"kind": "holes", **PADDED}, strategy={"preflight": True}), 1e-10),
+    (dict(build="explicit expanded padding", kind="masked", data={"kind": "left padding", **PADDED}), 1e-10),
+    (dict(build="explicit lowest", kind="masked", data={"kind": "padding"}), 1e-10),
+    (dict(build="explicit heads", kind="masked", data={"kind": "left padding"}), 1e-10),
+    (dict(build="padded encoder", kind="masked", data={"kind": "holes"}, strategy={"preflight": True}), 1e-10),
+    (dict(build="padded encoder", kind="masked", data={"kind": "padding", **PADDED}), 1e-10),
+    (dict(build="encoder", data={"kind": "padding"}), 1e-10),
+    (dict(build="llama", kind="hf_logits", data={"kind": "holes", **PADDED}, strategy={"preflight": True}), 1e-10),
+    (dict(build="qwen2 window", kind="hf_logits", data={"kind": "holes"}), 1e-10),
+    (dict(build="llama", kind="hf_logits", data={"kind": "4d", **PADDED}, strategy={"preflight": True}), 1e-10),
+    (dict(build="imported"), 1e-10),
+    (dict(build="held", data=PADDED), 1e-10),
+    (dict(build="flex causal", strategy={"preflight": True}), 1e-10),
+    (dict(build="flex full", data=PADDED), 1e-10),
+    (dict(build="flex whole"), 1e-10),
+    (dict(build="flex compiled"), 1e-10),
+    (dict(build="flex documents", strategy={"preflight": True}), 1e-10),
+    (dict(build="flex by row and head", data=PADDED), 1e-10),
+    (dict(build="flex alibi", data=PADDED), 1e-10),
+    (dict(build="flex learned", data=PADDED, strategy={"preflight": True}), 1e-10),
+    (dict(build="flex learned full"), 1e-10),
+    (dict(build="flex learned attribute"), 1e-10),
+    (dict(build="flex learned partial"), 1e-10),
+    (dict(build="flex learned helper"), 1e-10),
+    (dict(build="flex gqa"), 1e-10),
+    (dict(build="custom and", strategy={"preflight": True}), 1e-10),
+    (dict(build="custom and", data={**PADDED, **PACKED}, strategy={"preflight": True}), 1e-10),
+    (dict(build="custom or", data=PADDED), 1e-10),
+    (dict(build="custom whole tensor"), 1e-10),
+    (dict(build="custom second window", data=PADDED), 1e-10),
+    (dict(build="llama4", kind="hf_logits", data={"kind": "left padding"}, strategy={"preflight": True}), 1e-10),
+    (dict(build="llama4", data=PACKED, strategy={"preflight": True}), 1e-10),
+    (dict(build="t5 encoder", data=PADDED, strategy={"preflight": True}), 1e-10),
+    (dict(build="t5 encoder", kind="masked", data={"kind": "padding"}), 1e-10),
 ]  # fmt: skip
 HAS_BY_LAYER = Version(version("transformers")) >= Version("5.23")
 if HAS_BY_LAYER:
@@ -72,8 +118,8 @@ def _laid(case, layout, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_gradient_is_that_of_one_process(pools, expected, world):
-    for number, layout in enumerate(LAYOUTS[world]):
-        chosen = range(len(EXACT)) if number == 0 else FEW
+    runs = [(LAYOUTS[world][0], range(start, min(start + 24, len(EXACT)))) for start in range(0, len(EXACT), 24)]
+    for layout, chosen in [*runs, *[(layout, FEW) for layout in LAYOUTS[world][1:]]]:
         cases = [_laid(EXACT[i][0], layout, world) for i in chosen]
         for answers in pools(world).run(ranks.sharded, cases):
             for i, answer in zip(chosen, answers, strict=True):
@@ -88,19 +134,39 @@ def test_every_gradient_is_that_of_one_process(pools, expected, world):
                 assert not answer["restored"], (case, answer["restored"])
 
 
+def test_an_explicit_mask_is_kept_to_within_declared_documents(pools):
+    one = ranks.one_process("explicit whole documents", data=PACKED)
+    case = dict(build="explicit whole", data=PACKED, strategy={"ring_size": 2, "preflight": True})
+    for (answer,) in pools(2).run(ranks.sharded, [case]):
+        assert not answer["error"], answer["error"]
+        names = sorted(one["grads"])
+        assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [one["grads"][n] for n in names], names)
+
+
 REFUSED = [
     (dict(build="qwen2 windowed layers"), ["Qwen2Attention has a sliding window of 16 tokens and the sequence 32"]),
-    (dict(build="llama dropout"), ["attention dropout 0.1", "config.attention_dropout=0.0"]),
     (dict(build="gptj"), ["GPTJForCausalLM does not reach its attention through Hugging Face's interface"]),
-    (dict(build="llama", data={"kind": "holes"}), ["attention_mask of shape (2, 32) hides 10 tokens, in row 0 some between others"]),
-    (dict(build="encoder", data={"kind": "padding"}), ["attention_mask of shape (2, 32) hides 6 tokens", "Hugging Face models"]),
     (dict(build="llama", kind="inner_mask"), ["a padding mask of shape (2, 16) that hides tokens reached the model"]),
     (dict(build="llama", kind="inner_mask", data={"kind": "padding"}), ["is not the batch's attention_mask"]),
-    (dict(build="llama4", kind="hf_logits", data={"kind": "left padding"}), ["chunked attention with padding on the left"]),
+    (dict(build="flex shard's documents"), ["mask_mod reads", "shard of shape (16,), of this rank's 16 of 32 tokens"]),
+    (dict(build="flex other length"), ["BlockMask of (48, 48) queries and keys, on a sequence of 32 tokens and a shard of 16"]),
+    (dict(build="flex lse"), ["flex_attention with return_lse=True"]),
+    (dict(build="flex kernel options"), ["flex_attention with kernel_options={'BLOCK_M': 32}"]),
+    (dict(build="flex blocks"), ["hidden blocks and no mask_mod"]),
+    (dict(build="flex gqa unsaid"), ["4 query heads over 2 key-value heads without enable_gqa=True"]),
+    (dict(build="flex called"), ["learns by a tensor that is none of those found in it"]),
+    (dict(build="custom shard's tensor"), ["mask function CustomMask", "shard of shape (16,), of this rank's 16 of 32 tokens"]),
     (dict(build="llama", kind="generates"), ["model.generate inside a step", "on_validation_epoch_end"]),
     (dict(build="multihead weights"), ["0 attention calls", "need_weights=False"]),
-    (dict(build="explicit mask"), ["attn_mask of shape (16, 16)", "is_causal=True"]),
-    (dict(build="attention dropout"), ["attention dropout 0.1"]),
+    (dict(build="explicit shard"), ["attn_mask of shape (16, 16) is of this rank's 16 of 32 tokens", "is_causal=True", "the batch has none"]),
+    (dict(build="explicit own queries"), ["attn_mask of shape (16, 32)", "whose sequence has 32 tokens and whose shard 16", "(1 or 32, 32)"]),
+    (dict(build="explicit other"), ["attn_mask of shape (16, 19)", "whose sequence has 32 tokens and whose shard 16"]),
+    (dict(build="explicit integers"), ["attn_mask of shape (16, 16), torch.int64: must be bool or floating point"]),
+    (dict(build="explicit whole", kind="both_masks"), ["attn_mask of shape (32, 32) and is_causal=True"]),
+    (dict(build="explicit by position", kind="masked", data={"kind": "left padding"}), ["attn_mask of shape (2, 1, 1, 16) is of this rank's"]),
+    (dict(build="explicit causal padding", kind="masked", data={"kind": "padding"}), ["attn_mask of shape (2, 1, 16, 16) is of this rank's"]),
+    (dict(build="explicit whole", data={"length": 40}), ["attn_mask of shape (32, 32)", "has 40 tokens and whose shard 20"]),
+    (dict(build="llama", data={"kind": "4d"}, kind="short_4d"), ["LlamaAttention's attention mask of shape (2, 1, 16, 16) is of this rank's"]),
     (dict(build="cross"), ["16 queries over 4 keys inside a step whose shard has 16 tokens"]),
     (dict(build="turned rope"), ["LlamaRotaryEmbedding of rope_type longrope returns (2, 8, 17) for 17 positions"]),
     (dict(build="flat"), ["(8, 16, 8): must be (batch, heads, tokens, head dim)"]),
@@ -158,7 +224,7 @@ def test_what_is_refused_or_carried_would_be_silently_wrong(pools, fault, case):
 
 def test_validation_under_no_grad_and_generation_outside_a_step(pools, expected):
     """torch's fused encoder path is not taken; model.generate continues whole prompts, while sharded and after."""
-    chosen = [0, 5, 17, 19]
+    chosen = [0, 5, 17, 19, *[i for i, (case, _) in enumerate(EXACT) if case["build"] in ("flex learned", "imported")]]
     cases = [{**EXACT[i][0], "validate": True, "strategy": {"ring_size": 2}} for i in chosen]
     for answers in pools(2).run(ranks.sharded, cases):
         for i, answer in zip(chosen, answers, strict=True):

@@ -89,6 +89,22 @@ def test_padding_masks_become_runs_of_keys(rows, valid):
     assert info.mask(True, hides_padding=True).valid is info.valid
 
 
+def test_padding_masks_with_holes_are_kept_whole_and_those_of_pairs_pass_as_they_are():
+    rows = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+    batch = {"input_ids": torch.zeros(2, 5, dtype=torch.int64), "attention_mask": rows}
+    local, info = shard_batch(batch, SequenceLayout(ring_size=2), 1, ShardOptions())
+    assert info.mask_given
+    assert info.hides_keys
+    assert info.valid is None
+    assert info.mask(False).dense is None, "a model that hides no padding is not made to"
+    assert torch.equal(info.mask(False, hides_padding=True).dense, rows.bool()[:, None, None])
+    assert local["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 1]], "of tokens 2 to 5, padding of ours seen"
+    pairs = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    local, info = shard_batch({**batch, "attention_mask": pairs}, SequenceLayout(ring_size=2), 1, ShardOptions())
+    assert local["attention_mask"] is pairs
+    assert not info.mask_given
+
+
 def test_boundaries_from_lengths_repeat_the_end_in_shorter_rows():
     assert boundaries_from_lengths([[2, 3, 3], [8]]).tolist() == [[0, 2, 5, 8], [0, 8, 8, 8]]
 

@@ -1,0 +1,36 @@
+"""Attention dropout of a rewritten model: its masks are those of one process at all degrees, and those of the forward in a recomputation.
+
+mask = hash(seed of the run, step and number of the call, sample of the step, head, query, key)      see `attention.dropout`
+"""
+
+from __future__ import annotations
+
+from lightning_sp.attention.dropout import AttentionDropout
+from lightning_sp.context import SequenceContext
+from lightning_sp.errors import SequenceParallelError
+
+# Attention calls of one step, more than any model makes.
+_CALLS_BITS = 24
+
+
+def attention_dropout(context: SequenceContext, probability: float) -> AttentionDropout | None:
+    """Return the dropout of an attention call that is about to be made, None for none; it takes the call's number.
+
+    Args:
+        context: its step in progress, or its reference.
+        probability: that a weight is dropped.
+
+    Raises:
+        SequenceParallelError: outside of a training step, or in a recomputation that does not restore the random state.
+    """
+    if not probability:
+        return None
+    batch = context.step.batch if context.step is not None else context.reference
+    assert batch is not None
+    if batch.dropout is None:
+        raise SequenceParallelError(
+            f"attention dropout {probability} in an evaluation step: no dropout is drawn there; pass dropout_p=self.dropout if self.training "
+            "else 0.0"
+        )
+    drawn, number = batch.dropout, context.calls.number()
+    return AttentionDropout(probability, drawn.seed, (drawn.step << _CALLS_BITS) + number, drawn.samples)

@@ -1,0 +1,100 @@
+"""An explicit mask handed to an attention inside a step: what it says of the whole sequence, or why that cannot be known.
+
+    keys, queries      S, S or 1     whole: bool is a dense mask, floating point a bias, learned or not
+                       s, s or 1     of this rank's tokens: carried where it is the batch's attention_mask, alike for all queries
+                       anything else, and what this rank alone knows, is refused
+
+S is the batch's length, padded or not, s this rank's part. A mask of this rank's tokens is local positions otherwise: `ones(s, s).tril()`
+hides nothing of what it should between ranks, and cannot be told from another mask with the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.attention import AttentionMask
+from lightning_sp.context import BatchInfo, SequenceContext
+from lightning_sp.errors import SequenceParallelError
+
+# What a padding mask adds to a score to hide a key: -inf, the dtype's lowest, or the -1e4 of half precision; exp of it is 0.
+_HIDDEN_BELOW = -1e4
+
+
+def explicit_mask(
+    context: SequenceContext, given: Tensor, what: str = "attn_mask"
+) -> tuple[AttentionMask, Tensor | None]:
+    """Return the mask and the bias that an explicit mask means for the whole sequence.
+
+    Args:
+        context: its step in progress.
+        given: bool, True for seen, or floating point, added to the scores.
+        what: its name in errors.
+
+    Shapes: given (S or 1, S), or with rows and heads, or heads, before it.
+    Communicates: where it is of this rank's tokens one all_reduce of 8 bytes, once for each tensor.
+
+    Raises:
+        SequenceParallelError: it is of this rank's tokens and not the batch's attention_mask, or of no shape that is known.
+    """
+    step = context.step
+    assert step is not None
+    batch, local = step.batch, context.local_length
+    if not (given.dtype == torch.bool or given.is_floating_point()) or not 2 <= given.dim() <= 4:
+        raise SequenceParallelError(
+            f"{what} of shape {tuple(given.shape)}, {given.dtype}: must be bool or floating point, (queries, keys) with rows and heads before"
+        )
+    mask = given[(None,) * (4 - given.dim())]
+    queries, keys = mask.shape[2:]
+    whole = (batch.length, batch.padded_length)
+    if keys in whole and queries in (1, *whole) and not (context.mesh.layout.size > 1 and local in whole):
+        if mask.dtype == torch.bool:
+            return _and_dense(batch.mask(False), mask), None
+        return batch.mask(False), mask
+    if keys != local or queries not in (1, local) or local in whole:
+        raise SequenceParallelError(_unknown(what, given, batch, local))
+    if not batch.mask_given or mask.requires_grad:
+        raise SequenceParallelError(_of_the_shard(what, given, batch, local))
+    if not any(known is given and version == given._version for known, version in step.padding_masks):
+        # The values of a shard are known to its rank alone: all ranks refuse what one refuses.
+        refusal = None if _is_padding(mask, batch) else _of_the_shard(what, given, batch, local)
+        comm.agree(refusal, step.loss_group)
+        step.padding_masks.append((given, given._version))
+    return batch.mask(False, hides_padding=True), None
+
+
+def _and_dense(mask: AttentionMask, dense: Tensor) -> AttentionMask:
+    return AttentionMask(mask.causal, mask.boundaries, dense=dense)
+
+
+def _is_padding(mask: Tensor, batch: BatchInfo) -> bool:
+    """Return whether a mask says for every query what the batch's says of this rank's keys. Shapes: (rows, heads, s or 1, s)."""
+    assert batch.local_mask is not None
+    seen = (batch.local_mask != 0)[:, None, None]
+    if mask.shape[0] not in (1, seen.shape[0]):
+        return False
+    if mask.dtype == torch.bool:
+        return bool((mask == seen).all())
+    # A row without a key has weights alike where a finite number hides them, and none with -inf.
+    finite = bool(((mask <= _HIDDEN_BELOW) & (mask > -torch.inf)).any())
+    if finite and batch.valid is not None and bool((batch.valid[:, 0] == batch.valid[:, 1]).any()):
+        return False
+    return bool(torch.where(seen, mask == 0, mask <= _HIDDEN_BELOW).all())
+
+
+def _unknown(what: str, given: Tensor, batch: BatchInfo, local: int) -> str:
+    return (
+        f"{what} of shape {tuple(given.shape)} inside a step whose sequence has {batch.length} tokens and whose shard {local}: which of them it "
+        f"says something of is not known; hand it in whole, its last dims (1 or {batch.length}, {batch.length})"
+    )
+
+
+def _of_the_shard(what: str, given: Tensor, batch: BatchInfo, local: int) -> str:
+    cause = "" if batch.mask_given else ", and the batch has none"
+    return (
+        f"{what} of shape {tuple(given.shape)} is of this rank's {local} of {batch.length} tokens: places in a shard are not those in the "
+        "sequence, so that only the batch's attention_mask, alike for all queries, is carried in that form"
+        f"{cause}; use is_causal=True for a causal mask, the batch's attention_mask for padding, position_ids that restart at 0 for documents, "
+        f"or hand it in whole, its last dims (1 or {batch.length}, {batch.length})"
+    )

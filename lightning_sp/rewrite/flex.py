@@ -1,0 +1,141 @@
+"""Interception of FlexAttention: its mask and score functions are given global positions, whatever part of the sequence a rank holds.
+
+A `BlockMask` may be made for the whole sequence or for this rank's part: only its function is read. What that holds must be of the whole
+sequence (`captured`). On the CPU torch's own has no backward; ours has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as torch_flex
+
+from lightning_sp.attention.functions import MaskMod
+from lightning_sp.attention.mask import document_ids
+from lightning_sp.bound_names import rebind
+from lightning_sp.context import BatchInfo, SequenceContext
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.captured import check_whole_tensors, learned_score_mod
+from lightning_sp.rewrite.functional import attend
+from lightning_sp.rewrite.whole import whole_attention, whole_places
+
+
+class FlexInterception(AbstractContextManager[None]):
+    """Makes `flex_attention` the sequence-parallel one while the context has a step in progress.
+
+    A class because it holds what it replaces until it is put back.
+    """
+
+    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
+        self.context, self.module = context, module
+        self._undo = ExitStack()
+
+    def __enter__(self) -> None:
+        original = torch_flex.flex_attention
+        torch_flex.flex_attention = self._instead_of(original)
+        self._undo.callback(setattr, torch_flex, "flex_attention", original)
+        rebind(self.module, original, self._instead_of, self._undo)
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def _instead_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            return self._attention(original, *args, **kwargs)
+
+        # Never traced: it makes functions out of the user's, which the operator knows by number.
+        replaced: Callable[..., Any] = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+        return replaced
+
+    def _attention(
+        self,
+        original: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Tensor] | None = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: Any = None,
+        **others: Any,
+    ) -> Any:
+        context = self.context
+        if context.step is None and context.reference is None:
+            return original(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **others
+            )
+        _check(query, key, enable_gqa, {"return_lse": return_lse, "kernel_options": kernel_options, **others})
+        change = None if score_mod is None else learned_score_mod(score_mod, query)
+        mask_mod = None if block_mask is None else _mask_mod(block_mask)
+        if context.step is None:
+            assert context.reference is not None
+            seen = _whole_mask(context.reference, mask_mod, query, key)
+            return whole_attention(query, key, value, seen, scale=scale, score_mod=change)
+        for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+            if function is not None:
+                check_whole_tensors(context, function, f"flex_attention's {what}")
+        if block_mask is not None:
+            _check_lengths(block_mask, context, query, key)
+        mask = replace(context.step.masks[False], mask_mod=mask_mod)
+        return attend(context, query, key, value, mask=mask, scale=scale, score_mod=change)
+
+
+def _check(query: Tensor, key: Tensor, enable_gqa: bool, options: dict[str, Any]) -> None:
+    if asked := [f"{name}={value!r}" for name, value in options.items() if value]:
+        raise SequenceParallelError(
+            f"flex_attention with {', '.join(asked)}: only its output is carried, by kernels of ours; leave that out"
+        )
+    if query.dim() != 4 or key.dim() != 4:
+        raise SequenceParallelError(
+            f"flex_attention on {tuple(query.shape)} and {tuple(key.shape)}: must be (batch, heads, tokens, head dim)"
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise SequenceParallelError(
+            f"flex_attention of {query.shape[1]} query heads over {key.shape[1]} key-value heads without enable_gqa=True"
+        )
+
+
+def _mask_mod(block_mask: Any) -> Callable[..., Tensor] | None:
+    """Return a block mask's function, None where it lets everything be seen."""
+    if block_mask.mask_mod is not torch_flex.noop_mask:
+        function: Callable[..., Tensor] = block_mask.mask_mod
+        return function
+    # Without a function the blocks are the mask.
+    if block_mask.sparsity() > 0:
+        raise SequenceParallelError(
+            f"flex_attention with a BlockMask of {block_mask.sparsity():.1f}% hidden blocks and no mask_mod: which positions it hides is known "
+            "by a function alone; make it by create_block_mask(mask_mod, ...), or give from_kv_blocks its mask_mod"
+        )
+    return None
+
+
+def _check_lengths(block_mask: Any, context: SequenceContext, query: Tensor, key: Tensor) -> None:
+    assert context.step is not None
+    batch = context.step.batch
+    for made, tokens in zip(block_mask.seq_lengths, (query.shape[2], key.shape[2]), strict=True):
+        if made not in (tokens, batch.length, batch.padded_length):
+            raise SequenceParallelError(
+                f"flex_attention with a BlockMask of {tuple(block_mask.seq_lengths)} queries and keys, on a sequence of {batch.length} tokens "
+                f"and a shard of {tokens}: it must have been made for one of them"
+            )
+
+
+def _whole_mask(
+    reference: BatchInfo, mask_mod: Callable[..., Tensor] | None, query: Tensor, key: Tensor
+) -> Tensor | None:
+    """Return what a short whole sequence's queries see, within its documents. Shapes: () -> (rows or 1, heads or 1, S, S)."""
+    seen = None if mask_mod is None else MaskMod(mask_mod).seen(whole_places(query, key))
+    if reference.boundaries is None:
+        return seen
+    ids = document_ids(reference.boundaries, reference.length).to(query.device)
+    documents = (ids[:, :, None] == ids[:, None, :])[:, None]
+    return documents if seen is None else seen & documents

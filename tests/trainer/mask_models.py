@@ -1,0 +1,258 @@
+"""Models that hand their attention an explicit mask, dropout or a function, as users write them; plain torch on one process runs them too."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.trainer.tiny import VOCAB
+
+HEADS, DIM = 4, 32
+
+
+class Attending(nn.Module):
+    """An embedding, projections, an attention of a subclass' choice, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.positions, self.qkv = nn.Embedding(128, DIM), nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **given: Any) -> Tensor:
+        x = self.embedding(input_ids) + self.positions(position_ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.head(self.attention(q, k, v, **given).transpose(1, 2).flatten(2))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class Explicit(Attending):
+    """F.scaled_dot_product_attention with a mask of a form of choice, of the whole sequence's length or of this rank's tokens."""
+
+    def __init__(self, form: str, length: int = 32) -> None:
+        super().__init__()
+        self.form, self.length = form, length
+        places = torch.arange(length)
+        self.register_buffer("causal", places[:, None] >= places, persistent=False)
+        distance = (places - places[:, None]).clamp(max=0).double()
+        self.register_buffer("alibi", (0.5 ** torch.arange(1.0, HEADS + 1).double())[:, None, None] * distance)
+        self.table = nn.Parameter(torch.randn(1, HEADS, length, length)) if form.startswith("learned") else None
+        self.of_keys = nn.Parameter(torch.randn(HEADS, 1, length)) if form == "learned of keys" else None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        tokens = q.shape[2]
+        padding = given.get("attention_mask")
+        hidden = None if padding is None else padding == 0
+        causal: Tensor = self.causal  # type: ignore[assignment]
+        forms: dict[str, Any] = {
+            "whole": lambda: causal,
+            "whole documents": lambda: causal & _documents(self.length),
+            "whole inverted": lambda: torch.zeros_like(causal, dtype=q.dtype).masked_fill(~causal, -torch.inf),
+            "alibi": lambda: self.alibi.to(q.dtype).masked_fill(~causal, -torch.inf),
+            "learned": lambda: self.table.masked_fill(~causal, -torch.inf),
+            "learned full": lambda: self.table,
+            "learned of keys": lambda: self.table + self.of_keys,
+            "keys": lambda: (torch.arange(self.length) % 5 != 1)[None],
+            "batch": lambda: given["pairs"],
+            "shard": lambda: torch.ones(tokens, tokens, dtype=torch.bool).tril(),
+            "own queries": lambda: causal[:tokens],
+            "other": lambda: torch.ones(tokens, tokens + 3, dtype=torch.bool),
+            "integers": lambda: torch.ones(tokens, tokens, dtype=torch.int64),
+            "padding": lambda: padding[:, None, None].bool(),
+            "expanded padding": lambda: padding[:, None, None].bool().expand(-1, 1, tokens, -1),
+            "lowest": lambda: (1.0 - padding[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min,
+            "heads": lambda: torch.zeros(len(q), HEADS, tokens, tokens, dtype=q.dtype).masked_fill(
+                hidden[:, None, None], -torch.inf
+            ),
+            "by position": lambda: torch.arange(tokens)[None, None, None] < padding.sum(1)[:, None, None, None],
+            "causal padding": lambda: (
+                torch.ones(tokens, tokens, dtype=torch.bool).tril() & padding[:, None, None].bool()
+            ),
+        }
+        return F.scaled_dot_product_attention(q, k, v, forms[self.form](), is_causal=given.get("both", False))
+
+
+def _documents(length: int) -> Tensor:
+    """Of the tests' two packed rows, whose second documents begin at tokens 5 and 6. Shapes: (2, 1, S, S)."""
+    later = torch.arange(length) >= torch.tensor([5, 6])[:, None]
+    return (later[:, :, None] == later[:, None])[:, None]
+
+
+class PaddedEncoder(nn.Module):
+    """torch's own encoder and its padding mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(128, DIM)
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 48, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.positions(position_ids)
+        return self.head(self.encoder(x, src_key_padding_mask=attention_mask == 0))
+
+
+with warnings.catch_warnings():
+    # torch's own, when its compiler is imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    compiled_flex = torch.compile(flex_attention)
+
+
+def plain_flex(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:  # fmt: skip
+    """FlexAttention by its definition: torch's own has no backward on the CPU."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    row, head, query, key = torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
+    if score_mod is not None:
+        scores = score_mod(scores, row, head, query, key)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask.mask_mod(row, head, query, key), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+class Flex(Attending):
+    """FlexAttention with functions of a form of choice."""
+
+    def __init__(self, form: str, length: int = 32) -> None:
+        super().__init__()
+        self.form, self.length = form, length
+        self.register_buffer("slopes", 0.5 ** torch.arange(1.0, HEADS + 1))
+        self.register_buffer("documents", torch.arange(length) * 3 // length, persistent=False)
+        self.table = nn.Parameter(torch.randn(HEADS, 2 * length)) if "learned" in form else None
+        self.gate = nn.Linear(1, 1) if "called" in form else None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        options: dict[str, Any] = {}
+        call = compiled_flex if self.form == "compiled" else flex_attention
+        options["block_mask"] = self._block_mask(q)
+        options["score_mod"] = self._score_mod()
+        if self.form == "gqa":
+            k, v, options["enable_gqa"], options["scale"] = k[:, ::2], v[:, ::2], True, 0.7
+        if self.form == "gqa unsaid":
+            k, v = k[:, ::2], v[:, ::2]
+        if self.form == "lse":
+            options["return_lse"] = True
+        if self.form == "kernel options":
+            options["kernel_options"] = {"BLOCK_M": 32}
+        return call(q, k, v, **options)
+
+    def _block_mask(self, q: Tensor) -> Any:
+        documents, shard = self.documents, torch.arange(q.shape[2]) // 4
+        functions: dict[str, Any] = {
+            "documents": lambda b, h, i, j: (documents[i] == documents[j]) & (i >= j),
+            "shard's documents": lambda b, h, i, j: (shard[i] == shard[j]) & (i >= j),
+            "by row and head": lambda b, h, i, j: (i - j) % (2 + b + h) == 0,
+        }
+        if self.form in ("full", "learned full"):
+            return None
+        if self.form == "blocks":
+            made = create_block_mask(_causal, None, None, q.shape[2], q.shape[2], device="cpu", BLOCK_SIZE=8)
+            return BlockMask.from_kv_blocks(
+                made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, BLOCK_SIZE=8, seq_lengths=made.seq_lengths
+            )  # fmt: skip
+        length = {"whole": self.length, "documents": self.length, "other length": 48}.get(self.form, q.shape[2])
+        return create_block_mask(functions.get(self.form, _causal), None, None, length, length, device="cpu")
+
+    def _score_mod(self) -> Any:
+        slopes, table, length, gate = self.slopes, self.table, self.length, self.gate
+
+        def scaled(index: Tensor) -> Tensor:
+            return table[index[0], index[1]] if isinstance(index, tuple) else index
+
+        functions: dict[str, Any] = {
+            "alibi": lambda s, b, h, i, j: s + slopes[h] * (j - i),
+            "learned": lambda s, b, h, i, j: s + table[h, i - j + length],
+            "learned full": lambda s, b, h, i, j: s * (1 + 0.1 * table[h, i]) + table[h, j],
+            "learned attribute": self._by_attribute,
+            "learned partial": partial(_by_table, table, length),
+            "learned helper": lambda s, b, h, i, j: s + scaled((h, i - j + length)),
+            "called": lambda s, b, h, i, j: s * gate.weight[0, 0] + gate(s.reshape(1)).sum(),
+        }
+        return functions.get(self.form)
+
+    def _by_attribute(self, score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + self.table[head, query - key + self.length]
+
+
+def _by_table(
+    table: Tensor, length: int, score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    return score + table[head, query - key + length]
+
+
+def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+class Imported(Attending):
+    """A function that the file imported by its name, or that the module holds."""
+
+    def __init__(self, held: bool = False) -> None:
+        super().__init__()
+        self.held = scaled_dot_product_attention if held else None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        return (self.held or scaled_dot_product_attention)(q, k, v, is_causal=True)
+
+
+class CustomMask(nn.Module):
+    """Hugging Face's Llama or Mistral whose own file would ask for a mask with a function more."""
+
+    def __init__(self, model: nn.Module, form: str, length: int = 32) -> None:
+        super().__init__()
+        self.inner, self.form, self.config = model, form, model.config
+        self.register_buffer("kinds", torch.arange(length) % 3, persistent=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **given: Any) -> Any:
+        from transformers.masking_utils import sliding_window_overlay
+
+        kinds, shard = self.kinds, torch.arange(input_ids.shape[1]) % 3
+        options: dict[str, Any] = {
+            "and": dict(and_mask_function=lambda b, h, i, j: (i - j) % 3 != 1),
+            "or": dict(or_mask_function=lambda b, h, i, j: (i - j).abs() < 4),
+            "whole tensor": dict(and_mask_function=lambda b, h, i, j: (kinds[i] != kinds[j]) | (i == j)),
+            "shard's tensor": dict(and_mask_function=lambda b, h, i, j: (shard[i] != shard[j]) | (i == j)),
+            "second window": dict(and_mask_function=sliding_window_overlay(5)),
+        }[self.form]
+        file = sys.modules[type(self.inner).__mro__[_own(self.inner)].__module__]
+        original = file.create_causal_mask
+        file.create_causal_mask = partial(original, **options)
+        try:
+            return self.inner(input_ids, position_ids=position_ids, **given)
+        finally:
+            file.create_causal_mask = original
+
+
+def _own(model: nn.Module) -> int:
+    """FSDP2 puts a class of its own in front."""
+    return next(i for i, each in enumerate(type(model).__mro__) if each.__module__.startswith("transformers.models"))
+
+
+class T5Encoder(nn.Module):
+    """Hugging Face's T5 encoder, whose attention adds a learned bias of distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import T5Config, T5EncoderModel
+
+        config = T5Config(
+            vocab_size=VOCAB, d_model=DIM, d_kv=8, d_ff=48, num_layers=2, num_heads=HEADS, dropout_rate=0.0
+        )
+        self.inner, self.head, self.config = T5EncoderModel(config), nn.Linear(DIM, VOCAB), config
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        return self.head(self.inner(input_ids, attention_mask=attention_mask).last_hidden_state)

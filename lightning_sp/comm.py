@@ -56,6 +56,7 @@ def _new_groups(world: object, blocks: tuple[tuple[int, ...], ...]) -> ProcessGr
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             own = group
+            take_worlds_timeout(group)
     return own
 
 
@@ -74,8 +75,13 @@ def when_destroyed(group: ProcessGroup, function: Callable[[], object]) -> None:
 
 def timeout_s() -> float:
     """Return the time limit of the world's collectives."""
-    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr,attr-defined,unused-ignore]
-    return float(timeout.total_seconds())
+    world: Any = dist.group.WORLD
+    return min(float(world._get_backend(each).options._timeout.total_seconds()) for each in world._device_types)
+
+
+def take_worlds_timeout(group: ProcessGroup) -> None:
+    """Give a group the time limit of the world: torch gives each new one its own default of 10 or 30 minutes."""
+    _c10d._set_pg_timeout(timedelta(seconds=timeout_s()), group)
 
 
 def is_on_hosts(group: ProcessGroup) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_sp.comm import gather_objects, group_of
+from lightning_sp.comm import gather_objects, group_of, take_worlds_timeout
 from lightning_sp.config import check_known_transport
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -48,7 +48,10 @@ def build_fsdp_mesh(device_type: str, *, world_size: int, shard_size: int) -> De
 @cache
 def _device_mesh(world: object, device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
     """Equal meshes of one world are one: a process group is a resource of the process, with threads that wake it up all the time."""
-    return init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    for group in mesh.get_all_groups():
+        take_worlds_timeout(group)
+    return mesh
 
 
 @dataclass(frozen=True)

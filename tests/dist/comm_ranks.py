@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
 
 
 def agreement(errors):
@@ -86,3 +87,13 @@ def same_batch(errors, digests, places):
     except SequenceParallelError as error:
         return str(error)
     return None
+
+
+def time_limits():
+    """Return the time limits, in seconds, of the world and of every group that the meshes make."""
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=4)
+    mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=2)
+    fsdp = build_fsdp_mesh("cpu", world_size=4, shard_size=2)
+    groups = [mesh.ring_group, mesh.ulysses_group, mesh.sequence_group, mesh.data_group, *fsdp.get_all_groups()]
+    cpu = torch.device("cpu")
+    return comm.timeout_s(), [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]

@@ -9,6 +9,7 @@ import torch
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.testing import run_ranks
 from tests.dist.comm_ranks import (
     agreement,
     agreement_calls,
@@ -16,6 +17,7 @@ from tests.dist.comm_ranks import (
     half_empty_transfers,
     same_batch,
     summed_loss,
+    time_limits,
     uneven_exchange,
 )
 
@@ -107,3 +109,10 @@ def test_ranks_of_one_sequence_hold_one_batch(pools, errors, digests, expected):
 
 def test_a_fault_of_the_only_rank_is_raised(pools):
     assert pools(1).run(same_batch, [FAULT], [1], [(0, 0)]) == [FAULT]
+
+
+def test_every_group_has_the_time_limit_of_the_world():
+    """Torch gives a new group 30 minutes, whatever the world has."""
+    for limit, limits in run_ranks(time_limits, 4, timeout_s=47.0):
+        assert limit == 47.0
+        assert limits == [47.0] * 6

@@ -189,7 +189,11 @@ class Competitor:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.communicate()  # waits, and closes its pipes
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                # Not by reading to the end: what a competitor has started itself may hold it open.
+                if pipe is not None:
+                    pipe.close()
 
 
 def _loopback_bytes() -> int:
@@ -262,6 +266,7 @@ def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int
 def peak_mib(like: Competitor, world: int, problem: dict[str, Any]) -> float:
     """Return the largest rank's peak in new processes, alike for all: their second run, for the first makes libraries and buffers resident."""
     peer = replace(like.peer, environ=(*like.peer.environ, *PEAK_ENVIRON))
+    print(f"peak of {like.name:60}", end="\r", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         fresh = Competitor(peer, "", like.variant, world, problem, Path(folder) / "reference.pt")
         try:

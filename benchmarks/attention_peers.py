@@ -6,9 +6,10 @@
 
 Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, so that all meet the same
 machine. The ratio is within a repeat, to one process with all cores. Competitors that are not here have an environment of their own, made below
-`.venv-peers/` on first use. Bytes are those that crossed the loopback device, by the kernel's own counter, TCP's headers included; beside them
-the fewest that the same scheme (Ulysses, ring in zigzag or consecutive order, both) can do with. Peaks are what a run adds to its inputs, in
-processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system, so that what is resident is alive.
+`.venv-peers/` on first use. Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest that the same
+scheme (Ulysses, ring in zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are what a run adds to its
+inputs, in processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system, so that what is resident is
+alive.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ PEERS = (
     Peer(
         "lightning_sp",
         "lightning_sp_attention",
-        {2: {"ulysses": "2x1", "ring": "1x2"}, 4: {"ulysses": "4x1", "ring": "1x4", "2x2": "2x2"}},
+        {
+            2: {"ulysses": "2x1", "ring": "1x2", "ring, network": "1x2 network"},
+            4: {"ulysses": "4x1", "ring": "1x4", "ring, network": "1x4 network", "2x2": "2x2", "2x2, network": "2x2 network"},
+        },
     ),
     Peer(
         "torch",
@@ -97,7 +101,7 @@ CONSECUTIVE = ("ring-p2p", "distflash")  # rings without zigzag
 def scheme(variant: str, world: int) -> tuple[int, int, bool]:
     """Return a variant's Ulysses ranks, ring ranks, and whether its ring is in zigzag order."""
     if "x" in variant:
-        ulysses, ring = map(int, variant.split("x"))
+        ulysses, ring = map(int, variant.split()[0].split("x"))
         return ulysses, ring, True
     return (world, 1, True) if variant == "ulysses" else (1, world, variant not in CONSECUTIVE)
 
@@ -165,7 +169,6 @@ class Competitor:
 
     def run(self, what: str = "run") -> dict[str, float]:
         """Let every rank run once; the sum of CPU-seconds, the longest wall, the largest peak and error, MiB sent on average."""
-        before = _loopback_bytes()
         for process in self.processes:
             assert process.stdin is not None
             print(what, file=process.stdin, flush=True)
@@ -175,7 +178,7 @@ class Competitor:
             "wall_s": max(a["wall_s"] for a in answers),
             "peak_mib": max(a["peak"] for a in answers) / 2**20,
             "error": max(a["error"] for a in answers),
-            "sent_mib": (_loopback_bytes() - before) / len(answers) / 2**20,
+            "sent_mib": statistics.mean(a["written"] for a in answers) / 2**20,
         }
 
     def _read(self) -> list[str]:
@@ -194,14 +197,6 @@ class Competitor:
                 # Not by reading to the end: what a competitor has started itself may hold it open.
                 if pipe is not None:
                     pipe.close()
-
-
-def _loopback_bytes() -> int:
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise RuntimeError("/proc/net/dev has no lo")
 
 
 @contextlib.contextmanager
@@ -246,7 +241,10 @@ def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int
         mine = runs[each.name]
         ratios = [run["cpu_s"] / one["cpu_s"] for run, one in zip(mine, alone, strict=True)]
         is_sharded = each is not started[0]
-        fewest = fewest_sent_bytes(scheme(each.variant, world), problem, itemsize=4) / 2**20 if is_sharded else 0.0
+        shared = each.peer.module == "lightning_sp_attention" and "network" not in each.variant
+        fewest = (
+            fewest_sent_bytes(scheme(each.variant, world), problem, itemsize=4, shared=shared) if is_sharded else 0.0
+        )
         rows.append(
             {
                 "name": each.name,
@@ -254,7 +252,7 @@ def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int
                 "ratio": (statistics.median(ratios), min(ratios), max(ratios)),
                 "wall_s": statistics.median(run["wall_s"] for run in mine),
                 "sent_mib": statistics.median(run["sent_mib"] for run in mine),
-                "fewest_mib": fewest,
+                "fewest_mib": fewest / 2**20,
                 "peak_mib": peak_mib(each, world if is_sharded else 1, problem),
                 "error": checks[each.name]["error"],
                 "note": each.peer.note,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from benchmarks.written import written_bytes
 from lightning_sp.parallelize import shard_model
 from lightning_sp.testing import RankPool, max_error
 
@@ -41,12 +42,6 @@ def build(direct: bool) -> nn.Module:
             fully_shard(unit, mesh=mesh)
     assert isinstance(model, FSDPModule)
     return model
-
-
-def written_bytes() -> int:
-    """Return what this process has written since it began."""
-    with open("/proc/self/io") as counters:
-        return next(int(line.split()[1]) for line in counters if line.startswith("wchar"))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> dict[str, float]:

@@ -100,7 +100,9 @@ def ring_sent_units(size: int, rank: int, *, causal: bool) -> tuple[int, int]:
     return keys, keys + home
 
 
-def fewest_sent_bytes(scheme: tuple[int, int, bool], problem: dict[str, int], itemsize: int) -> float:
+def fewest_sent_bytes(
+    scheme: tuple[int, int, bool], problem: dict[str, int], itemsize: int, *, shared: bool = False
+) -> float:
     """Return the fewest bytes that a rank sends on average in a causal forward and backward, by the formulas above.
 
     Args:
@@ -108,6 +110,7 @@ def fewest_sent_bytes(scheme: tuple[int, int, bool], problem: dict[str, int], it
             the later ranks alone: R-1 units on average, those again, and R-1 units of gradients home. It sends less, and has uneven work.
         problem: length, heads, kv_heads, dim; of one sample.
         itemsize: bytes of an element.
+        shared: the ring's keys are read where they lie, and none is sent.
     """
     ulysses, ring, zigzag = scheme
     split = HeadSplit(problem["heads"], problem["kv_heads"], ulysses)
@@ -117,7 +120,10 @@ def fewest_sent_bytes(scheme: tuple[int, int, bool], problem: dict[str, int], it
         first, last = split.keys(rank)
         unit = (last - first) * tokens * ulysses * dim
         sent += ring * sum(ulysses_sent_elements(split, rank, batch=1, tokens=tokens, dim=dim))
-        sent += unit * sum(
-            sum(ring_sent_units(ring, r, causal=True)) if zigzag else 3 * (ring - 1) for r in range(ring)
+        sent += (
+            0
+            if shared
+            else unit
+            * sum(sum(ring_sent_units(ring, r, causal=True)) if zigzag else 3 * (ring - 1) for r in range(ring))
         )
     return sent * itemsize / (ulysses * ring)

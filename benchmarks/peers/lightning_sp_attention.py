@@ -1,4 +1,4 @@
-"""This project. Variants: ULYSSESxRING."""
+"""This project. Variants: ULYSSESxRING, and "ULYSSESxRING network" for a ring without shared memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from lightning_sp.mesh import SequenceMesh, build_device_mesh
 
 def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Any:
     """Return (attend, shard)."""
-    ulysses, ring = map(int, variant.split("x"))
+    degrees, *transport = variant.split()
+    ulysses, ring = map(int, degrees.split("x"))
     base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=world)
     mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask()).transpose(1, 2)
+        out = sequence_parallel_attention(
+            q, k, v, mesh=mesh, mask=AttentionMask(), ring_transport=transport[0] if transport else "auto"
+        )
+        return out.transpose(1, 2)
 
     return attend, lambda t: shard(t, mesh.layout, mesh.sequence_rank, dim=1)

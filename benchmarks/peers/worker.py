@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.resident import Growth, peak_growth
+from benchmarks.written import written_bytes
 
 
 def inputs(problem: dict[str, Any]) -> list[Tensor]:
@@ -72,6 +73,7 @@ def main(peer: str, variant: str, text: str, reference: str) -> None:
         dist.barrier()
         measure_peak = line.strip() == "peak"
         with peak_growth() if measure_peak else nullcontext(Growth()) as growth:
+            written = written_bytes()
             wall, cpu = time.perf_counter(), time.process_time()
             if attend is None:
                 got = whole(problem, [*qkv, grad])
@@ -81,8 +83,8 @@ def main(peer: str, variant: str, text: str, reference: str) -> None:
                 got = [out.detach(), *(t.grad for t in qkv)]
             cpu = time.process_time() - cpu
             dist.barrier()
-            wall = time.perf_counter() - wall
-        answer = {"cpu_s": cpu, "wall_s": wall, "peak": growth.peak_bytes, "error": 0.0}
+            wall, written = time.perf_counter() - wall, written_bytes() - written
+        answer = {"cpu_s": cpu, "wall_s": wall, "peak": growth.peak_bytes, "written": written, "error": 0.0}
         if line.strip() == "check" and attend is not None:
             expected = [shard(t) for t in torch.load(reference)]
             answer["error"] = max(_error(a, b) for a, b in zip(got, expected, strict=True))

@@ -100,14 +100,16 @@ def test_fewest_bytes_of_a_scheme():
 def test_attention_beside_its_peers_measures_this_project():
     (ours,) = (peer for peer in attention_peers.PEERS if peer.name == "lightning_sp")
     problem = {"length": 2048, "heads": 8, "kv_heads": 8, "dim": 64}
-    alone, ulysses, ring = attention_peers.compare([ours], 2, problem, repeats=1)
-    assert [row["name"] for row in (alone, ulysses, ring)] == [
+    alone, ulysses, ring, network = attention_peers.compare([ours], 2, problem, repeats=1)
+    assert [row["name"] for row in (alone, ulysses, ring, network)] == [
         "one process",
         "lightning_sp ulysses",
         "lightning_sp ring",
+        "lightning_sp ring, network",
     ]
+    assert ring["fewest_mib"] == 0
     tensor = 1024 * 8 * 64 * 4 / 2**20  # MiB of a rank's tokens
-    for row in (ulysses, ring):
+    for row in (ulysses, ring, network):
         assert row["error"] < 1e-5
         assert row["fewest_mib"] <= row["sent_mib"] < 1.1 * row["fewest_mib"] + 0.1, row
         assert row["wall_s"] > 0

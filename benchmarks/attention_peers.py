@@ -4,12 +4,12 @@
     python -m benchmarks.attention_peers --only lightning_sp,torch --world 2   some of them
     python -m benchmarks.attention_peers --kv-heads 2 --lengths 16384 32768    8 query heads share 2 key-value heads; longer
 
-Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, so that all meet the same
-machine. The ratio is within a repeat, to one process with all cores. Competitors that are not here have an environment of their own, made below
-`.venv-peers/` on first use. Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest that the same
-scheme (Ulysses, ring in zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are what a run adds to
-its inputs, in processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system, so that what is resident is
-alive.
+Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, so that all meet the
+same machine. The ratio is within a repeat, to one process with all cores. Competitors that are not here have an environment of their own,
+made below `.venv-peers/` on first use. Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest
+that the same scheme (Ulysses, ring in zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are
+what a run adds to its inputs, in processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system,
+so that what is resident is alive.
 """
 
 from __future__ import annotations

@@ -89,15 +89,13 @@ def ulysses_sent_elements(split: HeadSplit, rank: int, *, batch: int, tokens: in
     return batch * tokens * dim * (qkv + out), batch * tokens * dim * (out_grad + qkv_grad)
 
 
-def ring_sent_units(size: int, rank: int, *, causal: bool) -> tuple[int, int]:
+def ring_sent_units(size: int, rank: int, *, causal: bool, kept: bool = False) -> tuple[int, int]:
     """Return what a ring rank sends in a forward and in a backward, in units of its local K (or V), for one document.
 
-    The formula of the docstring of `lightning_sp.attention.ring`.
+    The formula of the docstring of `lightning_sp.attention.ring`; `kept`: that of "network_kept".
     """
-    if not causal:
-        return 2 * (size - 1), 4 * (size - 1)
-    keys, home = size - 1 + rank, 2 * (size - 1) - rank
-    return keys, keys + home
+    keys, home = (size - 1 + rank, 2 * (size - 1) - rank) if causal else (2 * (size - 1), 2 * (size - 1))
+    return keys, home if kept else keys + home
 
 
 def fewest_sent_bytes(

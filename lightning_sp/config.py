@@ -13,7 +13,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 
 Degree = int | Literal["auto"]
 KERNELS = ("auto", "torch", "flash_attn")
-RING_TRANSPORTS = ("auto", "shared_memory", "network")
+RING_TRANSPORTS = ("auto", "shared_memory", "network", "network_kept")
 BALANCES = ("auto", "zigzag", "documents")
 
 
@@ -29,7 +29,9 @@ class StrategyConfig:
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
         kernel: Local attention kernel. "auto" is torch's own; "flash_attn" is refused where it is not installed.
         ring_transport: How keys and values reach the other ranks of a ring. "shared_memory": read in place, by CPU ranks of one
-            machine; "network": messages of the process group; "auto": shared memory where it is possible, else the network.
+            machine; "network": messages of the process group; "network_kept": those, and what arrived is kept for the backward: a third
+            fewer bytes, and in memory up to ring_size - 1 times the local keys and values of each layer; "auto": shared memory where it is
+            possible, else the network.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         compile: Compile each transformer block with torch.compile.
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded.

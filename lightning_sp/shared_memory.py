@@ -179,13 +179,13 @@ def reserved_arena(name: str, transport: str, num_bytes: int) -> Arena | None:
 
     Args:
         name: of the group; empty for one rank.
-        transport: "auto", "shared_memory" or "network".
+        transport: "auto", "shared_memory", "network" or "network_kept".
         num_bytes: the same on all ranks.
 
     Raises:
         SequenceParallelError: "shared_memory" was asked for, and there is not enough of it; on all ranks of the group.
     """
-    arena = None if transport == "network" else arena_of(name)
+    arena = None if transport.startswith("network") else arena_of(name)
     if arena is None:
         return None
     reason = arena.reserve(num_bytes)

@@ -316,7 +316,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         module.to(self.root_device)
         start_root(module)
         self._prepared = module
-        shared = self.config.ring_transport != "network" and self._mesh.shares_memory
+        shared = not self.config.ring_transport.startswith("network") and self._mesh.shares_memory
         rank_zero_info(
             f"sequence_parallel: {self._mesh.describe()} over {self.world_size} ranks, parameters sharded over {shard_size}, "
             f"{len(blocks)} blocks{', activations checkpointed' if self.config.activation_checkpointing else ''}"

@@ -61,12 +61,12 @@ def attention_op(
     ulysses_group: str,
     kernel: str,
     ring_transport: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attend over the whole sequence from this rank's part of it.
 
     Shapes: q (B, H, s, D), k and v (B, K, t, D) -> out (B, H, s, D), lse (B, h, S), and with Ulysses what was exchanged: out (B, h, S, D),
-    and q, k, v (S, B, h + 2 k, D) and nothing, or with t != s q (S, B, h, D) and k, v (T, B, 2 k, D); else three empty tensors. S, T:
-    tokens of this ring rank.
+    and q, k, v (S, B, h + 2 k, D) and nothing, or with t != s q (S, B, h, D) and k, v (T, B, 2 k, D); else three empty tensors; and
+    with "network_kept" the keys and values that arrived ((R-1) T, 2, B, k, D), else empty. S, T: tokens of this ring rank.
     Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared.
     """
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
@@ -83,11 +83,12 @@ def attention_op(
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
-    out, lse = ring_forward(ring, block_kernel, q, k, v, own_sinks)
+    kept = _empty_kept(k, ring.size, ring_transport)
+    out, lse = ring_forward(ring, block_kernel, q, k, v, own_sinks, kept if kept.numel() else None)
     if ulysses is not None:
         heads_out = out
         out = exchange_out(heads_out, split, ulysses)
-    return _token_major(out), lse.contiguous(), _token_major(heads_out), packed, packed_kv
+    return _token_major(out), lse.contiguous(), _token_major(heads_out), packed, packed_kv, kept
 
 
 @attention_op.register_fake
@@ -107,26 +108,31 @@ def _(
     ulysses_group: str,
     kernel: str,
     ring_transport: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     batch, _, tokens, dim = q.shape
     total = tokens * split.size
     heads = split.queries(rank)[1] - split.queries(rank)[0]
     out = empty_token_major(q, q.dtype)
     lse = q.new_empty((batch, heads, total), dtype=torch.promote_types(q.dtype, torch.float32))
+    size = comm.size_of(comm.group_by_name(ring_group))
     if ulysses is None:
-        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
+        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0), _empty_kept(k, size, ring_transport)
+    first, last = split.keys(rank)
+    exchanged = k.new_empty(batch, last - first, k.shape[2] * split.size, dim)
+    kept = _empty_kept(exchanged, size, ring_transport)
     heads_out = q.new_empty(batch, total, heads, dim).transpose(1, 2)
     if k.shape[2] == tokens:
-        return out, lse, heads_out, q.new_empty(total, batch, split.width(rank), dim), q.new_empty(0)
+        return out, lse, heads_out, q.new_empty(total, batch, split.width(rank), dim), q.new_empty(0), kept
     keys = q.new_empty(k.shape[2] * split.size, batch, split.width(rank) - heads, dim)
-    return out, lse, heads_out, q.new_empty(total, batch, heads, dim), keys
+    return out, lse, heads_out, q.new_empty(total, batch, heads, dim), keys, kept
 
 
 @torch.library.custom_op("lightning_sp::attention_backward", mutates_args=())
 def attention_backward_op(
     grad: Tensor,
     saved: list[Tensor],
+    kept: Tensor,
     out: Tensor,
     lse: Tensor,
     mask_numbers: list[int],
@@ -147,9 +153,9 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Mirror of `attention_op`, up to the gradients of this rank's heads, which `gradients_home` sends home.
 
-    Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; out and lse of this rank's heads ->
-    (B, h, S, D), (B, k, T, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks as every parameter's; and if it
-    `learns`, likewise of each of the scores' tensors, else nothing for each.
+    Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; kept: the keys that arrived, or empty; out
+    and lse of this rank's heads -> (B, h, S, D), (B, k, T, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks
+    as every parameter's; and if it `learns`, likewise of each of the scores' tensors, else nothing for each.
     Communicates: one all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
     """
     split, ulysses, rank = _head_split(num_heads, num_kv_heads, ulysses_group)
@@ -170,7 +176,9 @@ def attention_backward_op(
         own = slice(*split.queries(rank))
         dsinks = torch.zeros_like(sinks)
         dsinks[own] = sink_gradient(sinks[own], grad, out, lse)
-    dq, dk, dv = map(_token_major, ring_backward(ring, block_kernel, grad, q, k, v, out, lse))
+    dq, dk, dv = map(
+        _token_major, ring_backward(ring, block_kernel, grad, q, k, v, out, lse, kept if kept.numel() else None)
+    )
     return dq, dk, dv, dsinks, gradients.as_arguments(scores, score_tensors)
 
 
@@ -178,6 +186,7 @@ def attention_backward_op(
 def _(
     grad: Tensor,
     saved: list[Tensor],
+    kept: Tensor,
     out: Tensor,
     lse: Tensor,
     mask_numbers: list[int],
@@ -215,8 +224,8 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, numbers, tensors, table, score_numbers, factors, score_tensors, sinks, *options = inputs
-    out, lse, heads_out, packed, packed_kv = output
-    ctx.mark_non_differentiable(lse, heads_out, packed, packed_kv)
+    out, lse, heads_out, packed, packed_kv, kept = output
+    ctx.mark_non_differentiable(lse, heads_out, packed, packed_kv, kept)
     ctx.set_materialize_grads(False)
     ctx.heads = [q.shape[1], k.shape[1]]
     ctx.numbers, ctx.score_numbers, ctx.factors = numbers, score_numbers, factors
@@ -227,7 +236,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ulysses_group = options[2]
     exchanged = (packed, packed_kv) if k.shape[2] != q.shape[2] else (packed,)
     saved = (*exchanged, heads_out) if ulysses_group else (q, k, v, out)
-    ctx.save_for_backward(lse, sinks, table, *tensors, *score_tensors, *saved)
+    ctx.save_for_backward(lse, sinks, table, kept, *tensors, *score_tensors, *saved)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
@@ -235,7 +244,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     no_masks, no_scores = [None] * num_masks, [None] * num_scores
     if grad is None:
         return (None, None, None, None, no_masks, None, None, None, no_scores, *[None] * 6)
-    lse, sinks, table, *rest, out = ctx.saved_tensors
+    lse, sinks, table, kept, *rest, out = ctx.saved_tensors
     masks, score_tensors, saved = (
         rest[:num_masks],
         rest[num_masks : num_masks + num_scores],
@@ -243,13 +252,13 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     )
     wanted = ctx.needs_input_grad[8]
     *grads, dsinks, learned = attention_backward_op(
-        grad, saved, out, lse, ctx.numbers, masks, table, ctx.score_numbers, ctx.factors, score_tensors, sinks,
+        grad, saved, kept, out, lse, ctx.numbers, masks, table, ctx.score_numbers, ctx.factors, score_tensors, sinks,
         *ctx.options, *ctx.heads, any(wanted),
     )  # fmt: skip
     dscores = [part if each else None for part, each in zip(learned, wanted, strict=True)]
     has_sinks, ulysses_group = sinks is not None, ctx.options[2]
     # What was saved is needed no more, and goes before the buffers of the way home come: they would be the peak (unless the graph is kept).
-    del lse, sinks, rest, out, masks, score_tensors, saved
+    del lse, sinks, kept, rest, out, masks, score_tensors, saved
     ctx.maybe_clear_saved_tensors()
     num_heads, num_kv_heads = ctx.heads
     dq, dk, dv = gradients_home(grads, num_heads, num_kv_heads, ulysses_group)
@@ -293,6 +302,14 @@ def _(packed: Tensor, received: list[int], ulysses_group: str) -> Tensor:
 
 
 attention_op.register_autograd(_backward, setup_context=_save)
+
+
+def _empty_kept(k: Tensor, ring_size: int, transport: str) -> Tensor:
+    """Return room for the keys and values of all other ranks; a mask may need less of it. Shapes: (B, K, T, D) -> ((R-1) T, 2, B, K, D)."""
+    if transport != "network_kept" or ring_size == 1:
+        return k.new_empty(0)
+    batch, heads, tokens, dim = k.shape
+    return k.new_empty((ring_size - 1) * tokens, 2, batch, heads, dim)
 
 
 def _token_major(tensor: Tensor) -> Tensor:

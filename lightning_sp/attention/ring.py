@@ -13,6 +13,8 @@ Communicates, sent by ring rank r of R, in units of its local K (or V, of equal 
              backward that again, and dK, dV home 2(R-1) - r; together 4(R-1) + r, on average over r 4.5(R-1)
     full:    forward 2(R-1), backward 4(R-1)
 
+Where what arrived in the forward is kept for the backward ("network_kept") no keys travel again: causal 3(R-1), full 4(R-1), for up to R-1
+local K and V more in memory for each layer.
 Windows, chunks and packed documents send less: only the ranges of keys that some query of the receiver may see.
 Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-attention; direct hops are this project's.
 """
@@ -90,27 +92,38 @@ class Ring:
         """Return the ranges of the source's keys that this rank needs in a hop."""
         return key_ranges(self.plan.blocks(self.rank, self.source(hop)))
 
-    def hops(self, k: Tensor, v: Tensor) -> NetworkHops | SharedHops:
-        """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice."""
-        return NetworkHops(self, k, v) if self.arena is None else SharedHops(self, self.arena, k, v)
+    def hops(self, k: Tensor, v: Tensor, kept: Tensor | None = None) -> NetworkHops | SharedHops:
+        """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice; kept: see `NetworkHops`."""
+        return NetworkHops(self, pack(k, v), kept) if self.arena is None else SharedHops(self, self.arena, k, v)
+
+    def held(self, kept: Tensor, hop: int) -> Tensor:
+        """Return where a hop's keys lie among those that are kept. Shapes: kept (n, 2, B, K, D), with room for all -> (m, 2, B, K, D)."""
+        first = sum(length(self.needed(earlier)) for earlier in range(1, hop))
+        return kept[first : first + length(self.needed(hop))]
 
 
 class NetworkHops:
     """One pass round the ring by messages of the group; a class because it is a transfer in flight.
 
-    Shapes: k and v (B, K, S, D).
+    Args:
+        ring: who holds what.
+        kv: this rank's keys and values, packed.
+        kept: where all that arrives is to stay; None where each hop has a buffer of its own.
+
+    Shapes: kv (S, 2, B, K, D), kept (n, 2, B, K, D).
     """
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+    def __init__(self, ring: Ring, kv: Tensor, kept: Tensor | None = None) -> None:
         assert ring.group is not None
-        self._ring, self._group = ring, ring.group
-        self._kv = pack(k, v)
+        self._ring, self._group, self._kv, self._kept = ring, ring.group, kv, kept
 
-    def start_keys(self, hop: int) -> Transfer:
+    def start_keys(self, hop: int) -> Transfer | Held:
         """Start the hop that brings what this rank needs of the source's keys: (n, 2, B, K, D)."""
         ring, kv = self._ring, self._kv
-        received = kv.new_empty(length(ring.needed(hop)), *kv.shape[1:])
-        return Transfer(taken(kv, ring.leaving(hop)), ring.target(hop), received, ring.source(hop), self._group)
+        own = (
+            kv.new_empty(length(ring.needed(hop)), *kv.shape[1:]) if self._kept is None else ring.held(self._kept, hop)
+        )
+        return Transfer(taken(kv, ring.leaving(hop)), ring.target(hop), own, ring.source(hop), self._group)
 
     def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Transfer:
         """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
@@ -120,17 +133,50 @@ class NetworkHops:
         return Transfer(sent, ring.source(hop), received, ring.target(hop), self._group)
 
 
+@dataclass(frozen=True)
+class Held:
+    """What has arrived long ago, as if it came now. Shapes: tokens (n, 2, B, K, D)."""
+
+    tokens: Tensor
+
+    def wait(self) -> Tensor:
+        """Return it."""
+        return self.tokens
+
+    def release(self) -> None:
+        """Say that it was used: nothing to do."""
+
+
+class KeptHops(NetworkHops):
+    """The backward pass on keys and values that the forward kept: gradients alone travel.
+
+    Shapes: as in `NetworkHops`.
+    """
+
+    def start_keys(self, hop: int) -> Held:
+        """Return what is there already: (n, 2, B, K, D)."""
+        assert self._kept is not None
+        return Held(self._ring.held(self._kept, hop))
+
+
 def ring_forward(
-    ring: Ring, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ring: Ring,
+    kernel: BlockKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of the local queries against the keys of all ring ranks, and the sinks.
 
-    Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,) -> (B, H, S, D), (B, H, S); S = this ring rank's tokens.
+    Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,), kept: where the keys that arrive stay for the backward, ((R-1) S, 2, B, K, D) ->
+    (B, H, S, D), (B, H, S); S = this ring rank's tokens.
     """
     size = ring.size
-    hops = ring.hops(k, v) if size > 1 else None
+    hops = ring.hops(k, v, kept) if size > 1 else None
     running = None
-    transfer: Transfer | Arrival | None = None
+    transfer: Transfer | Arrival | Held | None = None
     for hop in range(size):
         following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
         if hop == 0:
@@ -146,7 +192,15 @@ def ring_forward(
 
 
 def ring_backward(
-    ring: Ring, kernel: BlockKernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ring: Ring,
+    kernel: BlockKernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of the local tokens, from the global (out, lse) of the local queries.
 
@@ -159,8 +213,8 @@ def ring_backward(
         return dq.to(q.dtype), dk, dv
     dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
     del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
-    hops = ring.hops(k, v)
-    transfer: Transfer | Arrival | None = hops.start_keys(1)
+    hops = ring.hops(k, v) if kept is None else KeptHops(ring, dkv[:0].to(k.dtype), kept)
+    transfer: Transfer | Arrival | Held | None = hops.start_keys(1)
     homeward: tuple[Transfer | Arrival, list[Range]] | None = None
     for hop in range(1, size):
         assert transfer is not None

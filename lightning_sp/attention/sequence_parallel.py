@@ -54,7 +54,7 @@ def sequence_parallel_attention(
         score_mod: a function of score and place in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
         dropout: of the weights, the same at all degrees; None for none.
         kernel: "auto", "torch" or "flash_attn".
-        ring_transport: "auto", "shared_memory" or "network": see `StrategyConfig`.
+        ring_transport: "auto", "shared_memory", "network" or "network_kept": see `StrategyConfig`.
 
     Shapes: q (B, H, s, D), k (B, K, t, D), v (B, K, t, E), sinks (H,), bias (B or 1, H or 1, S or 1, T), H a multiple of K -> (B, H, s, E);
     s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the

@@ -19,7 +19,7 @@ NAMES = ("out", "dq", "dk", "dv", "of what learns", "of what learns next", "of w
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
 DEGREES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 # By which keys and values reach the ranks of a ring; where there is none, there is nothing to choose.
-TRANSPORTS = ("network", "shared_memory")
+TRANSPORTS = ("network", "network_kept", "shared_memory")
 # What changes the scores; the attention of Gemma 2, GPT-OSS and DeepSeek has some of them.
 SCORES = [dict(with_sinks=True), dict(softcap=0.7), dict(dim_v=5), dict(dim_v=11, with_sinks=True, softcap=1.3, scale=0.4)]
 # What learns, hides or drops among them: the T5, ALiBi, Bloom, Flex and dropout of models, alone and with all the rest.
@@ -48,7 +48,9 @@ def test_law(pools, world, length):
         for (u, r), (heads, name, more) in itertools.product(DEGREES[world], CASES)
     ]
     # The cases of one head count through shared memory too.
-    cases += [dict(case, transport="shared_memory") for case in cases if case["ring"] > 1 and case["heads"] == 6]
+    ringed = [case for case in cases if case["ring"] > 1 and case["heads"] == 6]
+    cases += [dict(case, transport="shared_memory") for case in ringed]
+    cases += [dict(case, transport="network_kept") for case in ringed[::5]]
     answers = pools(world).run(law_case, cases)
     expected = {}
     for i, case in enumerate(cases):

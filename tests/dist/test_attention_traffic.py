@@ -16,17 +16,21 @@ LENGTH, DIM, MIB = 64, 8, 2**20
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)], ids=["4x1", "1x4", "2x2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_sent_are_the_formulas(pools, degrees, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "transport"),
+    [(torch.float32, "network"), (torch.bfloat16, "network"), (torch.float32, "network_kept")],
+    ids=["float32", "bfloat16", "kept"],
+)
+def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport):
     ulysses, ring = degrees
     layout = SequenceLayout(ring, ulysses)
     for (heads, kv_heads), causal in itertools.product([(8, 8), (8, 2), (6, 2), (8, 1)], [True, False]):
         split = HeadSplit(heads, kv_heads, ulysses)
-        ranks = pools(4).run(traffic, ulysses, ring, heads, kv_heads, LENGTH, DIM, dtype, causal)
+        ranks = pools(4).run(traffic, ulysses, ring, heads, kv_heads, LENGTH, DIM, dtype, causal, None, transport)
         for rank, measured in enumerate(ranks):
             ring_rank, ulysses_rank = layout.coordinates(rank)
             exchanged = ulysses_sent_elements(split, ulysses_rank, batch=1, tokens=LENGTH // layout.size, dim=DIM)
-            units = ring_sent_units(ring, ring_rank, causal=causal)
+            units = ring_sent_units(ring, ring_rank, causal=causal, kept=transport == "network_kept")
             local_heads = split.keys(ulysses_rank)[1] - split.keys(ulysses_rank)[0]
             unit = local_heads * (LENGTH // ring) * DIM
             expected = [(e + n * unit) * dtype.itemsize for e, n in zip(exchanged, units, strict=True)]

@@ -41,10 +41,10 @@ def test_an_unknown_kernel_names_the_nearest():
 
 
 def test_an_unknown_transport_names_the_nearest():
-    with refusal("ring_transport='shm': must be one of auto, shared_memory, network"):
+    with refusal("ring_transport='shm': must be one of auto, shared_memory, network, network_kept"):
         StrategyConfig(ring_transport="shm")
     with refusal(
-        "ring_transport='shared-memory': must be one of auto, shared_memory, network; did you mean 'shared_memory'?"
+        "ring_transport='shared-memory': must be one of auto, shared_memory, network, network_kept; did you mean 'shared_memory'?"
     ):
         StrategyConfig(ring_transport="shared-memory")
 

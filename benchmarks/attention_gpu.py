@@ -32,6 +32,7 @@ from lightning_sp.attention.kernel import select_kernel
 from lightning_sp.attention.merge import accumulator_dtype, merge_into
 from lightning_sp.attention.plan import Block, Kind, plan_of
 from lightning_sp.attention.ring import Ring
+from lightning_sp.attention.scores import Scores
 from lightning_sp.layout import SequenceLayout, merge, shard
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair, head and head dim
@@ -73,7 +74,7 @@ class Case:
     def block_kernel(self) -> BlockKernel:
         """Return the kernel that the operator would take."""
         heads, kv_heads, dim = self.sizes
-        kernel = select_kernel(self.kernel, torch.device(self.device), getattr(torch, self.dtype))
+        kernel = select_kernel(self.kernel, torch.device(self.device), getattr(torch, self.dtype), Scores())
         return BlockKernel(kernel, dim**-0.5, (HeadGroup((0, heads), (0, kv_heads)),))
 
 

@@ -6,9 +6,10 @@
 
 Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, so that all meet the same
 machine. The ratio is within a repeat, to one process with all cores. Competitors that are not here have an environment of their own, made below
-`.venv-peers/` on first use. Bytes are those that crossed the loopback device, by the kernel's own counter, TCP's headers included; beside them
-the fewest that the same scheme (Ulysses, ring in zigzag or consecutive order, both) can do with. Peaks are what a run adds to its inputs, in
-processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system, so that what is resident is alive.
+`.venv-peers/` on first use. Bytes are those that crossed the loopback device, by the kernel's own counter: TCP's headers are included, and what
+else the machine sends to itself, so keep it quiet; beside them the fewest that the same scheme (Ulysses, ring in zigzag or consecutive order,
+both) can do with. Peaks are what a run adds to its inputs, in processes of their own that have run once before, with tensors of 1 MiB and more
+mapped from the system, so that what is resident is alive.
 """
 
 from __future__ import annotations

@@ -14,8 +14,15 @@ from torch import Tensor
 
 from lightning_sp.attention.ulysses import HeadSplit
 
-# Collectives that the attention has no business with.
-OTHERS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "reduce_scatter", "reduce_scatter_tensor")
+# Collectives that the attention has no business with; torch 2.13 has new names for two of them.
+OTHERS = tuple(
+    name
+    for name in (
+        *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    )
+    if hasattr(dist, name)
+)
 
 
 @dataclass

@@ -5,7 +5,15 @@
 Importing it registers the strategy: ``Trainer(strategy="sequence_parallel")``.
 """
 
-from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.attention import (
+    AttentionDropout,
+    AttentionMask,
+    ScoreMod,
+    alibi,
+    alibi_slopes,
+    relative_position_bias,
+    sequence_parallel_attention,
+)
 from lightning_sp.checkpoint import export_checkpoint
 from lightning_sp.data.batch import ShardedBatch, ShardOptions, shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError
@@ -17,16 +25,21 @@ from lightning_sp.strategy import SequenceParallelStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionDropout",
     "AttentionMask",
+    "ScoreMod",
     "SequenceLayout",
     "SequenceMesh",
     "SequenceParallelError",
     "SequenceParallelStrategy",
     "ShardOptions",
     "ShardedBatch",
+    "alibi",
+    "alibi_slopes",
     "build_device_mesh",
     "export_checkpoint",
     "register_strategy",
+    "relative_position_bias",
     "sequence_parallel_attention",
     "shard",
     "shard_batch",

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Range = tuple[int, int]  # [start, end)
+
 
 @dataclass(frozen=True)
 class SequenceLayout:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 
@@ -30,13 +31,49 @@ NAMED: dict[str, dict[str, Any]] = {
     "all together": dict(
         window_size=(9, None), chunk_size=14, lengths=[[5, 20, 7], [32]], valid=[[1, 30], [0, 32]], bidirectional=[[[7, 12]]]
     ),
+    "dense": dict(causal=False, dense=1),
+    "dense over a window": dict(window_size=(11, None), dense=2),
+    "a function": dict(causal=False, mask_mod="heads apart"),
+    "a function over packed": dict(lengths=[[5, 20, 7], [32]], mask_mod="every third"),
 }  # fmt: skip
+# Cross attention, for 21 keys.
+CROSS: dict[str, dict[str, Any]] = {
+    "cross": dict(causal=False),
+    "cross packed": dict(causal=False, lengths=[[5, 20, 7], [32, 0, 0]], key_lengths=[[6, 11, 4], [13, 8, 0]]),
+    "cross dense": dict(causal=False, dense=3),
+    "cross a function": dict(causal=False, valid=[[2, 21], [0, 0]], mask_mod="every third"),
+}
+MASK_MODS = {
+    "heads apart": lambda row, head, query, key: (query + head) % 3 != key % (2 + head),
+    "every third": lambda row, head, query, key: ((query - key) % 3 == 0) & (query != 8 + row),
+}
 
 
-def build(options: dict[str, Any], length: int, padded: int) -> AttentionMask:
-    """Return the mask of a test's description; what pads the sequence is a document of its own."""
+def dense_of(seed: int, length: int, keys: int) -> Tensor:
+    """Return a mask drawn at random, of two rows, with queries that see nothing."""
+    seen = torch.rand(2, 1, length, keys, generator=torch.Generator().manual_seed(seed)) < 0.4
+    seen[0, :, length // 3] = False
+    seen[1, :, : length // 2] = False
+    return seen
+
+
+def build(
+    options: dict[str, Any], length: int, padded: int, keys: int | None = None, padded_keys: int | None = None
+) -> AttentionMask:
+    """Return the mask of a test's description; what pads the sequence is a document of its own, and hidden among other keys."""
     options = dict(options)
-    lengths = options.pop("lengths", None)
+    if "dense" in options:
+        options["dense"] = dense_of(options["dense"], length, length if keys is None else keys)
+    if "mask_mod" in options:
+        options["mask_mod"] = MASK_MODS[options["mask_mod"]]
+    lengths, key_lengths = options.pop("lengths", None), options.pop("key_lengths", None)
+    if keys is not None and padded_keys is not None:
+        options.setdefault("valid", [[0, keys]])
+        if key_lengths is not None:
+            options["key_boundaries"] = boundaries_from_lengths([[*row, padded_keys - keys] for row in key_lengths])
+            options["boundaries"] = boundaries_from_lengths([[*row, padded - length] for row in lengths])
+        options["valid"] = torch.tensor(options["valid"], dtype=torch.int64)
+        return AttentionMask(**options)
     if lengths is None and padded > length:
         lengths = [[length]]
     if lengths is not None:
@@ -51,12 +88,13 @@ def build(options: dict[str, Any], length: int, padded: int) -> AttentionMask:
 def of_one_row(mask: AttentionMask, row: int) -> AttentionMask:
     """Return the mask of one row of the batch."""
     tensors = {name: getattr(mask, name) for name in ("boundaries", "valid", "bidirectional")}
+    tensors["dense"] = mask.dense
     return replace(mask, **{n: None if t is None else t[row if len(t) > 1 else 0][None] for n, t in tensors.items()})
 
 
 @st.composite
-def drawn(draw: st.DrawFn, length: int, rows: int = 2) -> dict[str, Any]:
-    """Draw a description: any options together, for `rows` rows of a length."""
+def drawn(draw: st.DrawFn, length: int, rows: int = 2, matrices: bool = False) -> dict[str, Any]:
+    """Draw a description: any options together, for `rows` rows of a length; `matrices`: dense ones and functions too."""
     options: dict[str, Any] = {"causal": draw(st.booleans())}
     sizes = st.one_of(st.none(), st.integers(0, length))
     options["window_size"] = (draw(sizes), draw(sizes))
@@ -69,6 +107,10 @@ def drawn(draw: st.DrawFn, length: int, rows: int = 2) -> dict[str, Any]:
         runs = draw(st.integers(1, 3))
         edges = st.lists(st.integers(0, length), min_size=2 * runs, max_size=2 * runs).map(sorted)
         options["bidirectional"] = [[[e[2 * i], e[2 * i + 1]] for i in range(runs)] for e in (draw(edges) for _ in range(rows))]  # fmt: skip
+    if matrices and draw(st.booleans()):
+        options["dense"] = draw(st.integers(0, 99))
+    if matrices and draw(st.booleans()):
+        options["mask_mod"] = draw(st.sampled_from(list(MASK_MODS)))
     return options
 
 

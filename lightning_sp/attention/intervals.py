@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.layout import Range as Range
 
-Range = tuple[int, int]
 Edge = Callable[[int], int]
 
 
@@ -46,15 +46,23 @@ class Piece:
     high_step: int
 
 
-def visible(mask: AttentionMask, row: int, length: int) -> list[Piece]:
+def visible(mask: AttentionMask, row: int, length: int, key_length: int | None = None) -> list[Piece]:
     """Return the pieces of a row of the batch, in global positions; queries that see nothing are in none.
 
     Args:
         mask: what a query may see.
         row: of the batch; a mask of one row is that of all.
         length: global tokens, padding included.
+        key_length: global keys of cross attention, padding included; None for those of the queries.
     """
+    keys = length if key_length is None else key_length
     documents = _row(mask.boundaries, row, [0, length])
+    if keys != length or mask.key_boundaries is not None:
+        pairs = zip(pairwise(documents), pairwise(_row(mask.key_boundaries, row, [0, keys])), strict=True)
+        paired = [
+            Piece(start, end, low, 0, high, 0) for (start, end), (low, high) in pairs if start < end and low < high
+        ]
+        return _joined(_within(paired, *_row(mask.valid, row, [0, keys])))
     runs = [(a, b) for a, b in _row(mask.bidirectional, row, []) if a < b]
     left, right = mask.window_size
     chunk = mask.chunk_size or length

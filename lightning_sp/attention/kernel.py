@@ -7,6 +7,7 @@ values may have fewer heads (GQA). `causal` blocks are always square, so top-lef
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sp.attention.places import Places
+from lightning_sp.attention.scores import ScoreGradients, Scores
 from lightning_sp.attention.tiled import TILE, TiledKernel
 from lightning_sp.config import KERNELS
 from lightning_sp.errors import SequenceParallelError, closest
@@ -26,17 +29,20 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 class Kernel(Protocol):
-    """What every local kernel offers."""
+    """What every local kernel offers; `places` is read by those that change scores by where they lie."""
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: Places | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block; shapes (B, H, S, D), (B, H, S)."""
         ...
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+        places: Places | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         ...
 
@@ -46,14 +52,17 @@ class TorchCpuKernel:
 
     name = "torch flash (cpu)"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: Places | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+        places: Places | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
@@ -70,7 +79,9 @@ class TorchCudaKernel:
 
     name = "torch flash (cuda)"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: Places | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
         dim = q.shape[-1]
         q, k, v = (_bshd(t) for t in (q, k, v))
@@ -80,8 +91,9 @@ class TorchCudaKernel:
         return _bhsd(out, dim), lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+        places: Places | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         dim = q.shape[-1]
         grad, q, k, v, out = (_bshd(t) for t in (grad, q, k, v, out))
@@ -103,7 +115,9 @@ class FlashAttnKernel:
         self._interface = _flash_attn_interface()
         self.softcap = softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: Places | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
         dim = q.shape[-1]
         q, k, v = (_bshd(t) for t in (q, k, v))
@@ -114,8 +128,9 @@ class FlashAttnKernel:
         return _bhsd(out, dim), lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+        places: Places | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         dim = q.shape[-1]
         grad, q, k, v, out = (_bshd(t).contiguous() for t in (grad, q, k, v, out))
@@ -165,7 +180,9 @@ def check_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int)
         )
 
 
-def select_kernel(name: str, device: torch.device, dtype: torch.dtype, softcap: float = 0.0) -> Kernel:
+def select_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, scores: Scores, gradients: ScoreGradients | None = None
+) -> Kernel:
     """Return the local kernel for an option, a device and a dtype that `check_kernel` let through.
 
     What a fused kernel does not compute goes to the tiled one, with one warning that names both.
@@ -174,32 +191,49 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype, softcap: 
         name: the option.
         device: of the tensors.
         dtype: of the tensors.
-        softcap: bound of the scores; 0 for none.
+        scores: what changes the scores.
+        gradients: where a backward adds the gradients of what of it is learned.
 
     Raises:
         SequenceParallelError: flash_attn was asked for and is not installed, or the GPU is too old for a flash kernel.
     """
-    if device.type == "cpu":
-        return _next_best(TorchCpuKernel.name, softcap) if softcap else TorchCpuKernel()
-    if dtype not in _HALF:
-        # CUDA's flash operators take neither float32 nor float64: for exactness checks there.
-        return TiledKernel(softcap)
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        raise SequenceParallelError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the flash kernels need 8.0 or "
-            "newer; use precision='32-true' there"
+    if device.type == "cuda" and dtype in _HALF:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            raise SequenceParallelError(
+                f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the flash kernels need 8.0 or "
+                "newer; use precision='32-true' there"
+            )
+    asked, serving = kernel_for(name, device.type, dtype, scores.names())
+    if serving is not TiledKernel:
+        fused: Kernel = serving(scores.softcap) if serving is FlashAttnKernel else serving()
+        return fused
+    if asked is not TiledKernel:
+        _say_once(
+            f"{asked.name} computes no {', '.join(scores.names())}: {TiledKernel.name} does it, several times slower and in tiles of {TILE} x "
+            f"{TILE} scores"
         )
-    if name == "flash_attn":
-        return FlashAttnKernel(softcap)
-    return _next_best(TorchCudaKernel.name, softcap) if softcap else TorchCudaKernel()
+    return TiledKernel(scores, gradients)
 
 
-def _next_best(fused: str, softcap: float) -> Kernel:
-    _say_once(
-        f"{fused} computes no softcap: {TiledKernel.name} does it, several times slower and in tiles of {TILE} x {TILE} scores"
-    )
-    return TiledKernel(softcap)
+def kernel_for(name: str, device_type: str, dtype: torch.dtype, changes: Sequence[str]) -> tuple[type[Any], type[Any]]:
+    """Return the kernel for an option, a device and a dtype, and the one that serves in its place where scores are changed.
+
+    Args:
+        name: the option.
+        device_type: "cpu" or "cuda".
+        dtype: of the tensors.
+        changes: of the scores, `Scores.names`.
+    """
+    if device_type == "cpu":
+        asked: type[Any] = TorchCpuKernel
+    elif dtype not in _HALF:
+        # CUDA's flash operators take neither float32 nor float64: for exactness checks there.
+        asked = TiledKernel
+    else:
+        asked = FlashAttnKernel if name == "flash_attn" else TorchCudaKernel
+    fused = not changes or (asked is FlashAttnKernel and list(changes) == ["softcap"])
+    return asked, asked if fused else TiledKernel
 
 
 @lru_cache

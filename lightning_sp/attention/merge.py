@@ -17,10 +17,13 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's partial into the running (out, lse), in place. Both sides must have seen at least one key in every row.
+    """Merge a block's partial into the running (out, lse), in place; a row that has seen no key has 0 and -inf.
 
     Shapes: out, block_out (B, H, S, D); lse, block_lse (B, H, S), natural logarithm.
     """
-    weight = torch.sigmoid(block_lse - lse).unsqueeze(-1)
+    # Where neither has seen a key, -inf - -inf is not a number: the running partial stays.
+    weight = torch.sigmoid(
+        (block_lse - lse).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    ).unsqueeze(-1)
     out.lerp_(block_out.to(out.dtype), weight.to(out.dtype).expand_as(out))
     torch.logaddexp(lse, block_lse, out=lse)

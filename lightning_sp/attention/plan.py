@@ -67,12 +67,18 @@ class Plan:
         layout: the degrees.
         length: global tokens.
         rows: of the batch.
+        key_length: global keys of cross attention; None for those of the queries.
     """
 
-    def __init__(self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int) -> None:
+    def __init__(
+        self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None
+    ) -> None:
         self.layout, self.length = layout, length
-        tensors = [t for t in (mask.boundaries, mask.valid, mask.bidirectional) if t is not None]
-        pieces = [visible(mask, row, length) for row in range(max([t.shape[0] for t in tensors], default=1))]
+        self.key_length = length if key_length is None else key_length
+        tensors = mask.arguments()[1]
+        pieces = [
+            visible(mask, row, length, key_length) for row in range(max([t.shape[0] for t in tensors], default=1))
+        ]
         self._pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
         assert len(self._pieces) in (1, rows)
         self._steps: dict[Range, tuple[Block, ...]] = {}
@@ -81,7 +87,8 @@ class Plan:
         """Return the blocks of ring rank `query_rank`'s queries against ring rank `key_rank`'s keys."""
         pair = (query_rank, key_rank)
         if pair not in self._steps:
-            queries, keys = (self.layout.ring_chunks(self.length, rank) for rank in pair)
+            queries = self.layout.ring_chunks(self.length, query_rank)
+            keys = self.layout.ring_chunks(self.key_length, key_rank)
             self._steps[pair] = tuple(
                 block
                 for row, pieces in enumerate(self._pieces)
@@ -91,11 +98,11 @@ class Plan:
         return self._steps[pair]
 
 
-def plan_of(mask: AttentionMask, layout: SequenceLayout, length: int, rows: int) -> Plan:
+def plan_of(mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None) -> Plan:
     """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
     numbers, tensors = mask.arguments()
     contents = tuple((tuple(t.shape), t.numpy().tobytes()) for t in tensors)
-    return _plan(tuple(numbers), contents, layout, length, rows)
+    return _plan(tuple(numbers), contents, layout, length, rows, key_length)
 
 
 @lru_cache(maxsize=32)
@@ -105,6 +112,7 @@ def _plan(
     layout: SequenceLayout,
     length: int,
     rows: int,
+    key_length: int | None,
 ) -> Plan:
     tensors = [
         torch.tensor(memoryview(held).cast("q"), dtype=torch.int64).view(shape)
@@ -112,7 +120,7 @@ def _plan(
         else torch.empty(shape, dtype=torch.int64)
         for shape, held in contents
     ]
-    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows)
+    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows, key_length)
 
 
 def key_ranges(blocks: Iterable[Block]) -> list[Range]:

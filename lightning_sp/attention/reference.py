@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_sp.attention.dropout import AttentionDropout
+from lightning_sp.attention.functions import MaskMod, ScoreMod
 from lightning_sp.attention.mask import AttentionMask, document_ids
+from lightning_sp.attention.places import Places
 
 
 def reference_attention(
@@ -18,12 +24,21 @@ def reference_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Return softmax(scale q k^T + mask) v by its definition; zero where a query sees nothing.
+    """Return softmax(change(scale q k^T) + mask) v by its definition; zero where a query sees nothing.
 
-    Shapes: q (B, H, S, D), k (B, K, S, D), v (B, K, S, E), sinks (H,) -> (B, H, S, E).
+    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), sinks (H,), bias (B or 1, H or 1, S or 1, T) -> (B, H, S, E).
     """
-    return dense_attention(q, k, v, allowed(mask, q.shape[2])[:, None].to(q.device), scale, sinks, softcap)
+    seen = allowed(mask, q.shape[2], k.shape[2]).to(q.device)
+    places = Places((0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k)))
+    if isinstance(mask.mask_mod, MaskMod):
+        seen = seen & mask.mask_mod.seen(places)
+    change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)
+    kept = None if dropout is None else dropout.kept(places).to(q.dtype) / (1.0 - dropout.probability)
+    return dense_attention(q, k, v, seen, scale, sinks, softcap, bias=bias, change=change, kept=kept)
 
 
 def dense_attention(
@@ -34,32 +49,43 @@ def dense_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    change: Callable[[Tensor], Tensor] | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Return attention by its definition under any mask, in the precision of its inputs.
 
-    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), seen (B or 1, H or 1, S, T), bool, sinks (H,) -> (B, H, S, E).
+    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), seen (B or 1, H or 1, S, T), bool, sinks (H,), bias as `seen` or with S 1, kept: the
+    factors of dropout, (B, H, S, T) -> (B, H, S, E).
     """
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    scores = scores if bias is None else scores + bias
+    scores = scores if change is None else change(scores)
+    # What -inf in a bias or out of a function hides is hidden.
+    seen = seen & (scores > -math.inf)
     scores = scores.masked_fill(~seen, -math.inf)
     if sinks is None:
         # A row without a key has no softmax; whatever stands there is masked again.
         scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     else:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    return torch.softmax(scores, -1)[..., : k.shape[2]].masked_fill(~seen, 0.0) @ v
+    weights = torch.softmax(scores, -1)[..., : k.shape[2]].masked_fill(~seen, 0.0)
+    return (weights if kept is None else weights * kept.to(weights.dtype)) @ v
 
 
-def allowed(mask: AttentionMask, length: int) -> Tensor:
-    """Return which keys each query sees, by each option's definition.
+def allowed(mask: AttentionMask, length: int, key_length: int | None = None) -> Tensor:
+    """Return which keys each query sees, by each option's definition, `mask_mod` apart.
 
-    Shapes: () -> (rows, S, S), bool; rows = 1 where all are alike.
+    Shapes: () -> (rows, heads, S, T), bool; 1 where all are alike.
     """
-    i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
-    seen = torch.ones(1, length, length, dtype=torch.bool)
+    keys = length if key_length is None else key_length
+    i, j = torch.arange(length)[:, None], torch.arange(keys)[None, :]
+    seen = torch.ones(1, length, keys, dtype=torch.bool)
     if mask.causal:
         seen = seen & (j <= i)
     left, right = mask.window_size
@@ -74,9 +100,14 @@ def allowed(mask: AttentionMask, length: int) -> Tensor:
             start, end = run[:, 0, None, None], run[:, 1, None, None]
             seen = seen | ((start <= i) & (i < end) & (start <= j) & (j < end))
     if mask.boundaries is not None:
-        ids = document_ids(mask.boundaries, length)
-        seen = seen & (ids[:, :, None] == ids[:, None, :])
+        other = mask.boundaries if mask.key_boundaries is None else mask.key_boundaries
+        ids, other_ids = document_ids(mask.boundaries, length), document_ids(other, keys)
+        seen = seen & (ids[:, :, None] == other_ids[:, None, :])
     if mask.valid is not None:
         start, end = mask.valid[:, 0, None, None], mask.valid[:, 1, None, None]
         seen = seen & (start <= j) & (j < end)
-    return seen
+    whole = seen[:, None]
+    if mask.dense is not None:
+        _, _, queries, held = mask.dense.shape
+        whole = whole & F.pad(mask.dense.cpu(), (0, keys - held, 0, 0 if queries == 1 else length - queries))
+    return whole

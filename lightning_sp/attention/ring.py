@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp.attention.block import BlockKernel, backward_step, forward_step
 from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.merge import accumulator_dtype
+from lightning_sp.attention.places import Places, positions_of
 from lightning_sp.attention.plan import Block, Plan, key_ranges, renumbered
 from lightning_sp.attention.sinks import add_sinks
 from lightning_sp.comm import Transfer
@@ -41,6 +42,7 @@ class Ring:
     plan: Plan
     rank: int
     group: ProcessGroup | None
+    heads: Range | None = None  # query heads of this rank, where the kernel is to know where a score lies
 
     @property
     def size(self) -> int:
@@ -59,6 +61,16 @@ class Ring:
     def target(self, hop: int) -> int:
         """Return the rank to which this rank's keys go in a hop."""
         return (self.rank + hop) % self.size
+
+    def places(self, q: Tensor, hop: int) -> Places | None:
+        """Return where the scores of a hop lie, keys numbered as they arrive; None where the kernel does not ask."""
+        if self.heads is None:
+            return None
+        layout, source = self.plan.layout, self.source(hop)
+        queries = positions_of(layout.ring_chunks(self.plan.length, self.rank), q.device)
+        held = self.arriving(hop)[0] if hop else None
+        keys = positions_of(layout.ring_chunks(self.plan.key_length, source), q.device, held)
+        return Places((0, q.shape[0]), self.heads, queries, keys)
 
     def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:
         """Return the ranges of the source's keys that arrive in a hop, and the blocks on them as they lie then."""
@@ -91,10 +103,10 @@ def ring_forward(
     for hop in range(size):
         following = ring.start_keys(hop_kv, hop + 1) if hop_kv is not None and hop + 1 < size else None
         if hop == 0:
-            running = forward_step(kernel, ring.own, q, k, v, None)
+            running = forward_step(kernel, ring.own, q, k, v, None, ring.places(q, 0))
         elif transfer is not None:
             keys, values = _unpack(transfer.wait())
-            running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running)
+            running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.places(q, hop))
         transfer = following
     assert running is not None
     out, lse = running if sinks is None else add_sinks(*running, sinks)
@@ -110,7 +122,7 @@ def ring_backward(
     """
     size = ring.size
     saved = (grad, q, out, lse)
-    dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None)
+    dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
     if size == 1:
         return dq.to(q.dtype), dk, dv
     dkv = _pack(dk, dv).to(accumulator_dtype(k.dtype))
@@ -122,7 +134,7 @@ def ring_backward(
         assert transfer is not None
         received = transfer.wait()
         transfer = ring.start_keys(hop_kv, hop + 1) if hop + 1 < size else None
-        dq, partial = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq)
+        dq, partial = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
         del received
         _add_home(dkv, homeward)
         homeward = _send_home(ring, hop, partial, hop_kv)
@@ -138,11 +150,12 @@ def _hop_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     received: Tensor,
     dq: Tensor,
+    places: Places | None,
 ) -> tuple[Tensor, Tensor]:
     """Return dq with the hop's part added, and the packed (dk, dv) of the keys received; empty where no query saw them."""
     if not blocks:
         return dq, received.new_empty(0)
-    dq, dk, dv = backward_step(kernel, blocks, saved, _unpack(received), dq)
+    dq, dk, dv = backward_step(kernel, blocks, saved, _unpack(received), dq, places)
     return dq, _pack(dk, dv)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp import comm
+from lightning_sp.attention.dropout import AttentionDropout
+from lightning_sp.attention.functions import MaskMod, ScoreMod
 from lightning_sp.attention.kernel import check_kernel
-from lightning_sp.attention.mask import AttentionMask
+from lightning_sp.attention.mask import AttentionMask, check_whole
 from lightning_sp.attention.operator import attention_op
+from lightning_sp.attention.scores import Scores
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
 
@@ -24,23 +29,31 @@ def sequence_parallel_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    score_mod: ScoreMod | Callable[..., Tensor] | None = None,
+    dropout: AttentionDropout | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Attend over whole sequences of which every rank holds a part, exactly as one device would.
 
     Args:
         q: this rank's queries.
-        k: this rank's keys, with their own number of heads (GQA, MQA).
+        k: this rank's keys, with their own number of heads (GQA, MQA), and in cross attention of another sequence with its own length.
         v: this rank's values.
         mesh: the attention's mesh; None for one process.
         mask: what a query may see, in global positions.
         scale: factor of q k^T; None for 1 / sqrt(D).
         sinks: score of each query head's sink, the same on all ranks; its gradient on each is of that rank's part, as a parameter's.
         softcap: bound of the scores before the mask, c tanh(score / c); None for none.
+        bias: added to the scores after the cap, whole on every rank, by global positions; what is beyond its S and T is padding. Its gradient
+            on each rank is of that rank's part, as a parameter's. None for none.
+        score_mod: a function of score and place in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
+        dropout: of the weights, the same at all degrees; None for none.
         kernel: "auto", "torch" or "flash_attn".
 
-    Shapes: q (B, H, s, D), k (B, K, s, D), v (B, K, s, E), sinks (H,), H a multiple of K -> (B, H, s, E); s = S / (ring x ulysses), laid
-    out by `layout`. Where E is not D the narrower ones travel and are computed padded with zeros.
+    Shapes: q (B, H, s, D), k (B, K, t, D), v (B, K, t, E), sinks (H,), bias (B or 1, H or 1, S or 1, T), H a multiple of K -> (B, H, s, E);
+    s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the
+    narrower ones travel and are computed padded with zeros.
     Communicates: see `ulysses` and `ring`; nothing on an axis of size 1.
 
     Raises:
@@ -53,9 +66,12 @@ def sequence_parallel_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
     layout = mesh.layout if mesh is not None else None
+    ranks = layout.size if layout else 1
     _check(q, k, v, sinks, softcap, layout.ulysses_size if layout else 1)
     check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
-    mask.check(length=q.shape[2] * (layout.size if layout else 1), batch=q.shape[0])
+    sizes = dict(length=q.shape[2] * ranks, batch=q.shape[0], key_length=k.shape[2] * ranks, heads=q.shape[1])
+    mask.check(**sizes)
+    scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
     ring = comm.group_name(mesh.ring_group) if mesh is not None else ""
     ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -63,8 +79,37 @@ def sequence_parallel_attention(
     dim = max(q.shape[-1], width)
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     out: Tensor
-    out, _, _, _ = attention_op(q, k, v, *mask.arguments(), sinks, float(softcap or 0.0), factor, ring, ulysses, kernel)
+    out, *_ = attention_op(q, k, v, *mask.arguments(), *scores.arguments(), sinks, factor, ring, ulysses, kernel)
     return out[..., :width] if width < dim else out
+
+
+def _scores(
+    mask: AttentionMask,
+    softcap: float | None,
+    bias: Tensor | None,
+    score_mod: ScoreMod | Callable[..., Tensor] | None,
+    dropout: AttentionDropout | None,
+    sizes: dict[str, int],
+) -> Scores:
+    if bias is not None:
+        if bias.dim() != 4 or not bias.is_floating_point():
+            raise SequenceParallelError(
+                f"bias of shape {tuple(bias.shape)}, {bias.dtype}: must be floating point, (rows or 1, heads or 1, S or 1, T); a boolean mask "
+                "is AttentionMask(dense=...)"
+            )
+        check_whole("bias", bias, **sizes)
+    samples = dropout.samples if dropout is not None else None
+    if samples is not None and samples.shape != (sizes["batch"],):
+        raise SequenceParallelError(
+            f"dropout.samples of shape {tuple(samples.shape)}: must be one number for each of {sizes['batch']} rows"
+        )
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        score_mod = ScoreMod(score_mod)
+    assert mask.mask_mod is None or isinstance(mask.mask_mod, MaskMod)
+    tensors = score_mod.tensors if score_mod is not None else ()
+    if dropout is not None and not dropout.probability:
+        dropout = None
+    return Scores(float(softcap or 0.0), bias, score_mod, tensors, mask.dense, mask.mask_mod, dropout)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None, ulysses_size: int) -> None:
@@ -72,12 +117,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise SequenceParallelError(f"{shapes}: must be (batch, heads, tokens, head dim)")
-    if not (
-        q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2] and k.shape[1] == v.shape[1]
-    ):
-        raise SequenceParallelError(
-            f"{shapes}: batch and tokens must be equal and k, v have the same heads; cross attention and a key-value cache are not supported"
-        )
+    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[2] == v.shape[2] and k.shape[1] == v.shape[1]):
+        raise SequenceParallelError(f"{shapes}: the batch must be equal, and k, v have the same tokens and heads")
     if q.shape[1] % k.shape[1]:
         raise SequenceParallelError(
             f"{shapes}: the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key-value heads"

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from lightning_sp.attention import sequence_parallel_attention
+from lightning_sp.attention import (
+    AttentionDropout,
+    ScoreMod,
+    alibi,
+    relative_position_bias,
+    sequence_parallel_attention,
+)
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.layout import merge, pad, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
@@ -25,63 +35,131 @@ def mesh_of(ulysses: int, ring: int) -> SequenceMesh:
     return _meshes[ulysses, ring]
 
 
-def inputs(heads, kv_heads, length, batch=2, dim=8, dtype=torch.float64, seed=0, dim_v=None):
+def inputs(heads, kv_heads, length, batch=2, dim=8, dtype=torch.float64, seed=0, dim_v=None, keys=None):
     g = torch.Generator().manual_seed(seed)
     dim_v = dim if dim_v is None else dim_v
+    keys = length if keys is None else keys
     shapes = [
         (batch, heads, length, dim),
-        (batch, kv_heads, length, dim),
-        (batch, kv_heads, length, dim_v),
+        (batch, kv_heads, keys, dim),
+        (batch, kv_heads, keys, dim_v),
         (batch, heads, length, dim_v),
     ]
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def options_of(heads, dtype, scale, with_sinks, softcap):
-    sinks = torch.linspace(-1.0, 2.0, heads, dtype=torch.float64).to(dtype).requires_grad_(True) if with_sinks else None
-    return sinks, dict(scale=scale, sinks=sinks, softcap=softcap)
+# By what a bias differs: its shape for H heads, S queries, T keys.
+BIASES = {
+    "whole": lambda heads, length, keys: (2, heads, length, keys),
+    "of heads": lambda heads, length, keys: (1, heads, length, keys),
+    "of keys": lambda heads, length, keys: (2, 1, 1, keys),
+}
+SCORE_MODS = {
+    "alibi": lambda heads: alibi(_learned(heads)),
+    "t5": lambda heads: relative_position_bias(_learned(8, heads), bidirectional=True, max_distance=20),
+    "bends": lambda heads: ScoreMod(
+        lambda score, row, head, query, key, held: torch.tanh(score * held[head]) + held[key % 2] * score, _learned(heads)
+    ),
+    "hides": lambda heads: ScoreMod(
+        lambda score, row, head, query, key: torch.where((query + key) % 4 < 2 - row, score, -torch.inf)
+    ),
+}
 
 
-def sharded(
-    ulysses, ring, heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None
-):  # fmt: skip
-    """Return whole (out, dq, dk, dv[, dsinks]), gathered from the shards; padding cut off. `mask`: a description for tests/masks.py."""
+def _learned(*shape):
+    return torch.linspace(-0.7, 1.1, math.prod(shape), dtype=torch.float64).view(shape).requires_grad_(True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the law is tried on; `mask`: a description for tests/masks.py; `rounded`: a dtype whose numbers the tensors have."""
+
+    heads: int
+    kv_heads: int
+    length: int
+    mask: dict[str, Any]
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+    scale: float | None = None
+    with_sinks: bool = False
+    softcap: float | None = None
+    dim_v: int | None = None
+    bias: str | None = None
+    score_mod: str | None = None
+    dropout: float = 0.0
+    keys: int | None = None
+    rounded: torch.dtype | None = None
+
+    def tensors(self):
+        """Return q, k, v and the gradient of out, whole."""
+        sizes = dict(dim_v=self.dim_v, keys=self.keys, seed=self.seed)
+        held = inputs(self.heads, self.kv_heads, self.length, dtype=self.rounded or self.dtype, **sizes)
+        return [t.to(self.dtype) for t in held]
+
+    def options(self):
+        """Return (what learns, the attention's options)."""
+        sinks = torch.linspace(-1.0, 2.0, self.heads, dtype=torch.float64) if self.with_sinks else None
+        sinks = None if sinks is None else sinks.to(self.rounded or self.dtype).to(self.dtype)
+        bias = None
+        if self.bias:
+            shape = BIASES[self.bias](self.heads, self.length, self.keys or self.length)
+            bias = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+            bias = bias.to(self.rounded or self.dtype).to(self.dtype)
+            if self.bias == "of keys":
+                bias[..., ::5] = -torch.inf
+        score_mod = SCORE_MODS[self.score_mod](self.heads) if self.score_mod else None
+        dropout = AttentionDropout(self.dropout, 7, 3, torch.tensor([11, 4])) if self.dropout else None
+        learned = [t.requires_grad_(True) for t in (sinks, bias) if t is not None]
+        learned += score_mod.tensors if score_mod else ()
+        return learned, dict(
+            scale=self.scale, sinks=sinks, softcap=self.softcap, bias=bias, score_mod=score_mod, dropout=dropout
+        )
+
+
+def sharded(ulysses, ring, **options):
+    """Return whole (out, dq, dk, dv, and of each thing that learns), gathered from the shards; padding cut off."""
+    case = Case(**options)
     mesh = mesh_of(ulysses, ring)
     layout, rank = mesh.layout, mesh.sequence_rank
-    padded = layout.padded_length(length)
+    keys = case.length if case.keys is None else case.keys
+    padded, padded_keys = layout.padded_length(case.length), layout.padded_length(keys)
     q, k, v, grad = (
-        shard(pad(t, padded, dim=2, value=0.0), layout, rank, dim=2)
-        for t in inputs(heads, kv_heads, length, dtype=dtype, seed=seed, dim_v=dim_v)
+        shard(pad(t, size, dim=2, value=0.0), layout, rank, dim=2)
+        for t, size in zip(case.tensors(), (padded, padded_keys, padded_keys, padded), strict=True)
     )
     for t in (q, k, v):
         t.requires_grad_(True)
-    sinks, options = options_of(heads, dtype, scale, with_sinks, softcap)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=masks.build(mask, length, padded), **options)
+    learned, attention = case.options()
+    mask = masks.build(case.mask, case.length, padded, *((keys, padded_keys) if case.keys else ()))
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, **attention)
     out.backward(grad)
     results = []
-    for tensor in (out.detach(), q.grad, k.grad, v.grad):
+    for tensor, length in ((out.detach(), case.length), (q.grad, case.length), (k.grad, keys), (v.grad, keys)):
         parts = [torch.empty_like(tensor.contiguous()) for _ in range(layout.size)]
         if layout.size > 1:
             dist.all_gather(parts, tensor.contiguous(), group=mesh.sequence_group)
         else:
             parts = [tensor]
         results.append(merge(parts, layout, dim=2).narrow(2, 0, length))
-    if sinks is None:
-        return results
-    if layout.size > 1:
-        dist.all_reduce(sinks.grad, group=mesh.sequence_group)
-    return [*results, sinks.grad]
+    for tensor in learned:
+        gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        if layout.size > 1:
+            dist.all_reduce(gradient, group=mesh.sequence_group)
+        results.append(gradient)
+    return results
 
 
-def whole(heads, kv_heads, length, mask, dtype=torch.float64, seed=0, scale=None, with_sinks=False, softcap=None, dim_v=None):
-    """Return the plain reference's (out, dq, dk, dv[, dsinks])."""
-    q, k, v, grad = inputs(heads, kv_heads, length, dtype=dtype, seed=seed, dim_v=dim_v)
+def whole(**options):
+    """Return the plain reference's (out, dq, dk, dv, and of each thing that learns)."""
+    case = Case(**options)
+    q, k, v, grad = case.tensors()
     for t in (q, k, v):
         t.requires_grad_(True)
-    sinks, options = options_of(heads, dtype, scale, with_sinks, softcap)
-    out = reference_attention(q, k, v, masks.build(mask, length, length), **options)
+    learned, attention = case.options()
+    keys = (case.keys, case.keys) if case.keys else ()
+    out = reference_attention(q, k, v, masks.build(case.mask, case.length, case.length, *keys), **attention)
     out.backward(grad)
-    return [out.detach(), q.grad, k.grad, v.grad, *([] if sinks is None else [sinks.grad])]
+    return [out.detach(), q.grad, k.grad, v.grad, *[t.grad for t in learned]]
 
 
 def law_case(cases):

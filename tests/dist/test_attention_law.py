@@ -10,18 +10,28 @@ from hypothesis import strategies as st
 
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests import masks
-from tests.dist.attention_ranks import law_case, whole
+from tests.dist.attention_ranks import BIASES, SCORE_MODS, law_case, whole
 
-NAMES = ("out", "dq", "dk", "dv", "dsinks")
+NAMES = ("out", "dq", "dk", "dv", "of what learns", "of what learns next", "of what learns third")
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
 DEGREES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 # What changes the scores; the attention of Gemma 2, GPT-OSS and DeepSeek has some of them.
 SCORES = [dict(with_sinks=True), dict(softcap=0.7), dict(dim_v=5), dict(dim_v=11, with_sinks=True, softcap=1.3, scale=0.4)]
+# What learns, hides or drops among them: the T5, ALiBi, Bloom, Flex and dropout of models, alone and with all the rest.
+LEARNED = [
+    *(dict(bias=name) for name in BIASES),
+    *(dict(score_mod=name) for name in SCORE_MODS),
+    dict(dropout=0.3),
+    dict(bias="of heads", score_mod="bends", dropout=0.2, softcap=0.9, with_sinks=True, dim_v=5),
+]
 # Every mask with heads that share keys unevenly; every head count with four masks; every change of the scores with four.
 CASES = [
     *(((6, 2), name, {}) for name in masks.NAMED),
     *((heads, name, {}) for heads in HEADS for name in ("causal", "full", "packed", "window left")),
     *(((6, 2), name, more) for more in SCORES for name in ("causal", "padding left", "all together", "a row of padding")),
+    *(((6, 2), name, more) for more in LEARNED for name in ("causal", "packed", "dense over a window")),
+    *(((6, 2), name, dict(keys=21)) for name in masks.CROSS),
+    *(((8, 2), "cross dense", dict(keys=21, **more)) for more in (dict(bias="whole"), dict(score_mod="t5", dropout=0.3))),
 ]
 
 
@@ -43,9 +53,25 @@ def test_law(pools, world, length):
             assert_sharded_equals_unsharded(answers[rank][i], expected[str(alone)], labels)
 
 
+def test_law_on_eight_ranks(pools):
+    chosen = [
+        ((8, 2), "packed", {}), ((8, 8), "causal", dict(with_sinks=True)), ((9, 3), "all together", {}),
+        ((8, 2), "dense over a window", LEARNED[-1]), ((9, 3), "cross packed", dict(keys=21)),
+    ]  # fmt: skip
+    cases = [
+        dict(ulysses=u, ring=r, heads=heads[0], kv_heads=heads[1], length=37, mask=stretched(name, 37), **more)
+        for (u, r), (heads, name, more) in itertools.product([(8, 1), (1, 8), (2, 4), (4, 2)], chosen)
+    ]
+    for i, answers in enumerate(zip(*pools(8).run(law_case, cases), strict=True)):
+        expected = whole(**{n: v for n, v in cases[i].items() if n not in ("ulysses", "ring")})
+        for rank, answer in enumerate(answers):
+            labels = [f"{cases[i]} rank {rank} {n}" for n in NAMES[: len(answer)]]
+            assert_sharded_equals_unsharded(answer, expected, labels)
+
+
 def stretched(name, length):
     """Return a named mask, made for 32 tokens, for `length`: its documents end with the sequence."""
-    options = dict(masks.NAMED[name])
+    options = dict({**masks.NAMED, **masks.CROSS}[name])
     if "lengths" in options:
         options["lengths"] = [[*row[:-1], row[-1] + length - 32] for row in options["lengths"]]
     return options
@@ -63,7 +89,7 @@ def stretched(name, length):
     data=st.data(),
 )
 def test_law_for_drawn_masks(pools, length, degrees, heads, data):
-    mask, more = data.draw(masks.drawn(length)), data.draw(st.sampled_from([{}, {}, *SCORES]))
+    mask, more = data.draw(masks.drawn(length, matrices=True)), data.draw(st.sampled_from([{}, {}, *SCORES, *LEARNED]))
     case = dict(ulysses=degrees[0], ring=degrees[1], heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
     expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring")})
     for rank, answer in enumerate(pools(4).run(law_case, [case])):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lightning_sp.attention import AttentionMask
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.layout import SequenceLayout, merge
-from tests.dist.attention_ranks import inputs
+from tests.dist.attention_ranks import inputs, law_case, whole
 from tests.dist.operator_ranks import autocast_results, local_results
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -41,6 +41,30 @@ def test_bfloat16_error_is_at_most_twice_the_unsharded_kernels(pools, degrees, c
             sharded = merge([rank[i] for rank in ranks], layout, dim=2)
             ratio = rms(sharded.double() - exact[i]) / rms(kernel[i] - exact[i])
             assert ratio <= 2, f"{name}, seed {seed}: {ratio:.2f} times the unsharded kernel's RMS error"
+
+
+# Where the tiled kernel computes: dense masks, functions, biases, dropout, and what it shares with the fused ones.
+CHANGED = [
+    dict(mask=dict(dense=1)),
+    dict(mask=dict(mask_mod="every third")),
+    dict(mask=dict(window_size=(60, None)), score_mod="alibi"),
+    dict(mask=dict(lengths=[[50, 190, 16], [256]]), bias="of heads", softcap=0.9),
+    dict(mask={}, dropout=0.2, with_sinks=True),
+]
+
+
+@pytest.mark.parametrize("degrees", [(2, 2), (4, 1), (1, 4)], ids=["2x2", "4x1", "1x4"])
+def test_bfloat16_error_of_changed_scores_is_at_most_twice_the_unsharded(pools, degrees):
+    cases = [dict(heads=6, kv_heads=2, length=256, seed=seed, **more) for more in CHANGED for seed in range(3)]
+    sharded = [dict(ulysses=degrees[0], ring=degrees[1], dtype=torch.bfloat16, **case) for case in cases]
+    alone = [dict(ulysses=1, ring=1, dtype=torch.bfloat16, **case) for case in cases]
+    answers, unsharded = pools(4).run(law_case, sharded)[0], pools(1).run(law_case, alone)[0]
+    for case, parts, kernel in zip(cases, answers, unsharded, strict=True):
+        exact = whole(rounded=torch.bfloat16, **case)
+        for i, name in enumerate(NAMES):
+            assert parts[i].dtype == torch.bfloat16
+            ratio = rms(parts[i].double() - exact[i]) / rms(kernel[i].double() - exact[i])
+            assert ratio <= 2, f"{name} of {case}: {ratio:.2f} times the unsharded kernel's RMS error"
 
 
 def test_autocast_casts_mixed_dtypes_as_sdpa_does(pools):

@@ -23,9 +23,10 @@ from tests.faults.data import DATA
 from tests.faults.fault import Fault
 from tests.faults.groups import GROUPS
 from tests.faults.loss import LOSS
+from tests.faults.scores import SCORES
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = (*LOSS, *ATTENTION, *DATA, *GROUPS)
+FAULTS = (*LOSS, *SCORES, *ATTENTION, *DATA, *GROUPS)
 PACKAGE = "lightning_sp"
 # Beside what begins with a dot, environments among it.
 NOT_COPIED = {"build", "dist", "multirun", "outputs", "runs"}

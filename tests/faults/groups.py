@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.faults.fault import FITS, LAW, REFUSED, Change, Fault, fault
 
+GLOO = "tests/dist/test_gloo_collectives.py"
+
 GROUPS = (
     Fault(
         "sequence parallelism dropped at another shard_size",
@@ -55,5 +57,34 @@ GROUPS = (
         "seen.setdefault(int(row[2]), {})",
         "seen.setdefault(0, {})",
         "tests/dist/test_comm.py::test_ranks_of_one_sequence_hold_one_batch[same]",
+    ),
+    fault(
+        "an average over ranks that is their sum",
+        "parallelize/gloo.py",
+        "divisor = size if op == dist.ReduceOp.AVG else 1",
+        "divisor = 1",
+        f"{GLOO}::test_a_reduction_of_whole_numbers_is_the_default_one[torch.float32-sync-avg-2]",
+        f"{GLOO}::test_mixed_precision_is_bit_equal_where_two_are_summed[(2,)-torch.float32]",
+    ),
+    fault(
+        "a gather that nobody waits for",
+        "comm.py",
+        "class AllPairs(dist.Work):",
+        "class AllPairs:",
+        f"{GLOO}::test_a_gather_ahead_of_time_is_waited_for",
+    ),
+    fault(
+        "gradients added up in bfloat16",
+        "comm.py",
+        "wide = torch.promote_types(output.dtype, torch.float32)",
+        "wide = output.dtype",
+        f"{GLOO}::test_the_sum_runs_in_rank_order_and_is_rounded_once[torch.bfloat16-sum-4]",
+    ),
+    fault(
+        "torch's own collectives on gloo",
+        "parallelize/fsdp.py",
+        "    use_direct_collectives(fsdp_modules(root), mesh)\n",
+        "",
+        f"{GLOO}::test_shard_model_applies_them[(2, 2)]",
     ),
 )

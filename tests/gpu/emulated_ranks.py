@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.attention import AttentionMask, operator, ring, ulysses
 from lightning_sp.attention.kernel import Kernel
+from lightning_sp.attention.scores import Scores
 from lightning_sp.layout import SequenceLayout, merge, shard
 
 TIMEOUT_S = 60.0
@@ -144,12 +145,16 @@ def emulate(
 
     def rank_step(rank: int) -> list[Tensor]:
         q, k, v, grad = (shard(t, layout, rank, dim=2) for t in whole)
-        options = (None, 0.0, scale, world.name("ring", rank), world.name("ulysses", rank), kernel)
-        out, lse, packed, heads_out = operator.attention_op(q, k, v, *mask.arguments(), *options)
+        options = (*Scores().arguments(), None, scale, world.name("ring", rank), world.name("ulysses", rank), kernel)
+        out, lse, heads_out, packed, _ = operator.attention_op(q, k, v, *mask.arguments(), *options)
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
-        heads = (q.shape[1], k.shape[1])
-        *gradients, _ = operator.attention_backward_op(grad, saved, own_out, lse, *mask.arguments(), *heads, *options)
-        return [out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
+        heads = [q.shape[1], k.shape[1], k.shape[2]]
+        *gradients, _, _ = operator.attention_backward_op(
+            grad, saved, own_out, lse, *mask.arguments(), *options, heads, False
+        )
+        if ulysses_size > 1:
+            gradients = operator.gradients_home(gradients, *heads[:2], world.name("ulysses", rank))
+        return [out, *gradients]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():
         futures = [threads.submit(rank_step, rank) for rank in range(layout.size)]

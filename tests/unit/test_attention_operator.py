@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
+from lightning_sp.attention import (
+    AttentionDropout,
+    AttentionMask,
+    ScoreMod,
+    alibi,
+    alibi_slopes,
+    boundaries_from_lengths,
+    sequence_parallel_attention,
+)
+from lightning_sp.attention.functions import registered, t5_bucket
 from lightning_sp.attention.kernel import (
     FlashAttnKernel,
     TorchCpuKernel,
@@ -22,7 +32,9 @@ from lightning_sp.attention.kernel import (
     select_kernel,
 )
 from lightning_sp.attention.operator import attention_backward_op, attention_op
+from lightning_sp.attention.places import Places
 from lightning_sp.attention.reference import reference_attention
+from lightning_sp.attention.scores import Scores
 from lightning_sp.attention.tiled import TiledKernel
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
@@ -37,17 +49,43 @@ def tensors(*shapes, dtype=torch.float64):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 @pytest.mark.parametrize("boundaries", [None, boundaries_from_lengths([[3, 9], [12]])], ids=["dense", "packed"])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads):
+@pytest.mark.filterwarnings("ignore:torch flash")
+@pytest.mark.parametrize("scored", ["", "bias", "function"])
+def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scored):
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
     mask = AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments()
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
-    arguments = (q, k, v, *mask, sinks, 0.0, 0.3, "", "", "auto")
-    torch.library.opcheck(attention_op, arguments)
-    out, lse, _, _ = attention_op(*arguments)
+    table = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    score_mod = alibi(table) if scored == "function" else None
+    bias = torch.linspace(0, 1, 144, dtype=torch.float64).view(1, 1, 12, 12).requires_grad_(True) if scored else None
+    dropout = AttentionDropout(0.2, 3) if scored else None
+    scores = Scores(bias=bias, score_mod=score_mod, tensors=(table,) if score_mod else (), dropout=dropout).arguments()
+    options = (*scores, sinks, 0.3, "", "", "auto")
+    # What compares storages cannot look into torch.vmap, by which a function is applied; see `test_a_function_compiles`.
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    utils = utils[1:2] if score_mod else utils
+    torch.library.opcheck(attention_op, (q, k, v, *mask, *options), test_utils=utils)
+    out, lse, *_ = attention_op(q, k, v, *mask, *options)
     saved = [t.detach() for t in (q, k, v)]
-    backward = (out.detach(), saved, out.detach(), lse, *mask, 4, kv_heads, sinks, 0.0, 0.3, "", "", "auto")
+    backward = (out.detach(), saved, out.detach(), lse, *mask, *options, [4, kv_heads, 12], bool(scored))
     # Not differentiable twice, so the test of its autograd does not apply.
-    torch.library.opcheck(attention_backward_op, backward, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(attention_backward_op, backward, test_utils=utils[::2] if score_mod is None else [])
+
+
+@pytest.mark.filterwarnings("ignore:torch flash")
+def test_a_function_compiles():
+    q, k, v = tensors((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8))
+    slopes = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    score_mod, mask = alibi(slopes), AttentionMask(mask_mod=lambda row, head, query, key: (query + key) % 3 > 0)
+    attend = partial(sequence_parallel_attention, mesh=None, mask=mask, score_mod=score_mod)
+    results = []
+    for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        slopes.grad = None
+        leaves = [t.clone().requires_grad_(True) for t in (q, k, v)]
+        out = run(*leaves)
+        out.square().sum().backward()
+        results.append([out.detach(), slopes.grad, *(t.grad for t in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_nothing_is_computed_where_no_gradient_arrives():
@@ -75,9 +113,9 @@ def test_without_a_mesh_it_is_sdpa_to_the_bit():
 
 REFUSED = [
     (((2, 4, 8), (2, 4, 8, 8), (2, 4, 8, 8)), "q (2, 4, 8), k (2, 4, 8, 8), v (2, 4, 8, 8): must be (batch, heads, tokens, head dim)"),
-    (((2, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 8)), "batch and tokens must be equal and k, v have the same heads"),
-    (((2, 4, 8, 8), (2, 4, 9, 8), (2, 4, 9, 8)), "cross attention and a key-value cache are not supported"),
-    (((2, 4, 8, 8), (2, 4, 8, 8), (2, 2, 8, 8)), "k (2, 4, 8, 8), v (2, 2, 8, 8): batch and tokens must be equal"),
+    (((2, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 8)), "the batch must be equal, and k, v have the same tokens and heads"),
+    (((2, 4, 8, 8), (2, 4, 9, 8), (2, 4, 9, 8)), "8 queries over 9 keys with causal=True: cross attention has no order"),
+    (((2, 4, 8, 8), (2, 4, 8, 8), (2, 2, 8, 8)), "k (2, 4, 8, 8), v (2, 2, 8, 8): the batch must be equal, and k, v have"),
     (((2, 4, 8, 8), (2, 3, 8, 8), (2, 3, 8, 8)), "the 4 query heads must be a multiple of the 3 key-value heads"),
     (((2, 4, 8, 8), (2, 4, 8, 16), (2, 4, 8, 16)), "the head dims of q and k must be equal"),
 ]  # fmt: skip
@@ -203,10 +241,11 @@ def test_head_dims_are_padded_with_zeros_to_what_flash_takes(dim, taken):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_the_tiled_kernel_is_exact(causal, kv_heads, softcap):
-    kernel = TiledKernel(softcap or 0.0, tile=8)
+    kernel = TiledKernel(Scores(softcap or 0.0), tile=8)
+    everywhere = Places((0, 2), (0, 4), torch.arange(20), torch.arange(20))
     *qkv, grad = tensors((2, 4, 20, 8), (2, kv_heads, 20, 8), (2, kv_heads, 20, 8), (2, 4, 20, 8))
-    out, lse = kernel.forward(*qkv, causal=causal, scale=0.3)
-    gradients = kernel.backward(grad, *qkv, out, lse, causal=causal, scale=0.3)
+    out, lse = kernel.forward(*qkv, causal=causal, scale=0.3, places=everywhere)
+    gradients = kernel.backward(grad, *qkv, out, lse, causal=causal, scale=0.3, places=everywhere)
     leaves = [t.requires_grad_(True) for t in qkv]
     expected = reference_attention(*leaves, AttentionMask(causal), 0.3, softcap=softcap)
     expected.backward(grad)
@@ -234,17 +273,51 @@ def test_the_tiled_kernel_takes_rectangles_and_bfloat16():
 def test_what_a_fused_kernel_does_not_compute_goes_to_the_next_best_with_one_warning():
     _say_once.cache_clear()
     with pytest.warns(UserWarning, match="torch flash \\(cpu\\) computes no softcap: torch tiled matmul does it"):
-        kernel = select_kernel("auto", torch.device("cpu"), torch.float32, 30.0)
-    assert (type(kernel), kernel.softcap) == (TiledKernel, 30.0)
+        kernel = select_kernel("auto", torch.device("cpu"), torch.float32, Scores(30.0))
+    assert (type(kernel), kernel.scores.softcap) == (TiledKernel, 30.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        select_kernel("auto", torch.device("cpu"), torch.float32, 30.0)
-    assert isinstance(select_kernel("auto", torch.device("cpu"), torch.float32), TorchCpuKernel)
+        select_kernel("auto", torch.device("cpu"), torch.float32, Scores(30.0))
+    assert isinstance(select_kernel("auto", torch.device("cpu"), torch.float32, Scores()), TorchCpuKernel)
+
+
+def everything(**options):
+    return torch.zeros(1, 1, 12, 12, **options)
+
+
+EDGES = torch.tensor([[0, 12]])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(bias=everything(dtype=torch.bool)), "bias of shape (1, 1, 12, 12), torch.bool: must be floating point"),
+        (
+            dict(bias=torch.zeros(1, 3, 12, 12)),
+            "bias of shape (1, 3, 12, 12): must be (1 or 2 rows, 1 or 4 heads, 1 or the queries, the keys)",
+        ),
+        (dict(bias=torch.zeros(1, 1, 13, 12)), "of the sequence's 12 queries and 12 keys"),
+        (dict(mask=dict(dense=everything())), "dense of shape (1, 1, 12, 12), torch.float32: must be bool"),
+        (
+            dict(mask=dict(dense=torch.ones(3, 1, 1, 12, dtype=torch.bool))),
+            "dense of shape (3, 1, 1, 12): must be (1 or 2 rows, 1 or 4 heads",
+        ),
+        (
+            dict(mask=dict(key_boundaries=EDGES)),
+            "key_boundaries of shape (1, 2) with boundaries None: documents of queries and keys go in pairs",
+        ),
+        (
+            dict(mask=dict(window_size=(3, None), boundaries=EDGES, key_boundaries=EDGES)),
+            "key_boundaries with causal=True, window_size=(3, None): cross attention has no order",
+        ),
+        (
+            dict(mask=dict(causal=False, boundaries=EDGES, key_boundaries=torch.tensor([[0, 10]]))),
+            "key_boundaries end at 10 tokens, the (padded) keys are 12: they must be equal",
+        ),
+        (
+            dict(dropout=AttentionDropout(0.1, samples=torch.arange(3))),
+            "dropout.samples of shape (3,): must be one number for each of 2 rows",
+        ),
         (dict(sinks=torch.zeros(3)), "sinks of shape (3,), must be one for each of 4 query heads"),
         (dict(softcap=0.0), "softcap=0.0: must be above 0, or None"),
         (dict(softcap=-2.0), "softcap=-2.0: must be above 0"),
@@ -252,5 +325,69 @@ def test_what_a_fused_kernel_does_not_compute_goes_to_the_next_best_with_one_war
 )
 def test_options_of_the_scores_are_checked(options, message):
     q, k, v = tensors((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8))
+
+    def attend(mask=None, **others):
+        return sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(**(mask or {})), **others)
+
     with pytest.raises(SequenceParallelError, match=re.escape(message)):
-        sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), **options)
+        attend(**options)
+
+
+def test_a_function_that_holds_what_learns_is_refused():
+    slopes = torch.ones(4, requires_grad=True)
+    message = re.escape("holds tensors of shapes [(4,)] that require a gradient, which would be lost")
+    with pytest.raises(SequenceParallelError, match=message):
+        ScoreMod(lambda score, row, head, query, key: score + slopes[head])
+    fixed = slopes.detach()
+    ScoreMod(lambda score, row, head, query, key: score + fixed[head])
+
+
+def test_a_function_that_is_gone_is_named():
+    number = ScoreMod(lambda score, *_: score).number
+    with pytest.raises(SequenceParallelError, match=f"function {number} no longer exists"):
+        registered(number)
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.0])
+def test_a_dropout_that_is_no_probability_is_refused(probability):
+    with pytest.raises(SequenceParallelError, match=f"dropout probability {probability}: must be at least 0 and below"):
+        AttentionDropout(probability)
+
+
+def test_dropout_keeps_its_share_and_no_two_of_its_masks_agree():
+    everywhere = Places((0, 2), (0, 3), torch.arange(64), torch.arange(80))
+    one = AttentionDropout(0.3, seed=1, call=2).kept(everywhere)
+    masks = [one[0, 0], one[1, 0], one[0, 1], one[0, 0].roll(1, 0), one[0, 0].roll(1, 1)]
+    others = ((1, 3), (2, 2), (2, 1), (-1, 2))
+    masks += [AttentionDropout(0.3, seed, call).kept(everywhere)[0, 0] for seed, call in others]
+    for i, a in enumerate(masks):
+        assert abs(float(a.double().mean()) - 0.7) < 0.03
+        for b in masks[:i]:
+            # Two independent masks agree where both keep or both drop: 0.58 of 5,120 places, standard deviation 0.007.
+            assert abs(float((a == b).double().mean()) - 0.58) < 0.04
+    part = everywhere.part(row=1, queries=slice(5, 9), keys=slice(7, 20)).of_heads((1, 3))
+    assert torch.equal(AttentionDropout(0.3, 1, 2).kept(part), one[1:2, 1:3, 5:9, 7:20])
+
+
+def test_dropout_numbers_samples_and_not_rows():
+    places = Places((0, 2), (0, 1), torch.arange(30), torch.arange(30))
+    both = AttentionDropout(0.5, 1, samples=torch.tensor([7, 3])).kept(places)
+    other = AttentionDropout(0.5, 1, samples=torch.tensor([3, 9])).kept(places)
+    assert torch.equal(both[1], other[0])
+    assert not torch.equal(both[0], other[1])
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+def test_alibi_has_the_slopes_of_its_paper(heads):
+    slopes = alibi_slopes(heads)
+    assert slopes[:8].tolist() == [2.0 ** -(i + 1) for i in range(8)]
+    assert slopes[8:].tolist() == pytest.approx([2.0 ** -(i + 0.5) for i in range(heads - 8)])
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_are_those_of_t5(bidirectional):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distances = torch.arange(-300, 300)
+    theirs = T5Attention._relative_position_bucket(distances, bidirectional, 32, 128)
+    assert torch.equal(t5_bucket(distances, 32, bidirectional=bidirectional, max_distance=128), theirs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths
@@ -47,16 +47,17 @@ def test_blocks_cover_exactly_the_allowed_pairs_once(ring, ulysses, length, data
     padded = layout.padded_length(length)
     mask = masks.build(data.draw(masks.drawn(length)), length, padded)
     count = visits(Plan(mask, layout, padded, 2), rows=2)
-    assert torch.equal(count, allowed(mask, padded).expand(2, -1, -1).long())
+    assert torch.equal(count, allowed(mask, padded)[:, 0].expand(2, -1, -1).long())
 
 
+@settings(deadline=None)
 @given(window=st.integers(1, 3 * TILE), ring=st.integers(1, 4))
 def test_windows_larger_than_a_tile(window, ring):
     layout = SequenceLayout(ring)
     length = layout.padded_length(6 * TILE)
     mask = AttentionMask(window_size=(window - 1, None))
     plan = Plan(mask, layout, length, 1)
-    assert torch.equal(visits(plan, 1), allowed(mask, length).long())
+    assert torch.equal(visits(plan, 1), allowed(mask, length)[:, 0].long())
 
 
 @pytest.mark.parametrize("ring", range(1, 9))

@@ -1,0 +1,58 @@
+"""Where the scores of a kernel call lie in the whole attention: what a bias, a function of positions or dropout has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sp.layout import Range
+
+
+@dataclass(frozen=True)
+class Places:
+    """The rows, query heads, queries and keys of a call, in the whole attention's numbers.
+
+    Args:
+        rows: of the batch.
+        heads: query heads.
+        queries: global position of each query, (Sq,), int64.
+        keys: global position of each key, (Sk,), int64.
+    """
+
+    rows: Range
+    heads: Range
+    queries: Tensor
+    keys: Tensor
+
+    def part(self, *, row: int | None = None, queries: slice, keys: slice) -> Places:
+        """Return those of a block of the call."""
+        rows = self.rows if row is None else (self.rows[0] + row, self.rows[0] + row + 1)
+        return Places(rows, self.heads, self.queries[queries], self.keys[keys])
+
+    def of_heads(self, heads: Range) -> Places:
+        """Return those of some of the call's query heads, in the call's numbers."""
+        start = self.heads[0]
+        return Places(self.rows, (start + heads[0], start + heads[1]), self.queries, self.keys)
+
+    def flipped(self) -> Places:
+        """Return those of the call read backwards."""
+        return Places(self.rows, self.heads, self.queries.flip(0), self.keys.flip(0))
+
+
+def positions_of(chunks: Sequence[Range], device: torch.device, held: Sequence[Range] | None = None) -> Tensor:
+    """Return the global positions of a rank's tokens, or of those in some local ranges, one after the other.
+
+    Args:
+        chunks: the global ranges that the rank holds, in its order.
+        device: of the result.
+        held: local ranges, None for all.
+
+    Shapes: () -> (tokens,), int64.
+    """
+    whole = torch.cat([torch.arange(start, end) for start, end in chunks] or [torch.arange(0)])
+    if held is not None:
+        whole = torch.cat([whole[start:end] for start, end in held] or [whole[:0]])
+    return whole.to(device)

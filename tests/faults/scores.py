@@ -1,0 +1,85 @@
+"""Faults of what changes scores and hides keys: dense masks, biases, functions, dropout, cross attention."""
+
+from __future__ import annotations
+
+from tests.faults.fault import KERNELS, LAW, fault
+
+SCORES = (
+    fault(
+        "partials of queries that saw no key merged by a number that is none",
+        "attention/merge.py",
+        "(block_lse - lse).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)",
+        "(block_lse - lse)",
+        f"{LAW}[32-4]",
+    ),
+    fault(
+        "queries that see no key of a tile divided by nothing",
+        "attention/tiled.py",
+        "shift = highest.masked_fill(highest == -math.inf, 0.0) if self.scores.hides else highest",
+        "shift = highest",
+        f"{LAW}[32-1]",
+    ),
+    fault(
+        "a whole mask read at a rank's own places",
+        "attention/ring.py",
+        "queries = positions_of(layout.ring_chunks(self.plan.length, self.rank), q.device)",
+        "queries = positions_of(((0, q.shape[2]),), q.device)",
+        f"{LAW}[32-2]",
+    ),
+    fault(
+        "keys that travelled numbered as if all had",
+        "attention/ring.py",
+        "held = self.arriving(hop)[0] if hop else None",
+        "held = [(0, sum(b - a for a, b in self.arriving(hop)[0]))] if hop else None",
+        f"{LAW}[32-4]",
+    ),
+    fault(
+        "a rank's heads numbered from 0",
+        "attention/operator.py",
+        "split.queries(ulysses_rank) if scores.names() else None",
+        "split.queries(0) if scores.names() else None",
+        f"{LAW}[32-2]",
+    ),
+    fault(
+        "gradient of a bias from its last tile alone",
+        "attention/scores.py",
+        "part[:, :, queries[:, None], keys] += tile.to(whole.dtype)",
+        "part[:, :, queries[:, None], keys] = tile.to(whole.dtype)",
+        f"{LAW}[32-4]",
+    ),
+    fault(
+        "a softcap's slope taken from the capped score",
+        "attention/scores.py",
+        "1 - torch.tanh(raw / self.softcap).square()",
+        "1 - torch.tanh(torch.tanh(raw / self.softcap)).square()",
+        f"{LAW}[32-1]",
+    ),
+    fault(
+        "keys of cross attention counted as its queries",
+        "attention/intervals.py",
+        "pairs = zip(pairwise(documents), pairwise(_row(mask.key_boundaries, row, [0, keys])), strict=True)",
+        "pairs = zip(pairwise(documents), pairwise(documents), strict=True)",
+        f"{LAW}[32-1]",
+    ),
+    fault(
+        "dropout by a rank's own places",
+        "attention/dropout.py",
+        "_mix(key[..., None] ^ places.queries)",
+        "_mix(key[..., None] ^ torch.arange(len(places.queries), device=device))",
+        f"{LAW}[32-4]",
+    ),
+    fault(
+        "another dropout in the backward",
+        "attention/tiled.py",
+        "self._dropped(grads @ values.transpose(-1, -2), here)",
+        "grads @ values.transpose(-1, -2)",
+        f"{LAW}[32-1]",
+    ),
+    fault(
+        "samples of other data-parallel ranks given one dropout",
+        "attention/dropout.py",
+        "samples = rows if self.samples is None else self.samples.to(device)[rows]",
+        "samples = rows",
+        f"{KERNELS}::test_dropout_numbers_samples_and_not_rows",
+    ),
+)

@@ -87,7 +87,7 @@ def build(
 
 def of_one_row(mask: AttentionMask, row: int) -> AttentionMask:
     """Return the mask of one row of the batch."""
-    tensors = {name: getattr(mask, name) for name in ("boundaries", "valid", "bidirectional")}
+    tensors = {name: getattr(mask, name) for name in ("boundaries", "valid", "bidirectional", "key_boundaries")}
     tensors["dense"] = mask.dense
     return replace(mask, **{n: None if t is None else t[row if len(t) > 1 else 0][None] for n, t in tensors.items()})
 

@@ -164,8 +164,14 @@ def connect(group: ProcessGroup | None) -> str:
         # Its memory is freed when every rank has closed the files, and no tensor of `view` is left.
         weakref.finalize(arena, held.pop_all().close)
     _arenas[name] = arena
-    comm.when_destroyed(group, partial(_arenas.pop, name, None))
+    comm.when_destroyed(group, partial(_forget, name, weakref.ref(arena)))
     return ""
+
+
+def _forget(name: str, arena: weakref.ref[Arena]) -> None:
+    """Let an arena go, unless the next world's group has made one by that name: whoever holds the store of a world outlives it."""
+    if _arenas.get(name) is arena():
+        _arenas.pop(name, None)
 
 
 def arena_of(name: str) -> Arena | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_sp.attention.functions import ScoreMod
 from lightning_sp.attention.places import Places
-from lightning_sp.context import SequenceContext
+from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -44,12 +44,29 @@ def check_whole_tensors(context: SequenceContext, function: Callable[..., Any], 
         )
 
 
-def learned_score_mod(function: Callable[..., Tensor], like: Tensor) -> ScoreMod:
+def of_real_tokens(function: Callable[..., Tensor], batch: BatchInfo) -> Callable[..., Tensor]:
+    """Return a user's function of (..., query, key) that is asked for no position of our padding, of which its tensors may hold nothing.
+
+    There it is told the last token's: no token sees padding, and what a query of it sees is thrown away.
+    """
+    if batch.padded_length == batch.length:
+        return function
+    last = batch.length - 1
+
+    def asked(*places: Tensor) -> Tensor:
+        *others, query, key = places
+        return function(*others, query.clamp(max=last), key.clamp(max=last))
+
+    return asked
+
+
+def learned_score_mod(function: Callable[..., Tensor], like: Tensor, batch: BatchInfo | None = None) -> ScoreMod:
     """Return a user's score function with the tensors that it learns by as its arguments, so that they get their gradients.
 
     Args:
         function: (score, row, head, query, key) -> score; what it holds that requires a gradient is found.
         like: queries, for device and dtype.
+        batch: of the step in progress, None outside of one.
 
     Raises:
         SequenceParallelError: it learns by something that is not found.
@@ -59,6 +76,7 @@ def learned_score_mod(function: Callable[..., Tensor], like: Tensor) -> ScoreMod
 
     def with_tensors(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor, *held: Tensor) -> Tensor:
         rebuilt = rebuild(function, dict(zip(places, held, strict=True)))
+        rebuilt = rebuilt if batch is None else of_real_tokens(rebuilt, batch)
         changed: Tensor = rebuilt(score, row, head, query, key)
         return changed
 

@@ -21,7 +21,7 @@ from lightning_sp.attention.mask import document_ids
 from lightning_sp.bound_names import rebind
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.captured import check_whole_tensors, learned_score_mod
+from lightning_sp.rewrite.captured import check_whole_tensors, learned_score_mod, of_real_tokens
 from lightning_sp.rewrite.functional import attend
 from lightning_sp.rewrite.whole import whole_attention, whole_places
 
@@ -74,7 +74,8 @@ class FlexInterception(AbstractContextManager[None]):
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **others
             )
         _check(query, key, enable_gqa, {"return_lse": return_lse, "kernel_options": kernel_options, **others})
-        change = None if score_mod is None else learned_score_mod(score_mod, query)
+        batch = context.step.batch if context.step is not None else None
+        change = None if score_mod is None else learned_score_mod(score_mod, query, batch)
         mask_mod = None if block_mask is None else _mask_mod(block_mask)
         if context.step is None:
             assert context.reference is not None
@@ -85,6 +86,8 @@ class FlexInterception(AbstractContextManager[None]):
                 check_whole_tensors(context, function, f"flex_attention's {what}")
         if block_mask is not None:
             _check_lengths(block_mask, context, query, key)
+        if mask_mod is not None:
+            mask_mod = of_real_tokens(mask_mod, context.step.batch)
         mask = replace(context.step.masks[False], mask_mod=mask_mod)
         return attend(context, query, key, value, mask=mask, scale=scale, score_mod=change)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_sp.attention.mask import document_ids
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.captured import check_whole_tensors
+from lightning_sp.rewrite.captured import check_whole_tensors, of_real_tokens
 
 # Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
 _CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
@@ -91,10 +91,12 @@ def _mask_function(context: SequenceContext, part: _Part, start: Tensor | None) 
         )
     check_whole_tensors(context, part.function, f"the model's mask function {part.name}")
     if start is None or batch.mask_given or part.name in _KNOWN:
-        function: _MaskFunction = part.function
-        return function
+        return of_real_tokens(part.function, batch)
     begins = start.to(_device(batch))
-    return lambda row, head, query, key: part.function(row, head, query - begins[row, query], key - begins[row, key])
+    return of_real_tokens(
+        lambda row, head, query, key: part.function(row, head, query - begins[row, query], key - begins[row, key]),
+        batch,
+    )
 
 
 def _all_of(functions: list[_MaskFunction]) -> _MaskFunction:

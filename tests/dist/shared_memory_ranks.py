@@ -152,6 +152,22 @@ def two_worlds(port):
     return counts, all(same)
 
 
+def outlived_by_its_store(port):
+    """Return whether the law holds in a second world by shared memory, where one rank lets go of the first one's store only then."""
+    attend(new_mesh(2), 64, "shared_memory")
+    store = dist.distributed_c10d._get_default_store() if dist.get_rank() == 1 else None
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    mesh = new_mesh(2)
+    del store
+    gc.collect()
+    held = shared_memory.arena_of(str(mesh.ring_group.group_name)) is not None
+    same = [torch.equal(a, b) for a, b in zip(attend(mesh, 64, "auto"), attend(mesh, 64, "network"), strict=True)]
+    return held, all(same)
+
+
 def attend_for_ever(folder, begun):
     """Attend until killed; say in the folder `begun` that it goes on."""
     in_folder(folder)

@@ -148,6 +148,10 @@ def test_it_goes_with_its_process_group_and_comes_with_the_next():
         assert counts == [0, 6, 0, 6, 0]
 
 
+def test_a_store_held_beyond_its_world_takes_nothing_from_the_next_one():
+    assert run_ranks(ranks.outlived_by_its_store, 2, free_port(), timeout_s=10) == [(True, True)] * 2
+
+
 def test_nothing_is_left_when_all_ranks_are_killed(folder, tmp_path):
     place, begun = folder or Path("/dev/shm"), tmp_path / "begun"
     begun.mkdir()

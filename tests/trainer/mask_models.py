@@ -130,6 +130,8 @@ class Flex(Attending):
         self.form, self.length = form, length
         self.register_buffer("slopes", 0.5 ** torch.arange(1.0, HEADS + 1))
         self.register_buffer("documents", torch.arange(length) * 3 // length, persistent=False)
+        # One number for each position, and not one more.
+        self.places = nn.Parameter(torch.randn(2, length)) if form == "positions" else None
         self.table = nn.Parameter(torch.randn(HEADS, 2 * length)) if "learned" in form else None
         self.gate = nn.Linear(1, 1) if "called" in form else None
 
@@ -166,13 +168,14 @@ class Flex(Attending):
         return create_block_mask(functions.get(self.form, _causal), None, None, length, length, device="cpu")
 
     def _score_mod(self) -> Any:
-        slopes, table, length, gate = self.slopes, self.table, self.length, self.gate
+        slopes, table, length, gate, places = self.slopes, self.table, self.length, self.gate, self.places
 
         def scaled(index: Tensor) -> Tensor:
             return table[index[0], index[1]] if isinstance(index, tuple) else index
 
         functions: dict[str, Any] = {
             "alibi": lambda s, b, h, i, j: s + slopes[h] * (j - i),
+            "positions": lambda s, b, h, i, j: s * places[h % 2, i] + places[h % 2, j],
             "learned": lambda s, b, h, i, j: s + table[h, i - j + length],
             "learned full": lambda s, b, h, i, j: s * (1 + 0.1 * table[h, i]) + table[h, j],
             "learned attribute": self._by_attribute,

@@ -118,9 +118,9 @@ def windowed_layers() -> nn.Module:
     return model
 
 
-def custom_mask(form: str) -> nn.Module:
+def custom_mask(form: str, length: int = 32) -> nn.Module:
     window = 9 if form == "second window" else None
-    return CustomMask(hf("mistral", **LLAMA, sliding_window=window), form)
+    return CustomMask(hf("mistral", **LLAMA, sliding_window=window), form, length)
 
 
 def gpt_oss() -> nn.Module:
@@ -182,9 +182,11 @@ BUILDS: dict[str, Any] = {
     **{f"explicit {form} of 29": partial(Explicit, form, 29) for form in ("alibi", "learned full", "whole")},
     "padded encoder": PaddedEncoder,
     **{f"flex {form}": partial(Flex, form) for form in FLEX},
+    **{f"flex {form} of 29": partial(Flex, form, 29) for form in ("documents", "positions")},
     "imported": Imported,
     "held": partial(Imported, True),
     **{f"custom {form}": partial(custom_mask, form) for form in CUSTOM},
+    "custom whole tensor of 29": partial(custom_mask, "whole tensor", 29),
     "t5 encoder": T5Encoder,
     "cross": partial(Masked, keys=4),
     "flat": partial(Masked, flat=True),

@@ -93,6 +93,9 @@ EXACT = [
     (dict(build="llama4", data=PACKED, strategy={"preflight": True}), 1e-10),
     (dict(build="t5 encoder", data=PADDED, strategy={"preflight": True}), 1e-10),
     (dict(build="t5 encoder", kind="masked", data={"kind": "padding"}), 1e-10),
+    (dict(build="flex documents of 29", data=PADDED), 1e-10),
+    (dict(build="flex positions of 29", data=PADDED, strategy={"preflight": True}), 1e-10),
+    (dict(build="custom whole tensor of 29", data=PADDED), 1e-10),
 ]  # fmt: skip
 HAS_BY_LAYER = Version(version("transformers")) >= Version("5.23")
 if HAS_BY_LAYER:

@@ -413,6 +413,19 @@ def test_buckets_are_those_of_t5(bidirectional):
     assert torch.equal(t5_bucket(distances, 32, bidirectional=bidirectional, max_distance=128), theirs)
 
 
+@pytest.mark.filterwarnings("ignore:torch flash .cpu. computes no score_mod")
+def test_a_score_function_may_read_integers_and_only_the_others_learn():
+    q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    kinds, table = torch.arange(12) % 3, torch.randn(3, dtype=torch.float64, requires_grad=True)
+    change = ScoreMod(lambda s, row, head, i, j, kind, held: s + held[kind[i]] * held[kind[j]], kinds, table)
+    out = sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), score_mod=change)
+    expected = reference_attention(q, k, v, AttentionMask(), score_mod=change)
+    grads = [torch.autograd.grad(each.sin().sum(), (q, k, v, table)) for each in (out, expected)]
+    assert_sharded_equals_unsharded(
+        [out.detach(), *grads[0]], [expected.detach(), *grads[1]], ["out", "dq", "dk", "dv", "dtable"]
+    )
+
+
 @pytest.mark.filterwarnings("ignore:torch flash .cpu. computes no softcap")
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["fused", "tiled"])
 def test_any_strides_are_read_right(options):

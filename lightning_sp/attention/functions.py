@@ -36,7 +36,7 @@ class ScoreMod:
 
     Args:
         function: (score, row, head, query, key, *tensors) -> score, in FlexAttention's form; row of the batch, query head, global positions.
-        tensors: floating-point tensors that it reads, the same on all ranks, whole; they get their gradients: on each rank that of its part,
+        tensors: what it reads, the same on all ranks, whole; those of floating point get their gradients: on each rank that of its part,
             as a parameter's.
 
     Raises:
@@ -58,16 +58,22 @@ class ScoreMod:
 
     def gradients(
         self, grad: Tensor, scores: Tensor, places: Places, tensors: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the gradients of the scores and of the tensors from that of what `apply` returned.
 
-        Shapes: grad and scores (rows, heads, Sq, Sk).
+        Shapes: grad and scores (rows, heads, Sq, Sk); None for a tensor of integers, which has no gradient.
         """
         pull: Callable[[Tensor], tuple[Tensor, ...]]
+
+        def changed(scores: Tensor, *learned: Tensor) -> Tensor:
+            given = iter(learned)
+            return self.apply(scores, places, tuple(next(given) if t.is_floating_point() else t for t in tensors))
+
         with _transforms_allowed():
-            pull = torch.func.vjp(lambda s, *held: self.apply(s, places, held), scores, *tensors)[1]
-            d_scores, *d_tensors = pull(grad)
-        return d_scores, tuple(d_tensors)
+            pull = torch.func.vjp(changed, scores, *[t for t in tensors if t.is_floating_point()])[1]
+            d_scores, *d_learned = pull(grad)
+        found = iter(d_learned)
+        return d_scores, tuple(next(found) if t.is_floating_point() else None for t in tensors)
 
 
 class MaskMod:

@@ -194,6 +194,12 @@ class AttentionMask:
 def check_whole(name: str, value: Tensor, *, batch: int, heads: int | None, length: int, key_length: int) -> None:
     """Refuse a whole bias or mask whose shape does not fit; shorter than the padded sequence is fine, what is beyond is padding."""
     rows, own_heads, queries, keys = value.shape
+    if keys == 1 < key_length:
+        # Torch's functions would spread the one key over all, and here all but the first would be padding.
+        raise SequenceParallelError(
+            f"{name} of shape {tuple(value.shape)}: one number for {key_length} keys (padding included); keys are not broadcast: "
+            f"expand its last dim to the sequence's keys, {name}.expand(-1, -1, -1, keys)"
+        )
     if not (
         rows in (1, batch)
         and (heads is None or own_heads in (1, heads))

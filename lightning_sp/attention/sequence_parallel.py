@@ -86,6 +86,8 @@ def sequence_parallel_attention(
     width = v.shape[-1]
     dim = max(q.shape[-1], width)
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
+    # The fused kernels read a head's numbers one after the other whatever the stride says: channels before tokens would be silently wrong.
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     out: Tensor
     seen = (*mask.arguments(), layout.table, *scores.arguments())
     out, *_ = attention_op(q, k, v, *seen, sinks, factor, ring, ulysses, kernel, ring_transport)

@@ -312,6 +312,11 @@ EDGES = torch.tensor([[0, 12]])
             "bias of shape (1, 3, 12, 12): must be (1 or 2 rows, 1 or 4 heads, 1 or the queries, the keys)",
         ),
         (dict(bias=torch.zeros(1, 1, 13, 12)), "of the sequence's 12 queries and 12 keys"),
+        (dict(bias=torch.zeros(2, 1, 12, 1)), "bias of shape (2, 1, 12, 1): one number for 12 keys (padding included)"),
+        (
+            dict(mask=dict(dense=torch.ones(1, 1, 12, 1, dtype=torch.bool))),
+            "keys are not broadcast: expand its last dim to the sequence's keys, dense.expand(-1, -1, -1, keys)",
+        ),
         (dict(mask=dict(dense=everything())), "dense of shape (1, 1, 12, 12), torch.float32: must be bool"),
         (
             dict(mask=dict(dense=torch.ones(3, 1, 1, 12, dtype=torch.bool))),
@@ -406,3 +411,33 @@ def test_buckets_are_those_of_t5(bidirectional):
     distances = torch.arange(-300, 300)
     theirs = T5Attention._relative_position_bucket(distances, bidirectional, 32, 128)
     assert torch.equal(t5_bucket(distances, 32, bidirectional=bidirectional, max_distance=128), theirs)
+
+
+@pytest.mark.filterwarnings("ignore:torch flash .cpu. computes no score_mod")
+def test_a_score_function_may_read_integers_and_only_the_others_learn():
+    q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    kinds, table = torch.arange(12) % 3, torch.randn(3, dtype=torch.float64, requires_grad=True)
+    change = ScoreMod(lambda s, row, head, i, j, kind, held: s + held[kind[i]] * held[kind[j]], kinds, table)
+    out = sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), score_mod=change)
+    expected = reference_attention(q, k, v, AttentionMask(), score_mod=change)
+    grads = [torch.autograd.grad(each.sin().sum(), (q, k, v, table)) for each in (out, expected)]
+    assert_sharded_equals_unsharded(
+        [out.detach(), *grads[0]], [expected.detach(), *grads[1]], ["out", "dq", "dk", "dv", "dtable"]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch flash .cpu. computes no softcap")
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["fused", "tiled"])
+def test_any_strides_are_read_right(options):
+    """As a convolution leaves its channels, before the tokens, and as expanded tensors are."""
+    plain = [t.requires_grad_() for t in tensors((2, 4, 48, 8), (2, 2, 48, 8), (2, 2, 48, 8))]
+    strided = [t.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for t in plain]
+    expanded = plain[:1] + [t.detach()[..., :1].expand(-1, -1, -1, 8).requires_grad_() for t in plain[1:]]
+    grad = torch.ones((), dtype=torch.float64).expand(2, 4, 8, 48).transpose(2, 3)
+    for given in (strided, expanded):
+        out = sequence_parallel_attention(*given, mesh=None, mask=AttentionMask(), **options)
+        expected = reference_attention(*given, AttentionMask(), **options)
+        grads = [torch.autograd.grad(each, given, grad) for each in (out, expected)]
+        assert_sharded_equals_unsharded(
+            [out.detach(), *grads[0]], [expected.detach(), *grads[1]], ["out", "dq", "dk", "dv"]
+        )

@@ -18,7 +18,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     Shapes: (B, H, S, D), (B, H, S), (H,) -> (B, H, S, D), (B, H, S).
     """
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out.to(whole.dtype) * torch.exp(lse - whole).unsqueeze(-1), whole
+    return out.to(whole.dtype) * _share(lse, whole).unsqueeze(-1), whole
 
 
 def sink_gradient(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -27,4 +27,9 @@ def sink_gradient(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tens
     Shapes: sinks (H,), grad and out (B, H, S, D), lse (B, H, S), out and lse those with the sinks.
     """
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+    return -(_share(sinks.to(lse.dtype)[:, None], lse) * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """Return exp(part - whole); 0 where both are -inf: a query that saw nothing, and a sink that takes nothing."""
+    return torch.exp((part - whole).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf))

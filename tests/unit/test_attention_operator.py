@@ -90,6 +90,17 @@ def test_a_function_compiles():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_a_sink_that_takes_nothing_leaves_a_row_without_keys_at_zero():
+    q, k, v = (t.requires_grad_(True) for t in tensors((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8)))
+    sinks = torch.tensor([-torch.inf, 0.5], dtype=torch.float64, requires_grad=True)
+    mask = AttentionMask(valid=torch.tensor([[2, 6]]))
+    out = sequence_parallel_attention(q, k, v, mesh=None, mask=mask, sinks=sinks)
+    out.sum().backward()
+    assert torch.equal(out[:, :, :2], torch.zeros_like(out[:, :, :2]))
+    assert all(bool(t.isfinite().all()) for t in (out, q.grad, k.grad, v.grad, sinks.grad))
+    assert sinks.grad[0] == 0
+
+
 def test_nothing_is_computed_where_no_gradient_arrives():
     q, k, v = (t.requires_grad_(True) for t in tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)))
     out = sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask())

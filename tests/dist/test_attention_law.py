@@ -86,11 +86,13 @@ def stretched(name, length):
     return options
 
 
-@settings(
+ON_RANKS = settings(
     max_examples=settings().max_examples // 4,  # each runs on all ranks
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+@ON_RANKS
 @given(
     length=st.integers(1, 150),
     degrees=st.sampled_from([(2, 2), (4, 1), (1, 4)]),
@@ -108,11 +110,7 @@ def test_law_for_drawn_masks(pools, length, degrees, heads, transport, data):
         assert_sharded_equals_unsharded(answer[0], expected, labels)
 
 
-@settings(
-    max_examples=settings().max_examples // 4,  # each runs on all ranks
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@ON_RANKS
 @given(
     length=st.integers(1, 150),
     degrees=st.sampled_from([(2, 2), (1, 4)]),

@@ -5,8 +5,9 @@ Owns transport, not meaning: what a buffer holds is the caller's concern. No col
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -19,8 +20,10 @@ from torch.distributed import distributed_c10d as _c10d
 
 from lightning_sp.errors import SequenceParallelError
 
-# A tag of its own: gloo matches messages between two ranks by tag, and a ring's hops may be in flight on the same group.
-_ALL_PAIRS_TAG = 1
+# gloo matches messages between two ranks by tag. One of its own for `AllPairs`, for a ring's hops may be in flight on the same group; above it
+# the turns of the rings, so that what a pass that was given up has left is never taken for the next one's.
+_ALL_PAIRS_TAG, _FIRST_TURN_TAG = 1, 2
+_turns: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 def group_by_name(name: str) -> ProcessGroup | None:
@@ -114,24 +117,36 @@ def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group
     return output
 
 
+def next_turn(group: ProcessGroup) -> int:
+    """Return the number of a group's next pass of `Transfer`s, by which their messages are told from those of other passes."""
+    return next(_turns.setdefault(group, itertools.cycle(range(2**30))))
+
+
 class Transfer:
     """A point-to-point hop in flight: one send and one receive, either of which may be empty.
 
     A class because a transfer has a lifetime: the sent buffer must live, and the received one is valid only after `wait`.
+
+    Args:
+        sent: what goes to the rank `to`.
+        received: where the message of the rank `source` lands.
+        group: the ranks.
+        turn: as given by `next_turn`, the same on all ranks. NCCL does not look at it: there messages match by their order alone.
     """
 
-    def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: ProcessGroup) -> None:
+    def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: ProcessGroup, turn: int) -> None:
         self._sent, self._received = sent, received
-        operations = []
+        tag, operations = _FIRST_TURN_TAG + turn, []
         if sent.numel():
-            operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
+            operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to, tag=tag))
         if received.numel():
-            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source, tag=tag))
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor:
         """Return the received buffer, complete."""
-        for work in self._works:
+        works, self._works = self._works, []  # waiting for the same one twice never ends
+        for work in works:
             work.wait()
         return self._received
 

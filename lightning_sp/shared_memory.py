@@ -4,7 +4,7 @@ Every rank owns one arena, a file of /dev/shm, and maps those of the others. Own
 or written again; what lies in it is the caller's concern.
 
     rank 0's arena  [token | ......... ]<--- mapped by ranks 0, 1, 2, 3
-    rank 1's arena  [token | ......... ]<--- mapped by ranks 0, 1, 2, 3         reading: a load;   waiting: one byte of a pipe
+    rank 1's arena  [token | ......... ]<--- mapped by ranks 0, 1, 2, 3         reading: a load;   waiting: 4 bytes of a pipe
     ...
 
 An arena grows to the largest message so far and is never made smaller; it goes with its process group.

@@ -1,4 +1,4 @@
-"""One-byte signals between processes of one machine, through pipes: a write for the one, a wait in the kernel for the other, and no thread.
+"""Signals of four bytes between processes of one machine, through pipes: a write for the one, a wait in the kernel for the other, and no thread.
 
 Every rank makes a pipe for each other rank of its group; that rank opens its writing end through /proc/<pid>/fd. The pipe's reader has no
 writing end itself, so that the end of the other process, however it comes, is the end of the pipe. A gloo message of one byte says the
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import select
+import struct
 from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum
 
 
 class Signal(IntEnum):
-    """What a byte says."""
+    """What a signal says."""
 
     READY = 1  # the sender's keys and values may be read
     DONE = 2  # the sender has used the receiver's
@@ -23,8 +24,9 @@ class Signal(IntEnum):
     ADDED = 4  # the sender has added those
 
 
-# A byte holds the signal, and above it the turn, so that what a turn that was given up has left is never taken for the next one's.
-_TURNS = 32
+# A signal is one number: what it says, and above it the turn, so that what a turn that was given up has left is never taken for another's.
+_SIGNAL = struct.Struct("=I")
+_TURNS = 2**28
 
 
 class Signals:
@@ -44,7 +46,7 @@ class Signals:
     def send(self, signal: Signal, to: int, turn: int) -> None:
         """Tell a rank something; what this rank wrote before is then there for it."""
         try:
-            os.write(self._writers[to], bytes([_byte(signal, turn)]))
+            os.write(self._writers[to], _SIGNAL.pack(_number(signal, turn)))
         except BrokenPipeError as error:
             raise self._ended(signal, to) from error
 
@@ -54,7 +56,7 @@ class Signals:
         Raises:
             RuntimeError: the rank's process has ended, or sends nothing within the time limit.
         """
-        come, expected = self._come[source], _byte(signal, turn)
+        come, expected = self._come[source], _number(signal, turn)
         while not come[expected]:
             reader = self._readers[source]
             waiting = select.poll()
@@ -66,12 +68,13 @@ class Signals:
             found = os.read(reader, 4096)
             if not found:
                 raise self._ended(signal, source)
-            come.update(found)
+            # Whole ones: a pipe takes and gives so few bytes at once or not at all.
+            come.update(number for (number,) in _SIGNAL.iter_unpack(found))
         come[expected] -= 1
 
     def _ended(self, signal: Signal, peer: int) -> RuntimeError:
         return RuntimeError(f"rank {peer} of the ring has ended; rank {self._rank} was at the signal {signal.name}")
 
 
-def _byte(signal: Signal, turn: int) -> int:
+def _number(signal: Signal, turn: int) -> int:
     return signal + 8 * (turn % _TURNS)

@@ -21,7 +21,8 @@ Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-atten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,7 +36,7 @@ from lightning_sp.attention.places import Places, positions_of
 from lightning_sp.attention.plan import Block, Plan, key_ranges, renumbered
 from lightning_sp.attention.shared_hops import Arrival, SharedHops
 from lightning_sp.attention.sinks import add_sinks
-from lightning_sp.comm import Transfer
+from lightning_sp.comm import Transfer, next_turn
 from lightning_sp.shared_memory import Arena
 
 
@@ -116,6 +117,8 @@ class NetworkHops:
     def __init__(self, ring: Ring, kv: Tensor, kept: Tensor | None = None) -> None:
         assert ring.group is not None
         self._ring, self._group, self._kv, self._kept = ring, ring.group, kv, kept
+        self._turn = next_turn(ring.group)
+        self._flying: list[Transfer] = []
 
     def start_keys(self, hop: int) -> Transfer | Held:
         """Start the hop that brings what this rank needs of the source's keys: (n, 2, B, K, D)."""
@@ -123,14 +126,26 @@ class NetworkHops:
         own = (
             kv.new_empty(length(ring.needed(hop)), *kv.shape[1:]) if self._kept is None else ring.held(self._kept, hop)
         )
-        return Transfer(taken(kv, ring.leaving(hop)), ring.target(hop), own, ring.source(hop), self._group)
+        return self._started(taken(kv, ring.leaving(hop)), ring.target(hop), own, ring.source(hop))
 
     def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Transfer:
         """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
         ring, kv = self._ring, self._kv
         sent = kv.new_empty(0) if gradients is None else pack(*gradients)
         received = kv.new_empty(length(ring.leaving(hop)), *kv.shape[1:])
-        return Transfer(sent, ring.source(hop), received, ring.target(hop), self._group)
+        return self._started(sent, ring.source(hop), received, ring.target(hop))
+
+    def give_up(self) -> None:
+        """After an error, let what is in flight arrive: it belongs to no later pass. At once where all ranks failed in the same hop."""
+        # A rank that failed in an earlier hop has sent nothing: the time limit then ends the group for every later pass, loudly.
+        with contextlib.suppress(RuntimeError):
+            for transfer in self._flying:
+                transfer.wait()
+
+    def _started(self, sent: Tensor, to: int, received: Tensor, source: int) -> Transfer:
+        # At most the next hop's keys and one partial on its way home are in flight.
+        self._flying = [*self._flying[-1:], Transfer(sent, to, received, source, self._group, self._turn)]
+        return self._flying[-1]
 
 
 @dataclass(frozen=True)
@@ -177,15 +192,16 @@ def ring_forward(
     hops = ring.hops(k, v, kept) if size > 1 else None
     running = None
     transfer: Transfer | Arrival | Held | None = None
-    for hop in range(size):
-        following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
-        if hop == 0:
-            running = forward_step(kernel, ring.own, q, k, v, None, ring.places(q, 0))
-        elif transfer is not None:
-            keys, values = unpack(transfer.wait())
-            running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.places(q, hop))
-            transfer.release()
-        transfer = following
+    with _given_up_on_errors(hops):
+        for hop in range(size):
+            following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
+            if hop == 0:
+                running = forward_step(kernel, ring.own, q, k, v, None, ring.places(q, 0))
+            elif transfer is not None:
+                keys, values = unpack(transfer.wait())
+                running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.places(q, hop))
+                transfer.release()
+            transfer = following
     assert running is not None
     out, lse = running if sinks is None else add_sinks(*running, sinks)
     return out.to(q.dtype), lse
@@ -216,21 +232,33 @@ def ring_backward(
     hops = ring.hops(k, v) if kept is None else KeptHops(ring, dkv[:0].to(k.dtype), kept)
     transfer: Transfer | Arrival | Held | None = hops.start_keys(1)
     homeward: tuple[Transfer | Arrival, list[Range]] | None = None
-    for hop in range(1, size):
-        assert transfer is not None
-        arrived = transfer
-        received = arrived.wait()
-        transfer = hops.start_keys(hop + 1) if hop + 1 < size else None
-        dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
-        arrived.release()
-        del arrived, received
+    with _given_up_on_errors(hops):
+        for hop in range(1, size):
+            assert transfer is not None
+            arrived = transfer
+            received = arrived.wait()
+            transfer = hops.start_keys(hop + 1) if hop + 1 < size else None
+            dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
+            arrived.release()
+            del arrived, received
+            _add_home(dkv, homeward)
+            homeward = None
+            homeward = hops.send_home(hop, gradients), ring.leaving(hop)
+            del gradients
         _add_home(dkv, homeward)
-        homeward = None
-        homeward = hops.send_home(hop, gradients), ring.leaving(hop)
-        del gradients
-    _add_home(dkv, homeward)
     home_dk, home_dv = unpack(dkv)
     return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
+
+
+@contextlib.contextmanager
+def _given_up_on_errors(hops: NetworkHops | SharedHops | None) -> Iterator[None]:
+    """Leave nothing behind that the next pass of these processes would wait for or take for its own."""
+    try:
+        yield
+    except Exception:
+        if hops is not None:
+            hops.give_up()
+        raise
 
 
 def _hop_backward(

@@ -5,8 +5,8 @@
                      read by every rank that     (dk, dv) of another rank's keys, in turn in one of two places: read and added
                      needs some of them          by the keys' owner, while this rank computes the next hop
 
-Every signal is one byte: READY when k and v are written, DONE when a forward has used them; in the backward HOME when a partial is written
-(k and v were used then), ADDED when its owner has added it. What is still read when a pass ends is waited for before the next one writes.
+Every signal is a few bytes of a pipe: READY when k and v are written, DONE when they were used; in the backward HOME when a partial is written,
+ADDED when its owner has added it. What is still read when a pass ends is waited for before the next one writes.
 
 S local keys, B batch, K key-value heads, D head dim.
 """
@@ -102,13 +102,14 @@ class Arrival:
 class SharedHops:
     """One pass round the ring, its keys and values in shared memory; a class because it is a transfer in flight.
 
-    Shapes: k and v (B, K, S, D). Communicates: one byte of a pipe for every signal, nothing by the group.
+    Shapes: k and v (B, K, S, D). Communicates: four bytes of a pipe for every signal, nothing by the group.
     """
 
     def __init__(self, ring: Neighbours, arena: Arena, k: Tensor, v: Tensor) -> None:
         self._ring, self._arena = ring, arena
         self._shape, self._dtype, self._place_bytes = packed_shape(k), k.dtype, _place_bytes(k)
         self._sent: set[int] = set()
+        self._answered: set[tuple[Signal, int]] = set()
         arena.begin()
         pack_into(self._place(arena.rank, 0), k, v)
         for hop in range(1, ring.size):
@@ -118,7 +119,9 @@ class SharedHops:
 
     def start_keys(self, hop: int) -> Arrival:
         """Begin to wait for what this rank needs of the source's keys in a hop."""
-        return self._arrival(self._ring.source(hop), 0, self._ring.needed(hop), Signal.READY, Signal.DONE)
+        source = self._ring.source(hop)
+        place, answer = self._place(source, 0), partial(self._answer, Signal.DONE, hop, source)
+        return Arrival(place, self._ring.needed(hop), partial(self._arena.wait, Signal.READY, source), answer)
 
     def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Arrival:
         """Put a partial (dk, dv) where the keys' owner reads it, and begin to wait for this rank's from the rank that used its keys."""
@@ -130,15 +133,22 @@ class SharedHops:
             self._arena.send(Signal.HOME, owner)
             self._arena.owe(Signal.ADDED, owner)
             self._sent.add(hop)
-        tokens = length(self._ring.leaving(hop))
-        ranges = [(0, tokens)] if tokens else []
-        return self._arrival(self._ring.target(hop), _partial_place(hop), ranges, Signal.HOME, Signal.ADDED)
+        user, tokens = self._ring.target(hop), length(self._ring.leaving(hop))
+        place, answer = self._place(user, _partial_place(hop)), partial(self._answer, Signal.ADDED, hop, user)
+        return Arrival(place, [(0, tokens)] if tokens else [], partial(self._arena.wait, Signal.HOME, user), answer)
 
-    def _arrival(self, rank: int, place: int, ranges: Sequence[Range], ready: Signal, answer: Signal) -> Arrival:
-        arena = self._arena
-        return Arrival(
-            self._place(rank, place), ranges, partial(arena.wait, ready, rank), partial(arena.send, answer, rank)
-        )
+    def give_up(self) -> None:
+        """After an error, answer all that the other ranks wait for before they write again; what no one waits for stays of this turn."""
+        for hop in range(1, self._ring.size):
+            if self._ring.needed(hop):
+                self._answer(Signal.DONE, hop, self._ring.source(hop))
+            if self._ring.leaving(hop):
+                self._answer(Signal.ADDED, hop, self._ring.target(hop))
+
+    def _answer(self, signal: Signal, hop: int, to: int) -> None:
+        if (signal, hop) not in self._answered:
+            self._answered.add((signal, hop))
+            self._arena.send(signal, to)
 
     def _place(self, rank: int, place: int) -> Tensor:
         """Return all of a rank's k and v (place 0), or the memory of its partials (1 and on). Shapes: (S, 2, B, K, D)."""

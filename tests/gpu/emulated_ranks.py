@@ -81,7 +81,7 @@ class EmulatedGroup:
 class EmulatedTransfer:
     """`comm.Transfer` over queues."""
 
-    def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: EmulatedGroup) -> None:
+    def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: EmulatedGroup, turn: int) -> None:
         self._received, self._source, self._group = received, source, group
         if sent.numel():
             group.put(sent, to)
@@ -114,6 +114,7 @@ def emulated_transport(world: EmulatedWorld, kernel: Kernel | None) -> Iterator[
         (comm, "rank_in", lambda group: 0 if group is None else group.rank),
         (ulysses, "exchange", exchange),
         (ring, "Transfer", EmulatedTransfer),
+        (ring, "next_turn", lambda group: 0),
     ]
     if kernel is not None:
         replaced.append((operator, "select_kernel", lambda *_: kernel))

@@ -4,12 +4,14 @@
     python -m benchmarks.attention_peers --only lightning_sp,torch --world 2   some of them
     python -m benchmarks.attention_peers --kv-heads 2 --lengths 16384 32768    8 query heads share 2 key-value heads; longer
 
-Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, so that all meet the
-same machine. The ratio is within a repeat, to one process with all cores. Competitors that are not here have an environment of their own,
-made below `.venv-peers/` on first use. Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest
-that the same scheme (Ulysses, ring in zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are
-what a run adds to its inputs, in processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system,
-so that what is resident is alive.
+Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, each time beginning with
+another, so that all meet the same machine. The first ratio is within a repeat, to one process with all cores: the median and the middle half;
+the second is of the least that each took in all repeats, for what disturbs only adds. Competitors that are not here have an environment of
+their own, made below `.venv-peers/` on first use.
+
+Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest that the same scheme (Ulysses, ring in
+zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are what a run adds to its inputs, in
+processes of their own that have run once before, with tensors of 1 MiB and more mapped from the system, so that what is resident is alive.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -219,8 +222,10 @@ def competitors(peers: list[Peer], world: int, problem: dict[str, Any]) -> Itera
         yield started
 
 
-def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
-    """Return one row for each competitor that ran; what does not run is named and left out."""
+def compare(
+    peers: list[Peer], world: int, problem: dict[str, Any], repeats: int, *, peaks: bool = True
+) -> list[dict[str, Any]]:
+    """Return one row for each competitor that ran; what does not run is named and left out. Without `peaks` those are NaN."""
     with competitors(peers, world, problem) as started:
         checks = {}
         for each in list(started):
@@ -232,14 +237,16 @@ def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int
                 started.remove(each)
         runs: dict[str, list[dict[str, float]]] = {each.name: [] for each in started}
         for repeat in range(repeats):
-            for each in started:
+            first = repeat % len(started)
+            for each in started[first:] + started[:first]:
                 print(f"repeat {repeat + 1} of {repeats}: {each.name:40}", end="\r", file=sys.stderr, flush=True)
                 runs[each.name].append(each.run())
     alone = runs[started[0].name]
     rows = []
     for each in started:
         mine = runs[each.name]
-        ratios = [run["cpu_s"] / one["cpu_s"] for run, one in zip(mine, alone, strict=True)]
+        ratios = sorted(run["cpu_s"] / one["cpu_s"] for run, one in zip(mine, alone, strict=True))
+        quarter = len(ratios) // 4
         is_sharded = each is not started[0]
         shared = each.peer.module == "lightning_sp_attention" and "network" not in each.variant
         fewest = (
@@ -249,11 +256,13 @@ def compare(peers: list[Peer], world: int, problem: dict[str, Any], repeats: int
             {
                 "name": each.name,
                 "cpu_s": statistics.median(run["cpu_s"] for run in mine),
-                "ratio": (statistics.median(ratios), min(ratios), max(ratios)),
+                "ratio": (statistics.median(ratios), ratios[quarter], ratios[-1 - quarter]),
+                "least_ratio": min(run["cpu_s"] for run in mine) / min(run["cpu_s"] for run in alone),
                 "wall_s": statistics.median(run["wall_s"] for run in mine),
+                "least_wall_s": min(run["wall_s"] for run in mine),
                 "sent_mib": statistics.median(run["sent_mib"] for run in mine),
                 "fewest_mib": fewest / 2**20,
-                "peak_mib": peak_mib(each, world if is_sharded else 1, problem),
+                "peak_mib": peak_mib(each, world if is_sharded else 1, problem) if peaks else math.nan,
                 "error": checks[each.name]["error"],
                 "note": each.peer.note,
             }
@@ -282,25 +291,27 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--without-peaks", action="store_true", help="measure time alone")
     parser.add_argument("--only", default="", help="names of competitors, comma-separated")
     arguments = parser.parse_args()
     wanted = [name for name in arguments.only.split(",") if name]
     peers = [peer for peer in PEERS if not wanted or any(peer.name.startswith(name) for name in wanted)]
     for length in arguments.lengths:
         problem = {"length": length, "heads": arguments.heads, "kv_heads": arguments.kv_heads, "dim": arguments.dim}
-        rows = compare(peers, arguments.world, problem, arguments.repeats)
+        rows = compare(peers, arguments.world, problem, arguments.repeats, peaks=not arguments.without_peaks)
         print(
             f"\n{problem}, causal, float32, {arguments.world} ranks, {arguments.repeats} repeats, load {os.getloadavg()[0]:.1f}\n"
         )
         print(
-            "| | CPU-s | over one process (median, low..high) | wall s (median) | MiB sent per rank | fewest for the scheme | "
-            "peak MiB per rank | error |"
+            "| | CPU-s | over one process (median, middle half) | of the least | wall s (median, least) | MiB sent per rank | "
+            "fewest for the scheme | peak MiB per rank | error |"
         )
-        print("|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|")
         for row in rows:
             middle, low, high = (100 * (r - 1) for r in row["ratio"])
             print(
-                f"| {row['name']} | {row['cpu_s']:.2f} | {middle:+.1f}% ({low:+.1f}..{high:+.1f}%) | {row['wall_s']:.2f} | "
+                f"| {row['name']} | {row['cpu_s']:.2f} | {middle:+.1f}% ({low:+.1f}..{high:+.1f}%) | "
+                f"{100 * (row['least_ratio'] - 1):+.1f}% | {row['wall_s']:.2f}, {row['least_wall_s']:.2f} | "
                 f"{row['sent_mib']:.1f} | {row['fewest_mib']:.1f} | {row['peak_mib']:.0f} | {row['error']:.0e} |"
             )
         for note in dict.fromkeys(row["note"] for row in rows if row["note"]):

@@ -14,8 +14,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -75,22 +76,22 @@ class Problem:
 _meshes: dict[tuple[int, int], SequenceMesh] = {}
 
 
-# ulysses, ring, ring_transport
-Layout = tuple[int, int, str]
+# ulysses, ring, ring_transport, ring_method
+Layout = tuple[int, int, str, str]
 
 
-def step(problem: Problem, ulysses: int, ring: int, transport: str) -> dict[str, float]:
+def step(problem: Problem, ulysses: int, ring: int, *ways: str) -> dict[str, float]:
     """Run one forward and backward on this rank and return what it cost. Every rank of the world calls it."""
     mesh = _mesh(ulysses, ring)
     inputs = problem.inputs(mesh.layout, mesh.sequence_rank)
-    return _cost(inputs, lambda q, k, v: _attend(problem, mesh, transport, q, k, v))
+    return _cost(inputs, lambda q, k, v: _attend(problem, mesh, ways, q, k, v))
 
 
-def peak(problem: Problem, ulysses: int, ring: int, transport: str) -> float:
+def peak(problem: Problem, ulysses: int, ring: int, *ways: str) -> float:
     """Return this rank's peak memory over one forward and backward, inputs included, in bytes."""
     mesh = _mesh(ulysses, ring)
     inputs = problem.inputs(mesh.layout, mesh.sequence_rank)
-    return _peak(inputs, lambda q, k, v: _attend(problem, mesh, transport, q, k, v))
+    return _peak(inputs, lambda q, k, v: _attend(problem, mesh, ways, q, k, v))
 
 
 def step_whole(problem: Problem, threads: int) -> dict[str, float]:
@@ -111,8 +112,11 @@ def _mesh(ulysses: int, ring: int) -> SequenceMesh:
     return _meshes[ulysses, ring]
 
 
-def _attend(problem: Problem, mesh: SequenceMesh, transport: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=problem.mask, ring_transport=transport)
+def _attend(problem: Problem, mesh: SequenceMesh, ways: Sequence[str], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    transport, method = ways
+    return sequence_parallel_attention(
+        q, k, v, mesh=mesh, mask=problem.mask, ring_transport=transport, ring_method=method
+    )
 
 
 def _attend_whole(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,10 +157,12 @@ def compare(problem: Problem, layouts: list[Layout], repeats: int) -> list[dict[
     """Return one row per layout; the sides of a repeat run one after the other, so that they meet the same machine."""
     threads = os.cpu_count() or 1
     with contextlib.ExitStack() as stack:
-        pools = {size: stack.enter_context(RankPool(size)) for size in {1, *(u * r for u, r, _ in layouts)}}
+        pools = {
+            size: stack.enter_context(RankPool(size)) for size in {1, *(layout[0] * layout[1] for layout in layouts)}
+        }
         pools[1].run(step_whole, problem, threads)  # warm-up
-        for ulysses, ring, transport in layouts:
-            pools[ulysses * ring].run(step, problem, ulysses, ring, transport)
+        for layout in layouts:
+            pools[layout[0] * layout[1]].run(step, problem, *layout)
         base: list[dict[str, float]] = []
         runs: dict[Layout, list[list[dict[str, float]]]] = {layout: [] for layout in layouts}
         for _ in range(repeats):
@@ -176,7 +182,7 @@ def compare(problem: Problem, layouts: list[Layout], repeats: int) -> list[dict[
 
 
 def _name(layout: Layout) -> str:
-    return "{}x{} {}".format(*layout) if layout[1] > 1 else "{}x{}".format(*layout[:2])
+    return "{}x{} {} {}".format(*layout) if layout[1] > 1 else "{}x{}".format(*layout[:2])
 
 
 def _peaks(problem: Problem, layouts: list[Layout]) -> dict[str, float]:
@@ -214,10 +220,11 @@ def main() -> None:
     parser.add_argument(
         "--transport", default="auto", help="ring_transport, comma-separated: each layout with a ring runs with each"
     )
+    parser.add_argument("--method", default="auto", help="ring_method, likewise")
     arguments = vars(parser.parse_args())
-    transports, layouts = arguments.pop("transport").split(","), []
+    ways, layouts = [arguments.pop(name).split(",") for name in ("transport", "method")], list[Layout]()
     for ulysses, ring in (map(int, name.split("x")) for name in arguments.pop("layouts").split(",")):
-        layouts += [(ulysses, ring, transport) for transport in (transports if ring > 1 else ["auto"])]
+        layouts += [(ulysses, ring, *each) for each in (product(*ways) if ring > 1 else [("auto", "auto")])]
     repeats, full = arguments.pop("repeats"), arguments.pop("full")
     problem = Problem(causal=not full, **arguments)
     print(f"{problem}, torch {torch.__version__}, {repeats} repeats, load {os.getloadavg()[0]:.1f}")

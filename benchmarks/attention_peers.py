@@ -5,9 +5,8 @@
     python -m benchmarks.attention_peers --kv-heads 2 --lengths 16384 32768    8 query heads share 2 key-value heads; longer
 
 Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, each time beginning with
-another, so that all meet the same machine. The first ratio is within a repeat, to one process with all cores: the median and the middle half;
-the second is of the least that each took in all repeats, for what disturbs only adds. Competitors that are not here have an environment of
-their own, made below `.venv-peers/` on first use.
+another, so that all meet the same machine. The ratio is within a repeat, to one process with all cores: the median and the middle half.
+Competitors that are not here have an environment of their own, made below `.venv-peers/` on first use.
 
 Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest that the same scheme (Ulysses, ring in
 zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are what a run adds to its inputs, in
@@ -257,9 +256,7 @@ def compare(
                 "name": each.name,
                 "cpu_s": statistics.median(run["cpu_s"] for run in mine),
                 "ratio": (statistics.median(ratios), ratios[quarter], ratios[-1 - quarter]),
-                "least_ratio": min(run["cpu_s"] for run in mine) / min(run["cpu_s"] for run in alone),
                 "wall_s": statistics.median(run["wall_s"] for run in mine),
-                "least_wall_s": min(run["wall_s"] for run in mine),
                 "sent_mib": statistics.median(run["sent_mib"] for run in mine),
                 "fewest_mib": fewest / 2**20,
                 "peak_mib": peak_mib(each, world if is_sharded else 1, problem) if peaks else math.nan,
@@ -303,15 +300,15 @@ def main() -> None:
             f"\n{problem}, causal, float32, {arguments.world} ranks, {arguments.repeats} repeats, load {os.getloadavg()[0]:.1f}\n"
         )
         print(
-            "| | CPU-s | over one process (median, middle half) | of the least | wall s (median, least) | MiB sent per rank | "
+            "| | CPU-s | over one process (median, middle half) | wall s (median) | MiB sent per rank | "
             "fewest for the scheme | peak MiB per rank | error |"
         )
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|")
         for row in rows:
             middle, low, high = (100 * (r - 1) for r in row["ratio"])
             print(
                 f"| {row['name']} | {row['cpu_s']:.2f} | {middle:+.1f}% ({low:+.1f}..{high:+.1f}%) | "
-                f"{100 * (row['least_ratio'] - 1):+.1f}% | {row['wall_s']:.2f}, {row['least_wall_s']:.2f} | "
+                f"{row['wall_s']:.2f} | "
                 f"{row['sent_mib']:.1f} | {row['fewest_mib']:.1f} | {row['peak_mib']:.0f} | {row['error']:.0e} |"
             )
         for note in dict.fromkeys(row["note"] for row in rows if row["note"]):

@@ -14,6 +14,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 Degree = int | Literal["auto"]
 KERNELS = ("auto", "torch", "flash_attn")
 RING_TRANSPORTS = ("auto", "shared_memory", "network", "network_kept")
+RING_METHODS = ("auto", "hops", "all_gather")
 BALANCES = ("auto", "zigzag", "documents")
 
 
@@ -32,6 +33,9 @@ class StrategyConfig:
             machine; "network": messages of the process group; "network_kept": those, and what arrived is kept for the backward: a third
             fewer bytes, and in memory up to ring_size - 1 times the local keys and values of each layer; "auto": shared memory where it is
             possible, else the network.
+        ring_method: When they come. "hops": rank by rank, each while the one before is computed; "all_gather": all that are needed first, then
+            computed at once, which takes up to ring_size - 1 times the local keys and values of a layer more; "auto": that for sequences
+            so short that a hop does not pay.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         compile: Compile each transformer block with torch.compile.
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded.
@@ -55,6 +59,7 @@ class StrategyConfig:
     shard_size: Degree = "auto"
     kernel: str = "auto"
     ring_transport: str = "auto"
+    ring_method: str = "auto"
     activation_checkpointing: bool = False
     compile: bool = False
     preflight: bool = True
@@ -84,6 +89,7 @@ class StrategyConfig:
                 f"kernel={self.kernel!r}: must be one of {', '.join(KERNELS)}{closest(self.kernel, KERNELS)}"
             )
         check_known_transport(self.ring_transport)
+        check_known_method(self.ring_method)
         if self.balance not in BALANCES:
             raise SequenceParallelError(
                 f"balance={self.balance!r}: must be one of {', '.join(BALANCES)}{closest(self.balance, BALANCES)}"
@@ -119,6 +125,14 @@ def check_known_transport(name: str) -> None:
     if name not in RING_TRANSPORTS:
         raise SequenceParallelError(
             f"ring_transport={name!r}: must be one of {', '.join(RING_TRANSPORTS)}{closest(name, RING_TRANSPORTS)}"
+        )
+
+
+def check_known_method(name: str) -> None:
+    """Refuse a ring_method that is none."""
+    if name not in RING_METHODS:
+        raise SequenceParallelError(
+            f"ring_method={name!r}: must be one of {', '.join(RING_METHODS)}{closest(name, RING_METHODS)}"
         )
 
 

@@ -178,10 +178,13 @@ class Step:
 class SequenceContext:
     """The state shared by the strategy, the rewrite and the loss. Inactive (step None): every interception is the original function."""
 
-    def __init__(self, mesh: SequenceMesh, kernel: str, ring_transport: str = "auto") -> None:
+    def __init__(
+        self, mesh: SequenceMesh, kernel: str, ring_transport: str = "auto", ring_method: str = "auto"
+    ) -> None:
         self.mesh = mesh
         self.kernel = kernel
         self.ring_transport = ring_transport
+        self.ring_method = ring_method
         self.step: Step | None = None
         self.reference: BatchInfo | None = None
         # What the layers of the step before were; the next batch is balanced for it.

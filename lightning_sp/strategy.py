@@ -94,6 +94,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         shard_size: int | Literal["auto"] = "auto",
         kernel: str = "auto",
         ring_transport: str = "auto",
+        ring_method: str = "auto",
         activation_checkpointing: bool = False,
         compile: bool = False,
         preflight: bool = True,
@@ -117,6 +118,7 @@ class SequenceParallelStrategy(ProcessStrategy):
                 "shard_size": shard_size,
                 "kernel": kernel,
                 "ring_transport": ring_transport,
+                "ring_method": ring_method,
                 "activation_checkpointing": activation_checkpointing,
                 "compile": compile,
                 "preflight": preflight,
@@ -297,7 +299,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._batch = None  # of another model, perhaps in another layout
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
         check_ring_transport(self.config.ring_transport, self._mesh)
-        context = SequenceContext(self._mesh, self.config.kernel, self.config.ring_transport)
+        context = SequenceContext(self._mesh, self.config.kernel, self.config.ring_transport, self.config.ring_method)
         self._runner = Steps(context, compiled=self.config.compile, control_group=self._control_group)
         self.model = self.precision_plugin.convert_module(module)
         if self.global_rank == 0:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention.block import BlockKernel, empty_token_major
+from lightning_sp.attention.cost import gathers
 from lightning_sp.attention.functions import registered
+from lightning_sp.attention.gathered import gathered_backward, gathered_forward
 from lightning_sp.attention.kernel import select_kernel
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.plan import plan_of
@@ -61,6 +63,7 @@ def attention_op(
     ulysses_group: str,
     kernel: str,
     ring_transport: str,
+    ring_method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attend over the whole sequence from this rank's part of it.
 
@@ -84,7 +87,8 @@ def attention_op(
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
     kept = _empty_kept(k, ring.size, ring_transport)
-    out, lse = ring_forward(ring, block_kernel, q, k, v, own_sinks, kept if kept.numel() else None)
+    forward = gathered_forward if gathers(ring_method, ring, q, k) else ring_forward
+    out, lse = forward(ring, block_kernel, q, k, v, own_sinks, kept if kept.numel() else None)
     if ulysses is not None:
         heads_out = out
         out = exchange_out(heads_out, split, ulysses)
@@ -108,6 +112,7 @@ def _(
     ulysses_group: str,
     kernel: str,
     ring_transport: str,
+    ring_method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     batch, _, tokens, dim = q.shape
@@ -147,6 +152,7 @@ def attention_backward_op(
     ulysses_group: str,
     kernel: str,
     ring_transport: str,
+    ring_method: str,
     num_heads: int,
     num_kv_heads: int,
     learns: bool,
@@ -176,9 +182,9 @@ def attention_backward_op(
         own = slice(*split.queries(rank))
         dsinks = torch.zeros_like(sinks)
         dsinks[own] = sink_gradient(sinks[own], grad, out, lse)
-    dq, dk, dv = map(
-        _token_major, ring_backward(ring, block_kernel, grad, q, k, v, out, lse, kept if kept.numel() else None)
-    )
+    backward = gathered_backward if gathers(ring_method, ring, q, k) else ring_backward
+    gradients_of_heads = backward(ring, block_kernel, grad, q, k, v, out, lse, kept if kept.numel() else None)
+    dq, dk, dv = map(_token_major, gradients_of_heads)
     return dq, dk, dv, dsinks, gradients.as_arguments(scores, score_tensors)
 
 
@@ -201,6 +207,7 @@ def _(
     ulysses_group: str,
     kernel: str,
     ring_transport: str,
+    ring_method: str,
     num_heads: int,
     num_kv_heads: int,
     learns: bool,
@@ -243,7 +250,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     num_masks, num_scores = ctx.counts
     no_masks, no_scores = [None] * num_masks, [None] * num_scores
     if grad is None:
-        return (None, None, None, None, no_masks, None, None, None, no_scores, *[None] * 6)
+        return (None, None, None, None, no_masks, None, None, None, no_scores, *[None] * 7)
     lse, sinks, table, kept, *rest, out = ctx.saved_tensors
     masks, score_tensors, saved = (
         rest[:num_masks],
@@ -262,7 +269,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     ctx.maybe_clear_saved_tensors()
     num_heads, num_kv_heads = ctx.heads
     dq, dk, dv = gradients_home(grads, num_heads, num_kv_heads, ulysses_group)
-    return (dq, dk, dv, None, no_masks, None, None, None, dscores, dsinks if has_sinks else None, *[None] * 5)
+    return (dq, dk, dv, None, no_masks, None, None, None, dscores, dsinks if has_sinks else None, *[None] * 6)
 
 
 def gradients_home(grads: list[Tensor], num_heads: int, num_kv_heads: int, ulysses_group: str) -> list[Tensor]:

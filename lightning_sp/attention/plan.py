@@ -59,6 +59,26 @@ class Block:
     opens: bool = True
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """One ring rank's queries against all keys that they see, which lie one after the other in the order of their positions.
+
+    Args:
+        keys: global ranges of those keys, rising and apart.
+        blocks: on the keys as they lie then.
+        parts: for each ring rank, those of its keys that are seen: (local range, where they lie), in its order.
+    """
+
+    keys: tuple[Range, ...]
+    blocks: tuple[Block, ...]
+    parts: tuple[tuple[tuple[Range, Range], ...], ...]
+
+    @property
+    def num_keys(self) -> int:
+        """Return how many keys that are."""
+        return sum(end - start for start, end in self.keys)
+
+
 class Plan:
     """The blocks of one mask for all pairs of ring ranks, each made once. Make it by `plan_of`.
 
@@ -82,20 +102,35 @@ class Plan:
         self._pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
         assert len(self._pieces) in (1, rows)
         self._steps: dict[Range, tuple[Block, ...]] = {}
+        self._gathered: dict[int, Gathered] = {}
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """Return the blocks of ring rank `query_rank`'s queries against ring rank `key_rank`'s keys."""
         pair = (query_rank, key_rank)
         if pair not in self._steps:
-            queries = self.layout.ring_chunks(self.length, query_rank)
-            keys = self.layout.for_length(self.key_length).ring_chunks(self.key_length, key_rank)
-            self._steps[pair] = tuple(
-                block
-                for row, pieces in enumerate(self._pieces)
-                for piece in local(pieces, queries, keys)
-                for block in _blocks(piece, None if len(self._pieces) == 1 else row)
-            )
+            self._steps[pair] = self._between(query_rank, self._chunks(key_rank))
         return self._steps[pair]
+
+    def gathered(self, query_rank: int) -> Gathered:
+        """Return the blocks of a ring rank's queries against all keys at once."""
+        if query_rank not in self._gathered:
+            blocks = self._between(query_rank, ((0, self.key_length),))
+            seen = key_ranges(blocks)
+            parts = tuple(_parts(self._chunks(rank), seen) for rank in range(self.layout.ring_size))
+            self._gathered[query_rank] = Gathered(tuple(seen), tuple(renumbered(blocks, seen)), parts)
+        return self._gathered[query_rank]
+
+    def _chunks(self, key_rank: int) -> Sequence[Range]:
+        return self.layout.for_length(self.key_length).ring_chunks(self.key_length, key_rank)
+
+    def _between(self, query_rank: int, keys: Sequence[Range]) -> tuple[Block, ...]:
+        queries = self.layout.ring_chunks(self.length, query_rank)
+        return tuple(
+            block
+            for row, pieces in enumerate(self._pieces)
+            for piece in local(pieces, queries, keys)
+            for block in _blocks(piece, None if len(self._pieces) == 1 else row)
+        )
 
 
 def plan_of(mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None) -> Plan:
@@ -146,6 +181,21 @@ def renumbered(blocks: Iterable[Block], ranges: Sequence[Range]) -> list[Block]:
                 break
             offset += end - start
     return found
+
+
+def _parts(chunks: Sequence[Range], seen: Sequence[Range]) -> tuple[tuple[Range, Range], ...]:
+    """Return what of a rank's chunks lies in the ranges: (local range, range in the numbering of the ranges)."""
+    found, offset = [], 0
+    for begin, finish in chunks:
+        landed = 0
+        for start, end in seen:
+            low, high = max(start, begin), min(end, finish)
+            if low < high:
+                landing = landed + low - start
+                found.append(((offset + low - begin, offset + high - begin), (landing, landing + high - low)))
+            landed += end - start
+        offset += finish - begin
+    return tuple(found)
 
 
 def _blocks(piece: Piece, row: int | None) -> Iterable[Block]:

@@ -21,22 +21,22 @@ Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-atten
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.block import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.hops import Arriving, Hops, add_home, given_up_on_errors
 from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.merge import accumulator_dtype
-from lightning_sp.attention.packed import length, pack, taken, unpack
+from lightning_sp.attention.network_hops import KeptHops, NetworkHops
+from lightning_sp.attention.packed import length, pack, packed_shape, unpack
 from lightning_sp.attention.places import Places, positions_of
-from lightning_sp.attention.plan import Block, Plan, key_ranges, renumbered
-from lightning_sp.attention.shared_hops import Arrival, SharedHops
+from lightning_sp.attention.plan import Block, Gathered, Plan, key_ranges, renumbered
+from lightning_sp.attention.shared_hops import SharedHops
 from lightning_sp.attention.sinks import add_sinks
-from lightning_sp.comm import Transfer, next_turn
 from lightning_sp.shared_memory import Arena
 
 
@@ -93,85 +93,25 @@ class Ring:
         """Return the ranges of the source's keys that this rank needs in a hop."""
         return key_ranges(self.plan.blocks(self.rank, self.source(hop)))
 
-    def hops(self, k: Tensor, v: Tensor, kept: Tensor | None = None) -> NetworkHops | SharedHops:
+    @property
+    def gathered(self) -> Gathered:
+        """Return the blocks of this rank's queries against all keys that they see, in the order of their positions."""
+        return self.plan.gathered(self.rank)
+
+    def hops(self, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Hops:
         """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice; kept: see `NetworkHops`."""
         return NetworkHops(self, pack(k, v), kept) if self.arena is None else SharedHops(self, self.arena, k, v)
+
+    def backward_hops(self, k: Tensor, v: Tensor, kept: Tensor | None) -> Hops:
+        """Begin a backward pass, for which what has arrived in the forward may have been kept. Shapes: as in `hops`."""
+        if kept is None:
+            return self.hops(k, v)
+        return KeptHops(self, k.new_empty(0, *packed_shape(k)[1:]), kept)
 
     def held(self, kept: Tensor, hop: int) -> Tensor:
         """Return where a hop's keys lie among those that are kept. Shapes: kept (n, 2, B, K, D), with room for all -> (m, 2, B, K, D)."""
         first = sum(length(self.needed(earlier)) for earlier in range(1, hop))
         return kept[first : first + length(self.needed(hop))]
-
-
-class NetworkHops:
-    """One pass round the ring by messages of the group; a class because it is a transfer in flight.
-
-    Args:
-        ring: who holds what.
-        kv: this rank's keys and values, packed.
-        kept: where all that arrives is to stay; None where each hop has a buffer of its own.
-
-    Shapes: kv (S, 2, B, K, D), kept (n, 2, B, K, D).
-    """
-
-    def __init__(self, ring: Ring, kv: Tensor, kept: Tensor | None = None) -> None:
-        assert ring.group is not None
-        self._ring, self._group, self._kv, self._kept = ring, ring.group, kv, kept
-        self._turn = next_turn(ring.group)
-        self._flying: list[Transfer] = []
-
-    def start_keys(self, hop: int) -> Transfer | Held:
-        """Start the hop that brings what this rank needs of the source's keys: (n, 2, B, K, D)."""
-        ring, kv = self._ring, self._kv
-        own = (
-            kv.new_empty(length(ring.needed(hop)), *kv.shape[1:]) if self._kept is None else ring.held(self._kept, hop)
-        )
-        return self._started(taken(kv, ring.leaving(hop)), ring.target(hop), own, ring.source(hop))
-
-    def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Transfer:
-        """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
-        ring, kv = self._ring, self._kv
-        sent = kv.new_empty(0) if gradients is None else pack(*gradients)
-        received = kv.new_empty(length(ring.leaving(hop)), *kv.shape[1:])
-        return self._started(sent, ring.source(hop), received, ring.target(hop))
-
-    def give_up(self) -> None:
-        """After an error, let what is in flight arrive: it belongs to no later pass. At once where all ranks failed in the same hop."""
-        # A rank that failed in an earlier hop has sent nothing: the time limit then ends the group for every later pass, loudly.
-        with contextlib.suppress(RuntimeError):
-            for transfer in self._flying:
-                transfer.wait()
-
-    def _started(self, sent: Tensor, to: int, received: Tensor, source: int) -> Transfer:
-        # At most the next hop's keys and one partial on its way home are in flight.
-        self._flying = [*self._flying[-1:], Transfer(sent, to, received, source, self._group, self._turn)]
-        return self._flying[-1]
-
-
-@dataclass(frozen=True)
-class Held:
-    """What has arrived long ago, as if it came now. Shapes: tokens (n, 2, B, K, D)."""
-
-    tokens: Tensor
-
-    def wait(self) -> Tensor:
-        """Return it."""
-        return self.tokens
-
-    def release(self) -> None:
-        """Say that it was used: nothing to do."""
-
-
-class KeptHops(NetworkHops):
-    """The backward pass on keys and values that the forward kept: gradients alone travel.
-
-    Shapes: as in `NetworkHops`.
-    """
-
-    def start_keys(self, hop: int) -> Held:
-        """Return what is there already: (n, 2, B, K, D)."""
-        assert self._kept is not None
-        return Held(self._ring.held(self._kept, hop))
 
 
 def ring_forward(
@@ -191,8 +131,8 @@ def ring_forward(
     size = ring.size
     hops = ring.hops(k, v, kept) if size > 1 else None
     running = None
-    transfer: Transfer | Arrival | Held | None = None
-    with _given_up_on_errors(hops):
+    transfer: Arriving | None = None
+    with given_up_on_errors(hops):
         for hop in range(size):
             following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
             if hop == 0:
@@ -229,10 +169,10 @@ def ring_backward(
         return dq.to(q.dtype), dk, dv
     dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
     del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
-    hops = ring.hops(k, v) if kept is None else KeptHops(ring, dkv[:0].to(k.dtype), kept)
-    transfer: Transfer | Arrival | Held | None = hops.start_keys(1)
-    homeward: tuple[Transfer | Arrival, list[Range]] | None = None
-    with _given_up_on_errors(hops):
+    hops = ring.backward_hops(k, v, kept)
+    transfer: Arriving | None = hops.start_keys(1)
+    homeward: tuple[Arriving, list[Range]] | None = None
+    with given_up_on_errors(hops):
         for hop in range(1, size):
             assert transfer is not None
             arrived = transfer
@@ -241,24 +181,13 @@ def ring_backward(
             dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
             arrived.release()
             del arrived, received
-            _add_home(dkv, homeward)
+            add_home(dkv, homeward)
             homeward = None
             homeward = hops.send_home(hop, gradients), ring.leaving(hop)
             del gradients
-        _add_home(dkv, homeward)
+        add_home(dkv, homeward)
     home_dk, home_dv = unpack(dkv)
     return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
-
-
-@contextlib.contextmanager
-def _given_up_on_errors(hops: NetworkHops | SharedHops | None) -> Iterator[None]:
-    """Leave nothing behind that the next pass of these processes would wait for or take for its own."""
-    try:
-        yield
-    except Exception:
-        if hops is not None:
-            hops.give_up()
-        raise
 
 
 def _hop_backward(
@@ -274,15 +203,3 @@ def _hop_backward(
         return dq, None
     dq, dk, dv = backward_step(kernel, blocks, saved, unpack(received), dq, places)
     return dq, (dk, dv)
-
-
-def _add_home(dkv: Tensor, homeward: tuple[Transfer | Arrival, list[Range]] | None) -> None:
-    if homeward is None:
-        return
-    transfer, ranges = homeward
-    received = transfer.wait()
-    for (start, end), part in zip(
-        ranges, received.split_with_sizes([end - start for start, end in ranges]), strict=True
-    ):
-        dkv[start:end] += part
-    transfer.release()

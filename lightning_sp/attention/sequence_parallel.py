@@ -15,6 +15,7 @@ from lightning_sp.attention.kernel import check_kernel
 from lightning_sp.attention.mask import AttentionMask, check_whole
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.scores import Scores
+from lightning_sp.config import check_known_method
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh, check_ring_transport
@@ -36,6 +37,7 @@ def sequence_parallel_attention(
     dropout: AttentionDropout | None = None,
     kernel: str = "auto",
     ring_transport: str = "auto",
+    ring_method: str = "auto",
 ) -> Tensor:
     """Attend over whole sequences of which every rank holds a part, exactly as one device would.
 
@@ -55,6 +57,7 @@ def sequence_parallel_attention(
         dropout: of the weights, the same at all degrees; None for none.
         kernel: "auto", "torch" or "flash_attn".
         ring_transport: "auto", "shared_memory", "network" or "network_kept": see `StrategyConfig`.
+        ring_method: "auto", "hops" or "all_gather": see `StrategyConfig`.
 
     Shapes: q (B, H, s, D), k (B, K, t, D), v (B, K, t, E), sinks (H,), bias (B or 1, H or 1, S or 1, T), H a multiple of K -> (B, H, s, E);
     s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the
@@ -76,6 +79,7 @@ def sequence_parallel_attention(
     _check_layout(layout, degrees, q.shape[2])
     check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
     check_ring_transport(ring_transport, mesh)
+    check_known_method(ring_method)
     ranks = degrees.size
     sizes = dict(length=q.shape[2] * ranks, batch=q.shape[0], key_length=k.shape[2] * ranks, heads=q.shape[1])
     mask.check(**sizes)
@@ -90,7 +94,7 @@ def sequence_parallel_attention(
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     out: Tensor
     seen = (*mask.arguments(), layout.table, *scores.arguments())
-    out, *_ = attention_op(q, k, v, *seen, sinks, factor, ring, ulysses, kernel, ring_transport)
+    out, *_ = attention_op(q, k, v, *seen, sinks, factor, ring, ulysses, kernel, ring_transport, ring_method)
     return out[..., :width] if width < dim else out
 
 

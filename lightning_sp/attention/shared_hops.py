@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from lightning_sp import comm
+from lightning_sp.attention.hops import Neighbours
 from lightning_sp.attention.intervals import Range
 from lightning_sp.attention.packed import length, pack_into, packed_shape, taken
 from lightning_sp.shared_memory import Arena, aligned, reserved_arena
@@ -27,31 +27,6 @@ from lightning_sp.signals import Signal
 
 # One is read by its owner while the next is written.
 MAX_PARTIALS = 2
-
-
-class Neighbours(Protocol):
-    """Who needs what of whom in a hop, as `ring.Ring` knows it."""
-
-    @property
-    def size(self) -> int:
-        """Return the ranks of the ring."""
-        ...
-
-    def source(self, hop: int) -> int:
-        """Return the rank whose keys arrive in a hop."""
-        ...
-
-    def target(self, hop: int) -> int:
-        """Return the rank to which this rank's keys go in a hop."""
-        ...
-
-    def needed(self, hop: int) -> list[Range]:
-        """Return the ranges of the source's keys that this rank needs in a hop."""
-        ...
-
-    def leaving(self, hop: int) -> list[Range]:
-        """Return the ranges of this rank's keys that the target needs in a hop."""
-        ...
 
 
 def forward_arena(k: Tensor, ring_group: str, transport: str) -> Arena | None:

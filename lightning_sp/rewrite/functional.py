@@ -153,6 +153,7 @@ def attend(
         score_mod=score_mod,
         kernel=context.kernel,
         ring_transport=context.ring_transport,
+        ring_method=context.ring_method,
     )
     return _with_dropout(run, context, dropout_p) if dropout_p else run()
 

@@ -116,11 +116,11 @@ class Case:
         )
 
 
-def sharded(ulysses, ring, transport="network", layout=None, **options):
+def sharded(ulysses, ring, transport="network", method="hops", layout=None, **options):
     """Return whole (out, dq, dk, dv, and of each thing that learns), gathered from the shards; padding cut off."""
     case = Case(**options)
     mesh = mesh_of(ulysses, ring)
-    held = {"layout": layout, "ring_transport": transport}
+    held = {"layout": layout, "ring_transport": transport, "ring_method": method}
     layout, rank = layout or mesh.layout, mesh.sequence_rank
     keys = case.length if case.keys is None else case.keys
     padded, padded_keys = layout.padded_length(case.length), layout.padded_length(keys)

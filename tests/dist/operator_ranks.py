@@ -25,16 +25,17 @@ def local_inputs(mesh, heads, kv_heads, length, dim, dtype, seed=0, batch=1):
     return [t.requires_grad_(True) for t in (q, k, v)], grad
 
 
-def local_results(ulysses, ring, heads, kv_heads, length, dim, dtype, seed, causal=True, transport="network"):
+def local_results(ulysses, ring, heads, kv_heads, length, dim, dtype, seed, causal=True, transport="network", method="hops"):
     """Return this rank's (out, dq, dk, dv)."""
     mesh = mesh_of(ulysses, ring)
     (q, k, v), grad = local_inputs(mesh, heads, kv_heads, length, dim, dtype, seed)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal), ring_transport=transport)
+    ways = dict(ring_transport=transport, ring_method=method)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal), **ways)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def traffic(ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=None, transport="network"):
+def traffic(ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=None, transport="network", method="hops"):
     """Return (bytes, calls) of this rank's forward and of its backward, the second of their length."""
     if transport != "network":
         # Shared memory grows once.
@@ -44,7 +45,7 @@ def traffic(ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=
     boundaries = boundaries_from_lengths(lengths) if lengths else None
     with counted() as forward:
         mask = AttentionMask(causal, boundaries)
-        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, ring_transport=transport)
+        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, ring_transport=transport, ring_method=method)
     with counted() as backward:
         out.backward(grad)
     return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]

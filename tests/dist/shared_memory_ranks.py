@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.traffic import counted
 from lightning_sp import shared_memory
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
-from lightning_sp.attention import ring
+from lightning_sp.attention import gathered, ring
 from lightning_sp.attention.kernel import TorchCpuKernel
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
@@ -36,15 +36,15 @@ def new_mesh(ring):
     return SequenceMesh.build(base, ring_size=ring, ulysses_size=dist.get_world_size() // ring)
 
 
-def attend(mesh, length, transport, dim=8, seed=0):
+def attend(mesh, length, transport, dim=8, seed=0, method="hops"):
     """Return this rank's (out, dq, dk, dv), float64."""
     (q, k, v), grad = local_inputs(mesh, 4, 4, length, dim, torch.float64, seed)
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), ring_transport=transport)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), ring_transport=transport, ring_method=method)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def out_of_step(ulysses, ring, transport, num_calls):
+def out_of_step(ulysses, ring, transport, method, num_calls):
     """Return the results of many calls, while every rank sleeps a random time in each kernel call."""
     sleeps = random.Random(dist.get_rank())
 
@@ -60,7 +60,7 @@ def out_of_step(ulysses, ring, transport, num_calls):
             stack.enter_context(mock.patch.object(TorchCpuKernel, name, slow(getattr(TorchCpuKernel, name))))
         lengths = [48 * random.Random(seed).randrange(1, 5) for seed in range(num_calls)]
         return [
-            local_results(ulysses, ring, 4, 2, lengths[seed], 8, torch.float64, seed, seed % 3 > 0, transport)
+            local_results(ulysses, ring, 4, 2, lengths[seed], 8, torch.float64, seed, seed % 3 > 0, transport, method)
             for seed in range(num_calls)
         ]
 
@@ -204,11 +204,12 @@ def data_parallel_rings(transport):
     return sharded(1, 2, transport, heads=4, kv_heads=2, length=37, mask={})
 
 
-def give_up(transport, step, hops, num_failures):
+def give_up(transport, step, hops, num_failures, method="hops"):
     """Fail in a rank's hop of a pass, and go on, as programs do that catch errors; return whether the passes after it are right, or what they say."""
     mesh, hop = new_mesh(4), hops[dist.get_rank()]
-    expected = [attend(mesh, 64, transport, seed=seed) for seed in (1, 2)]
-    original, calls, failed = getattr(ring, step), 0, 0
+    expected = [attend(mesh, 64, transport, seed=seed, method=method) for seed in (1, 2)]
+    module = ring if method == "hops" else gathered
+    original, calls, failed = getattr(module, step), 0, 0
 
     def failing(*args, **kwargs):
         nonlocal calls
@@ -218,15 +219,15 @@ def give_up(transport, step, hops, num_failures):
         return original(*args, **kwargs)
 
     for seed in range(num_failures):
-        with mock.patch.object(ring, step, failing):
+        with mock.patch.object(module, step, failing):
             calls = 0
             try:
-                attend(mesh, 64, transport, seed=seed)
+                attend(mesh, 64, transport, seed=seed, method=method)
             except (ValueError, RuntimeError):  # the one it was given, or that another rank did not come
                 failed += 1
     assert failed == num_failures
     try:
-        found = [attend(mesh, 64, transport, seed=seed) for seed in (1, 2)]
+        found = [attend(mesh, 64, transport, seed=seed, method=method) for seed in (1, 2)]
     except RuntimeError as error:
         return str(error)
     return all(torch.equal(a, b) for ours, right in zip(found, expected, strict=True) for a, b in zip(ours, right, strict=True))

@@ -20,6 +20,7 @@ HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
 DEGREES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 # By which keys and values reach the ranks of a ring; where there is none, there is nothing to choose.
 TRANSPORTS = ("network", "network_kept", "shared_memory")
+METHODS = ("hops", "all_gather")
 # What changes the scores; the attention of Gemma 2, GPT-OSS and DeepSeek has some of them.
 SCORES = [dict(with_sinks=True), dict(softcap=0.7), dict(dim_v=5), dict(dim_v=11, with_sinks=True, softcap=1.3, scale=0.4)]
 # What learns, hides or drops among them: the T5, ALiBi, Bloom, Flex and dropout of models, alone and with all the rest.
@@ -51,10 +52,12 @@ def test_law(pools, world, length):
     ringed = [case for case in cases if case["ring"] > 1 and case["heads"] == 6]
     cases += [dict(case, transport="shared_memory") for case in ringed]
     cases += [dict(case, transport="network_kept") for case in ringed[::5]]
+    cases += [dict(case, method="all_gather") for case in ringed]
+    cases += [dict(case, transport=way, method="all_gather") for way in TRANSPORTS[1:] for case in ringed[::5]]
     answers = pools(world).run(law_case, cases)
     expected = {}
     for i, case in enumerate(cases):
-        alone = {n: v for n, v in case.items() if n not in ("ulysses", "ring", "transport")}
+        alone = {n: v for n, v in case.items() if n not in ("ulysses", "ring", "transport", "method")}
         if str(alone) not in expected:
             expected[str(alone)] = whole(**alone)
         for rank in range(world):
@@ -71,8 +74,9 @@ def test_law_on_eight_ranks(pools):
         dict(ulysses=u, ring=r, heads=heads[0], kv_heads=heads[1], length=37, mask=stretched(name, 37), **more)
         for (u, r), (heads, name, more) in itertools.product([(8, 1), (1, 8), (2, 4), (4, 2)], chosen)
     ]
+    cases += [dict(case, method="all_gather") for case in cases if case["ring"] > 1]
     for i, answers in enumerate(zip(*pools(8).run(law_case, cases), strict=True)):
-        expected = whole(**{n: v for n, v in cases[i].items() if n not in ("ulysses", "ring")})
+        expected = whole(**{n: v for n, v in cases[i].items() if n not in ("ulysses", "ring", "method")})
         for rank, answer in enumerate(answers):
             labels = [f"{cases[i]} rank {rank} {n}" for n in NAMES[: len(answer)]]
             assert_sharded_equals_unsharded(answer, expected, labels)
@@ -98,13 +102,14 @@ ON_RANKS = settings(
     degrees=st.sampled_from([(2, 2), (4, 1), (1, 4)]),
     heads=st.sampled_from([*HEADS, (5, 5), (4, 2)]),
     transport=st.sampled_from(TRANSPORTS),
+    method=st.sampled_from(METHODS),
     data=st.data(),
 )
-def test_law_for_drawn_masks(pools, length, degrees, heads, transport, data):
+def test_law_for_drawn_masks(pools, length, degrees, heads, transport, method, data):
     mask, more = data.draw(masks.drawn(length, matrices=True)), data.draw(st.sampled_from([{}, {}, *SCORES, *LEARNED]))
     case = dict(heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
     expected = whole(**case)
-    case |= dict(ulysses=degrees[0], ring=degrees[1], transport=transport)
+    case |= dict(ulysses=degrees[0], ring=degrees[1], transport=transport, method=method)
     for rank, answer in enumerate(pools(4).run(law_case, [case])):
         labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
         assert_sharded_equals_unsharded(answer[0], expected, labels)
@@ -115,15 +120,17 @@ def test_law_for_drawn_masks(pools, length, degrees, heads, transport, data):
     length=st.integers(1, 150),
     degrees=st.sampled_from([(2, 2), (1, 4)]),
     heads=st.sampled_from([*HEADS, (5, 5), (4, 2)]),
+    method=st.sampled_from(METHODS),
     data=st.data(),
 )
-def test_law_for_drawn_layouts(pools, length, degrees, heads, data):
+def test_law_for_drawn_layouts(pools, length, degrees, heads, method, data):
     """Each rank may hold any ranges of tokens, as many as the others."""
     mask, more = data.draw(masks.drawn(length, matrices=True)), data.draw(st.sampled_from([{}, {}, *SCORES, *LEARNED]))
     alone = dict(heads=heads[0], kv_heads=heads[1], length=length, mask=mask, **more)
     padded = SequenceLayout(degrees[1], degrees[0]).padded_length(length)
     layout = data.draw(layouts.drawn(degrees[1], degrees[0], padded))
-    case, expected = dict(ulysses=degrees[0], ring=degrees[1], layout=layout, **alone), whole(**alone)
+    case = dict(ulysses=degrees[0], ring=degrees[1], layout=layout, method=method, **alone)
+    expected = whole(**alone)
     for rank, answer in enumerate(pools(4).run(law_case, [case])):
         labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
         assert_sharded_equals_unsharded(answer[0], expected, labels)
@@ -137,7 +144,8 @@ def test_law_for_balanced_documents(pools, degrees):
     layout = balance([mask], SequenceLayout(degrees[1], degrees[0]), 256).layout
     assert layout.assignment
     cases = [
-        dict(ulysses=degrees[0], ring=degrees[1], layout=layout, heads=8, kv_heads=2, length=256, mask=mask, **more)
+        dict(ulysses=degrees[0], ring=degrees[1], layout=layout, method=method, heads=8, kv_heads=2, length=256, mask=mask, **more)
+        for method in METHODS
         for mask, more in (
             *((dict(lengths=lengths), more) for more in ({}, *SCORES)),
             (dict(lengths=lengths, window_size=(50, None)), {}),
@@ -146,7 +154,7 @@ def test_law_for_balanced_documents(pools, degrees):
     ]
     answers = pools(4).run(law_case, cases)
     for i, case in enumerate(cases):
-        expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring", "layout")})
+        expected = whole(**{n: v for n, v in case.items() if n not in ("ulysses", "ring", "layout", "method")})
         for rank in range(4):
             labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(expected)]]
             assert_sharded_equals_unsharded(answers[rank][i], expected, labels)

@@ -26,16 +26,21 @@ def rms(tensor):
     return float(tensor.double().square().mean().sqrt())
 
 
-@pytest.mark.parametrize("degrees", [(2, 2), (4, 1), (1, 4)], ids=["2x2", "4x1", "1x4"])
+@pytest.mark.parametrize(
+    ("degrees", "method"),
+    [((2, 2), "hops"), ((4, 1), "hops"), ((1, 4), "hops"), ((1, 4), "all_gather")],
+    ids=["2x2", "4x1", "1x4", "1x4 gathered"],
+)
 @pytest.mark.parametrize("causal", [True, False])
-def test_bfloat16_error_is_at_most_twice_the_unsharded_kernels(pools, degrees, causal):
+def test_bfloat16_error_is_at_most_twice_the_unsharded_kernels(pools, degrees, method, causal):
     heads, kv_heads, length, dim = 4, 2, 512, 32
     layout = SequenceLayout(degrees[1], degrees[0])
     for seed in range(3):
         whole = inputs(heads, kv_heads, length, batch=1, dim=dim, dtype=torch.bfloat16, seed=seed)
         exact = run(lambda q, k, v: reference_attention(q, k, v, AttentionMask(causal)), *(t.double() for t in whole))
         kernel = run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), *whole)
-        ranks = pools(4).run(local_results, *degrees, heads, kv_heads, length, dim, torch.bfloat16, seed, causal)
+        case = (*degrees, heads, kv_heads, length, dim, torch.bfloat16, seed, causal, "network", method)
+        ranks = pools(4).run(local_results, *case)
         for i, name in enumerate(NAMES):
             assert ranks[0][i].dtype == torch.bfloat16
             sharded = merge([rank[i] for rank in ranks], layout, dim=2)

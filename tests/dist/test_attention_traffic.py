@@ -17,16 +17,19 @@ LENGTH, DIM, MIB = 64, 8, 2**20
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)], ids=["4x1", "1x4", "2x2"])
 @pytest.mark.parametrize(
-    ("dtype", "transport"),
-    [(torch.float32, "network"), (torch.bfloat16, "network"), (torch.float32, "network_kept")],
-    ids=["float32", "bfloat16", "kept"],
+    ("dtype", "transport", "method"),
+    [
+        *((torch.float32, "network", "hops"), (torch.bfloat16, "network", "hops"), (torch.float32, "network_kept", "hops")),
+        *((torch.float32, "network", "all_gather"), (torch.float32, "network_kept", "all_gather")),
+    ],
+    ids=["float32", "bfloat16", "kept", "gathered", "gathered and kept"],
 )
-def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport):
+def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport, method):
     ulysses, ring = degrees
     layout = SequenceLayout(ring, ulysses)
     for (heads, kv_heads), causal in itertools.product([(8, 8), (8, 2), (6, 2), (8, 1)], [True, False]):
         split = HeadSplit(heads, kv_heads, ulysses)
-        ranks = pools(4).run(traffic, ulysses, ring, heads, kv_heads, LENGTH, DIM, dtype, causal, None, transport)
+        ranks = pools(4).run(traffic, ulysses, ring, heads, kv_heads, LENGTH, DIM, dtype, causal, None, transport, method)
         for rank, measured in enumerate(ranks):
             ring_rank, ulysses_rank = layout.coordinates(rank)
             exchanged = ulysses_sent_elements(split, ulysses_rank, batch=1, tokens=LENGTH // layout.size, dim=DIM)

@@ -26,11 +26,12 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.b
 @DEGREES
 @DTYPES
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_bit_equal_to_the_network(pools, degrees, dtype, causal):
+@pytest.mark.parametrize("method", ["hops", "all_gather"])
+def test_bit_equal_to_the_network(pools, degrees, dtype, causal, method):
     # Growing, shrinking and growing again: an arena is that of the longest so far.
     for seed, length in enumerate((32, 64, 16, 128)):
         case = (*degrees, 6, 2, length, 8, dtype, seed, causal)
-        ours, theirs = (pools(4).run(local_results, *case, transport) for transport in ("shared_memory", "network"))
+        ours, theirs = (pools(4).run(local_results, *case, transport, method) for transport in ("shared_memory", "network"))
         for rank in range(4):
             for mine, other in zip(ours[rank], theirs[rank], strict=True):
                 assert torch.equal(mine, other)
@@ -51,9 +52,10 @@ def test_the_exchange_of_heads_alone_travels_by_the_network(pools, degrees, caus
 
 
 @pytest.mark.parametrize("degrees", [(1, 4), (2, 2), (1, 3)], ids=["1x4", "2x2", "1x3"])
-def test_ranks_that_are_out_of_step_never_read_what_is_being_overwritten(pools, degrees):
+@pytest.mark.parametrize("method", ["hops", "all_gather"])
+def test_ranks_that_are_out_of_step_never_read_what_is_being_overwritten(pools, degrees, method):
     world = degrees[0] * degrees[1]
-    ours, theirs = (pools(world).run(ranks.out_of_step, *degrees, t, 12) for t in ("shared_memory", "network"))
+    ours, theirs = (pools(world).run(ranks.out_of_step, *degrees, t, method, 12) for t in ("shared_memory", "network"))
     for mine, other in zip(ours, theirs, strict=True):
         for call, (a, b) in enumerate(zip(mine, other, strict=True)):
             assert [torch.equal(x, y) for x, y in zip(a, b, strict=True)] == [True] * 4, f"call {call}"
@@ -187,6 +189,12 @@ def test_nothing_is_left_and_nobody_waits_when_one_rank_dies(folder, how):
 @pytest.mark.parametrize(("step", "hop"), [("forward_step", 0), ("forward_step", 2), ("backward_step", 1), ("backward_step", 3)])
 def test_after_an_error_that_was_caught_the_next_passes_are_right_and_wait_for_nothing(transport, step, hop):
     assert run_ranks(ranks.give_up, 4, transport, step, [hop] * 4, 3, timeout_s=20) == [True] * 4
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+@pytest.mark.parametrize("step", ["forward_step", "backward_step"])
+def test_after_an_error_in_what_was_gathered_too(transport, step):
+    assert run_ranks(ranks.give_up, 4, transport, step, [0] * 4, 3, "all_gather", timeout_s=20) == [True] * 4
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])

@@ -78,10 +78,10 @@ ATTENTION = (
     fault(
         "ring backward with stale keys",
         "attention/ring.py",
-        "        received = arrived.wait()\n",
-        "        fresh = arrived.wait()\n"
-        "        received = stale if hop > 1 and stale.shape == fresh.shape else fresh\n"
-        "        stale = received\n",
+        "            received = arrived.wait()\n",
+        "            fresh = arrived.wait()\n"
+        "            received = stale if hop > 1 and stale.shape == fresh.shape else fresh\n"
+        "            stale = received\n",
         f"{LAW}[32-4]",
     ),
     fault(
@@ -89,34 +89,34 @@ ATTENTION = (
         "shared_memory.py",
         "            self._signals.wait(signal, source, self._turn)\n        self._turn",
         "            pass\n        self._turn",
-        f"{OUT_OF_STEP}[1x4]",
+        f"{OUT_OF_STEP}[hops-1x4]",
     ),
     fault(
         "shared dK and dV overwritten while they are read",
         "attention/shared_hops.py",
         "                self._arena.wait(Signal.ADDED, self._ring.source(hop - MAX_PARTIALS))\n",
         "                pass\n",
-        f"{OUT_OF_STEP}[1x4]",
+        f"{OUT_OF_STEP}[hops-1x4]",
     ),
     fault(
         "shared keys read before they are written",
         "attention/shared_hops.py",
         "        if self._ranges:\n            self._ready()\n",
         "",
-        f"{OUT_OF_STEP}[1x4]",
-        f"{OUT_OF_STEP}[2x2]",
+        f"{OUT_OF_STEP}[hops-1x4]",
+        f"{OUT_OF_STEP}[hops-2x2]",
     ),
     fault(
         "dK and dV without the ring's last hop",
         "attention/ring.py",
-        "    _add_home(dkv, homeward)\n    home_dk",
-        "    assert homeward is not None\n    homeward[0].wait()\n    homeward[0].release()\n    home_dk",
+        "        add_home(dkv, homeward)\n    home_dk",
+        "        assert homeward is not None\n        homeward[0].wait()\n        homeward[0].release()\n    home_dk",
         f"{LAW}[32-2]",
         f"{LAW}[32-4]",
     ),
     fault(
         "dK and dV added to other tokens than they came from",
-        "attention/ring.py",
+        "attention/hops.py",
         "dkv[start:end] += part",
         "dkv[: end - start] += part",
         f"{LAW}[32-4]",
@@ -166,10 +166,10 @@ ATTENTION = (
     fault(
         "lse kept in bfloat16 between hops",
         "attention/ring.py",
-        "        transfer = following\n    assert running",
-        "        transfer = following\n"
-        "        assert running is not None\n"
-        "        running = (running[0], running[1].to(q.dtype).to(running[1].dtype))\n"
+        "            transfer = following\n    assert running",
+        "            transfer = following\n"
+        "            assert running is not None\n"
+        "            running = (running[0], running[1].to(q.dtype).to(running[1].dtype))\n"
         "    assert running",
         "tests/dist/test_attention_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
     ),

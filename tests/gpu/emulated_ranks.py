@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention import AttentionMask, operator, ring, ulysses
+from lightning_sp.attention import AttentionMask, network_hops, operator, ulysses
 from lightning_sp.attention.kernel import Kernel
 from lightning_sp.attention.scores import Scores
 from lightning_sp.layout import SequenceLayout, merge, shard
@@ -113,8 +113,8 @@ def emulated_transport(world: EmulatedWorld, kernel: Kernel | None) -> Iterator[
         (comm, "size_of", lambda group: 1 if group is None else group.size),
         (comm, "rank_in", lambda group: 0 if group is None else group.rank),
         (ulysses, "exchange", exchange),
-        (ring, "Transfer", EmulatedTransfer),
-        (ring, "next_turn", lambda group: 0),
+        (network_hops, "Transfer", EmulatedTransfer),
+        (network_hops, "next_turn", lambda group: 0),
     ]
     if kernel is not None:
         replaced.append((operator, "select_kernel", lambda *_: kernel))
@@ -132,6 +132,7 @@ def emulate(
     mask: AttentionMask,
     kernel: str = "auto",
     local_kernel: Kernel | None = None,
+    method: str = "hops",
 ) -> tuple[list[Tensor], int]:
     """Return whole (out, dq, dk, dv) as the ranks of a mesh compute them, and the number of messages between them.
 
@@ -142,6 +143,7 @@ def emulate(
         mask: what a query may see.
         kernel: the option of that name.
         local_kernel: a kernel object instead of the one that the option selects.
+        method: the option `ring_method`.
     """
     layout = SequenceLayout(ring_size, ulysses_size)
     world = EmulatedWorld(layout)
@@ -151,7 +153,7 @@ def emulate(
     def rank_step(rank: int) -> list[Tensor]:
         q, k, v, grad = (shard(t, layout, rank, dim=2) for t in whole)
         groups = (world.name("ring", rank), world.name("ulysses", rank))
-        options = (*Scores().arguments(), None, scale, *groups, kernel, "network")
+        options = (*Scores().arguments(), None, scale, *groups, kernel, "network", method)
         out, lse, heads_out, packed, _, kept = operator.attention_op(q, k, v, *seen, *options)
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
         heads = [q.shape[1], k.shape[1]]

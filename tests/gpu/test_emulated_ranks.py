@@ -31,6 +31,8 @@ FLASH_ATTN = pytest.param(
     marks=pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"),
 )
 
+METHODS = ("hops", "all_gather")
+
 
 def expected(whole, mask):
     q, k, v, grad = (t.clone() for t in whole)
@@ -49,12 +51,15 @@ def compare_with_unsharded(whole, degrees, mask, kernel):
     """Assert that the sharded RMS error is at most twice the unsharded kernel's, both against float32."""
     exact = expected([t.float() for t in whole], mask)
     unsharded, _ = emulate(whole, ulysses_size=1, ring_size=1, mask=mask, kernel=kernel)
-    sharded, _ = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, kernel=kernel)
-    for name, ours, theirs, true in zip(NAMES, sharded, unsharded, exact, strict=True):
-        own, kernels = ((t.float() - true).square().mean().sqrt().item() for t in (ours, theirs))
-        assert own <= 2 * kernels, f"{name}: RMS error {own:.2e}, the unsharded kernel's {kernels:.2e}"
-        # The unsharded kernel itself must be right, or twice its error means nothing.
-        assert kernels <= 2e-2 * true.square().mean().sqrt().item(), f"{name}: {kernels:.2e}"
+    for method in METHODS if degrees[1] > 1 else METHODS[:1]:
+        sharded, _ = emulate(
+            whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, kernel=kernel, method=method
+        )
+        for name, ours, theirs, true in zip(NAMES, sharded, unsharded, exact, strict=True):
+            own, kernels = ((t.float() - true).square().mean().sqrt().item() for t in (ours, theirs))
+            assert own <= 2 * kernels, f"{name}, {method}: RMS error {own:.2e}, the unsharded kernel's {kernels:.2e}"
+            # The unsharded kernel itself must be right, or twice its error means nothing.
+            assert kernels <= 2e-2 * true.square().mean().sqrt().item(), f"{name}: {kernels:.2e}"
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
@@ -67,14 +72,14 @@ def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths):
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("local_kernel", [None, TiledKernel(tile=8)], ids=["torch cpu", "tiled"])
-def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel):
+@pytest.mark.parametrize("method", METHODS)
+def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel, method):
     for heads in HEADS:
         for lengths in (None, [[5, 20, 7], [32]]):
             for causal in (True, False):
                 whole, mask = inputs(*heads, 32), mask_of(causal, lengths)
-                actual, messages = emulate(
-                    whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, local_kernel=local_kernel
-                )
+                ways = dict(local_kernel=local_kernel, method=method)
+                actual, messages = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, **ways)
                 assert messages > 0
                 assert_sharded_equals_unsharded(actual, expected(whole, mask), NAMES)
 
@@ -100,8 +105,9 @@ class TestExactOnCuda:
 
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("lengths", LENGTHS, ids=["dense", "packed"])
-    def test_float64_keeps_the_law(self, degrees, causal, lengths):
+    @pytest.mark.parametrize("method", METHODS)
+    def test_float64_keeps_the_law(self, degrees, causal, lengths, method):
         for heads in HEADS:
             whole, mask = [t.cuda() for t in inputs(*heads, 512)], mask_of(causal, lengths)
-            actual, _ = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask)
+            actual, _ = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, method=method)
             assert_sharded_equals_unsharded(actual, expected(whole, mask), NAMES)

@@ -62,7 +62,7 @@ def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scor
     bias = torch.linspace(0, 1, 144, dtype=torch.float64).view(1, 1, 12, 12).requires_grad_(True) if scored else None
     dropout = AttentionDropout(0.2, 3) if scored else None
     scores = Scores(bias=bias, score_mod=score_mod, tensors=(table,) if score_mod else (), dropout=dropout).arguments()
-    options = (*scores, sinks, 0.3, "", "", "auto", "auto")
+    options = (*scores, sinks, 0.3, "", "", "auto", "auto", "auto")
     # What compares storages cannot look into torch.vmap, by which a function is applied; see `test_a_function_compiles`.
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     utils = utils[1:2] if score_mod else utils

@@ -47,6 +47,8 @@ def test_an_unknown_transport_names_the_nearest():
         "ring_transport='shared-memory': must be one of auto, shared_memory, network, network_kept; did you mean 'shared_memory'?"
     ):
         StrategyConfig(ring_transport="shared-memory")
+    with refusal("ring_method='allgather': must be one of auto, hops, all_gather; did you mean 'all_gather'?"):
+        StrategyConfig(ring_method="allgather")
 
 
 def test_balance_is_one_of_three_and_needs_the_strategy_to_shard():

@@ -87,7 +87,7 @@ def attention_op(
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
     kept = _empty_kept(k, ring.size, ring_transport)
-    forward = gathered_forward if gathers(ring_method, ring, q, k) else ring_forward
+    forward = gathered_forward if gathers(ring_method, ring, k) else ring_forward
     out, lse = forward(ring, block_kernel, q, k, v, own_sinks, kept if kept.numel() else None)
     if ulysses is not None:
         heads_out = out
@@ -182,7 +182,7 @@ def attention_backward_op(
         own = slice(*split.queries(rank))
         dsinks = torch.zeros_like(sinks)
         dsinks[own] = sink_gradient(sinks[own], grad, out, lse)
-    backward = gathered_backward if gathers(ring_method, ring, q, k) else ring_backward
+    backward = gathered_backward if gathers(ring_method, ring, k) else ring_backward
     gradients_of_heads = backward(ring, block_kernel, grad, q, k, v, out, lse, kept if kept.numel() else None)
     dq, dk, dv = map(_token_major, gradients_of_heads)
     return dq, dk, dv, dsinks, gradients.as_arguments(scores, score_tensors)

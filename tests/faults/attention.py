@@ -115,6 +115,20 @@ ATTENTION = (
         f"{LAW}[32-4]",
     ),
     fault(
+        "all keys at once, each rank's laid from the start of what is seen",
+        "attention/plan.py",
+        "landing = landed + low - start",
+        "landing = landed",
+        f"{LAW}[32-2]",
+    ),
+    fault(
+        "all keys at once, dK and dV of the rank's own left out",
+        "attention/gathered.py",
+        "            dkv[slice(*held)] = pack(dk[:, :, slice(*place)], dv[:, :, slice(*place)])\n",
+        "            pass\n",
+        f"{LAW}[32-2]",
+    ),
+    fault(
         "dK and dV added to other tokens than they came from",
         "attention/hops.py",
         "dkv[start:end] += part",

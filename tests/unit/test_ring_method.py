@@ -1,0 +1,64 @@
+"""Which way "auto" takes the keys of a ring: what was measured, and never another where a way is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.cost import gathers
+from lightning_sp.attention.plan import key_ranges, plan_of
+from lightning_sp.attention.ring import Ring
+from lightning_sp.layout import SequenceLayout
+
+
+def ring_of(size, length, mask=None, rank=0):
+    return Ring(plan_of(mask or AttentionMask(), SequenceLayout(size, 1), length, 1), rank, None)
+
+
+def keys(length, size, device="cpu"):
+    return torch.empty(1, 8, length // size, 64, device=device)
+
+
+# docs/LOG.md, "Hops or all at once": of these all at once was the cheaper one in 8 ranks at 64 tokens alone.
+@pytest.mark.parametrize(
+    ("size", "length", "expected"), [(8, 64, True), (8, 2048, False), (4, 512, False), (4, 2048, False)]
+)
+def test_auto_takes_what_was_measured_to_be_cheaper(size, length, expected):
+    for rank in range(size):
+        assert gathers("auto", ring_of(size, length, rank=rank), keys(length, size)) is expected
+
+
+def test_a_way_that_is_named_is_taken():
+    for length in (64, 2048):
+        assert gathers("all_gather", ring_of(8, length), keys(length, 8))
+        assert not gathers("hops", ring_of(8, length), keys(length, 8))
+
+
+def test_one_rank_gathers_nothing_and_what_was_never_measured_hops():
+    assert not gathers("all_gather", ring_of(1, 64), keys(64, 1))
+    assert not gathers("auto", ring_of(8, 64), keys(64, 8, "meta"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        AttentionMask(),
+        AttentionMask(causal=False),
+        AttentionMask(window_size=(9, None)),
+        AttentionMask(boundaries=boundaries_from_lengths([[5, 20, 3, 36]])),
+        AttentionMask(valid=torch.tensor([[7, 50]])),
+    ],
+    ids=["causal", "full", "window", "packed", "padded"],
+)
+def test_at_once_come_the_keys_that_come_in_hops(size, mask):
+    """Part by part, in the order in which they arrive, each to a place of its own."""
+    for rank in range(size):
+        ring = ring_of(size, 64, mask, rank)
+        places = []
+        for source, parts in enumerate(ring.gathered.parts):
+            arriving = [i for held in key_ranges(ring.plan.blocks(rank, source)) for i in range(*held)]
+            assert [i for held, _ in parts for i in range(*held)] == arriving
+            places += [i for _, place in parts for i in range(*place)]
+        assert sorted(places) == list(range(ring.gathered.num_keys))

@@ -1,0 +1,126 @@
+"""How much of what a ring sends hides behind the blocks: time in which a rank waits for a hop, with the blocks and without.
+
+    python -m benchmarks.overlap                                    2 ranks, 8,192 and 32,768 tokens
+    python -m benchmarks.overlap --world 4 --lengths 16384
+
+Both passes send the same; in the second the kernel is left out, so that all of it has to be waited for. The hidden share is what of that waiting
+the first does without; what ranks wait for each other because one was slower counts as not hidden. A pass: forward and backward, causal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sp.attention import AttentionMask, ring, sequence_parallel_attention
+from lightning_sp.attention.shared_hops import Arrival
+from lightning_sp.comm import Transfer
+from lightning_sp.layout import shard
+from lightning_sp.mesh import SequenceMesh, build_device_mesh
+from lightning_sp.testing import RankPool
+
+_meshes: list[SequenceMesh] = []
+
+
+@contextmanager
+def waiting() -> Iterator[list[float]]:
+    """Collect the seconds of each wait for a hop."""
+    waits: list[float] = []
+
+    def timed(original: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        def wait(self: Any) -> Tensor:
+            began = time.perf_counter()
+            arrived = original(self)
+            waits.append(time.perf_counter() - began)
+            return arrived
+
+        return wait
+
+    with (
+        mock.patch.object(Transfer, "wait", timed(Transfer.wait)),
+        mock.patch.object(Arrival, "wait", timed(Arrival.wait)),
+    ):
+        yield waits
+
+
+@contextmanager
+def without_blocks() -> Iterator[None]:
+    """Leave the kernel and the merges out."""
+
+    def forward_step(kernel: Any, blocks: Any, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward_step(
+        kernel: Any, blocks: Any, saved: Sequence[Tensor], kv: Sequence[Tensor], *rest: Any
+    ) -> tuple[Tensor, ...]:
+        return torch.zeros_like(saved[1]), torch.zeros_like(kv[0]), torch.zeros_like(kv[1])
+
+    with mock.patch.object(ring, "forward_step", forward_step), mock.patch.object(ring, "backward_step", backward_step):
+        yield
+
+
+def measure(length: int, transport: str) -> tuple[float, float, float]:
+    """Return this rank's (seconds of a pass, waited in it, waited in one without blocks)."""
+    if not _meshes:
+        size = dist.get_world_size()
+        base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=size)
+        _meshes.append(SequenceMesh.build(base, ring_size=size, ulysses_size=1))
+    (mesh,) = _meshes
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, length, 8, 64, generator=generator) for _ in range(4)]
+    q, k, v, grad = (shard(t, mesh.layout, mesh.sequence_rank, dim=1).transpose(1, 2) for t in whole)
+    del whole
+
+    def run() -> tuple[float, float]:
+        leaves = [t.detach().requires_grad_(True) for t in (q, k, v)]
+        dist.barrier()
+        with waiting() as waits:
+            began = time.perf_counter()
+            ways = dict(ring_transport=transport, ring_method="hops")
+            sequence_parallel_attention(*leaves, mesh=mesh, mask=AttentionMask(), **ways).backward(grad)  # type: ignore[arg-type]
+            return time.perf_counter() - began, sum(waits)
+
+    wall, waited = run()
+    with without_blocks():
+        _, alone = run()
+    return wall, waited, alone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    print(
+        f"{arguments.world} ranks, H 8, D 64, float32, causal, {arguments.repeats} repeats, load {os.getloadavg()[0]:.1f}; means over ranks\n"
+    )
+    print("| S | transport | a pass, s | waits for hops, ms | the same without blocks, ms | hidden |")
+    print("|---|---|---|---|---|---|")
+    with RankPool(arguments.world, timeout_s=600) as pool:
+        for length in arguments.lengths:
+            for transport in ("network", "network_kept", "shared_memory"):
+                pool.run(measure, length, transport)
+                runs = [pool.run(measure, length, transport) for _ in range(arguments.repeats)]
+                wall, waited, alone = (
+                    statistics.median(statistics.mean(rank[i] for rank in ranks) for ranks in runs) for i in range(3)
+                )
+                hidden = "nothing travels" if transport == "shared_memory" else f"{100 * (1 - waited / alone):.0f}%"
+                print(
+                    f"| {length:,} | {transport} | {wall:.2f} | {1e3 * waited:.1f} | {1e3 * alone:.1f} | {hidden} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -164,15 +164,16 @@ def ring_backward(
     """
     size = ring.size
     saved = (grad, q, out, lse)
-    dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
     if size == 1:
+        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
         return dq.to(q.dtype), dk, dv
-    dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
-    del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
     hops = ring.backward_hops(k, v, kept)
-    transfer: Arriving | None = hops.start_keys(1)
     homeward: tuple[Arriving, list[Range]] | None = None
     with given_up_on_errors(hops):
+        transfer: Arriving | None = hops.start_keys(1)
+        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
+        dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
+        del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
         for hop in range(1, size):
             assert transfer is not None
             arrived = transfer

@@ -14,6 +14,7 @@ from benchmarks.resident import peak_growth
 from benchmarks.traffic import counted
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
 from lightning_sp.attention.kernel import TorchCpuKernel
+from lightning_sp.comm import Transfer
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import shard
 from tests.dist.attention_ranks import inputs, mesh_of
@@ -49,6 +50,41 @@ def traffic(ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=
     with counted() as backward:
         out.backward(grad)
     return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
+
+
+def blocks_in_flight(ring, length):
+    """Return, for each hop of a forward and a backward in the order of their start, how many kernel calls came between its start and its wait."""
+    mesh, calls, started, hidden = mesh_of(1, ring), 0, {}, []
+
+    def counting(original):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def start(self, *args):
+        original_start(self, *args)
+        started[id(self)] = len(hidden), calls
+        hidden.append(None)
+
+    def wait(self):
+        order, before = started[id(self)]
+        if hidden[order] is None:
+            hidden[order] = calls - before
+        return original_wait(self)
+
+    original_start, original_wait = Transfer.__init__, Transfer.wait
+    (q, k, v), grad = local_inputs(mesh, 4, 2, length, 8, torch.float32)
+    with contextlib.ExitStack() as stack:
+        for name in ("forward", "backward"):
+            stack.enter_context(mock.patch.object(TorchCpuKernel, name, counting(getattr(TorchCpuKernel, name))))
+        stack.enter_context(mock.patch.object(Transfer, "__init__", start))
+        stack.enter_context(mock.patch.object(Transfer, "wait", wait))
+        ways = dict(ring_transport="network", ring_method="hops")
+        sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), **ways).backward(grad)
+    return hidden
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
 from lightning_sp.attention.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
-from tests.dist.operator_ranks import peak_bytes, settled_peak_bytes, traffic
+from tests.dist.operator_ranks import blocks_in_flight, peak_bytes, settled_peak_bytes, traffic
 
 LENGTH, DIM, MIB = 64, 8, 2**20
 
@@ -49,6 +49,15 @@ def test_calls_are_four_all_to_alls_and_three_messages_a_hop(pools, degrees):
         assert forward[1] == {name: n for name, n in expected.items() if n}
         expected = {"all_to_all_single": exchanges, "isend": 2 * hops, "irecv": 2 * hops}
         assert backward[1] == {name: n for name, n in expected.items() if n}
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_every_hop_has_a_block_to_hide_behind(pools, ring):
+    """All but the last gradients' way home: nothing is left to compute then."""
+    for hops in pools(ring).run(blocks_in_flight, ring, LENGTH):
+        assert len(hops) == 3 * (ring - 1)
+        assert all(num_blocks >= 1 for num_blocks in hops[:-1]), hops
+        assert hops[-1] == 0
 
 
 def test_documents_that_no_peer_holds_a_part_of_do_not_travel(pools):

@@ -95,16 +95,23 @@ class Scores:
             dropout=AttentionDropout(probability, seed, call, samples) if probability else None,
         )
 
-    def apply(self, raw: Tensor, places: Places) -> Tensor:
-        """Return the scores of a tile, -inf where the mask hides a key. Shapes: raw (B, H, Sq, Sk) -> the same."""
+    def hidden(self, places: Places) -> Tensor | None:
+        """Return which keys of a tile the dense mask or the function hides; None where there is neither.
+
+        Shapes: () -> (rows or 1, heads or 1, Sq or 1, Sk).
+        """
+        found = None if self.dense is None else ~_taken(self.dense, places, False)
+        if self.mask_mod is None:
+            return found
+        other = ~self.mask_mod.seen(places)
+        return other if found is None else found | other
+
+    def apply(self, raw: Tensor, places: Places, hidden: Tensor | None) -> Tensor:
+        """Return the scores of a tile, -inf where a key is `hidden`. Shapes: raw (B, H, Sq, Sk) -> the same."""
         scores = self._before(raw, places)
         if self.score_mod is not None:
             scores = self.score_mod.apply(scores, places, self._held(raw))
-        if self.dense is not None:
-            scores = scores.masked_fill(~_taken(self.dense, places, False), -math.inf)
-        if self.mask_mod is not None:
-            scores = scores.masked_fill(~self.mask_mod.seen(places), -math.inf)
-        return scores
+        return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
     def backward(self, grad: Tensor, raw: Tensor, places: Places, gradients: ScoreGradients) -> Tensor:
         """Return the gradient of the raw scores from that of the changed ones, and add those of what is learned.

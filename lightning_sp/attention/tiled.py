@@ -51,9 +51,8 @@ class TiledKernel:
             queries = _grouped(q[:, :, rows], k.shape[1], dtype)
             top = queries.new_full((*queries.shape[:3], 1), -math.inf)
             total, mixed = torch.zeros_like(top), torch.zeros_like(queries)
-            for columns in self._columns(rows, k.shape[2], causal):
-                here = _here(places, rows, columns)
-                _, scores = self._scores(queries, k, rows, columns, causal, scale, here)
+            for columns, here, hidden in self._columns(rows, k.shape[2], causal, places):
+                _, scores = self._scores(queries, k, rows, columns, causal, scale, here, hidden)
                 highest = torch.maximum(top, scores.amax(-1, keepdim=True))
                 # Where nothing was seen yet there is no maximum to subtract.
                 shift = highest.masked_fill(highest == -math.inf, 0.0) if self.scores.hides else highest
@@ -86,10 +85,9 @@ class TiledKernel:
             # A query that saw nothing anywhere has lse -inf, and gives all its weights 0.
             norm = norm.masked_fill(norm == -math.inf, math.inf)
             dq_rows = torch.zeros_like(queries)
-            for columns in self._columns(rows, k.shape[2], causal):
-                here = _here(places, rows, columns)
+            for columns, here, hidden in self._columns(rows, k.shape[2], causal, places):
                 keys, values = k[:, :, columns].to(dtype), v[:, :, columns].to(dtype)
-                raw, scores = self._scores(queries, k, rows, columns, causal, scale, here)
+                raw, scores = self._scores(queries, k, rows, columns, causal, scale, here, hidden)
                 weights = torch.exp(scores - norm)
                 dv[:, :, columns] += self._dropped(weights, here).transpose(-1, -2) @ grads
                 ds = weights * (self._dropped(grads @ values.transpose(-1, -2), here) - delta)
@@ -102,13 +100,21 @@ class TiledKernel:
             dq[:, :, rows] = dq_rows.reshape(*q.shape[:2], -1, q.shape[3]).to(q.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-    def _columns(self, rows: slice, num_keys: int, causal: bool) -> Iterator[slice]:
-        """Yield the tiles of keys that some query of a tile sees."""
-        return _tiles(min(rows.stop, num_keys) if causal else num_keys, self.tile)
+    def _columns(
+        self, rows: slice, num_keys: int, causal: bool, places: Places | None
+    ) -> Iterator[tuple[slice, Places | None, Tensor | None]]:
+        """Yield the tiles of keys that some query of a tile sees, where they lie, and what a mask hides of them."""
+        for columns in _tiles(min(rows.stop, num_keys) if causal else num_keys, self.tile):
+            here = None if places is None else places.part(queries=rows, keys=columns)
+            hidden = None if here is None else self.scores.hidden(here)
+            # A tile of which nothing is seen adds nothing to any sum: the blocks of documents that a function parts are most of a sequence.
+            if hidden is None or not bool(hidden.all()):
+                yield columns, here, hidden
 
     def _scores(
-        self, queries: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float, here: Places | None
-    ) -> tuple[Tensor, Tensor]:
+        self, queries: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float, here: Places | None,
+        hidden: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the scores of a tile, as q k^T gives them and changed.
 
         Shapes: queries (B, K, G rows, D), k (B, K, S, D) -> (B, K, G rows, columns).
@@ -116,7 +122,7 @@ class TiledKernel:
         raw = (queries @ k[:, :, columns].to(queries.dtype).transpose(-1, -2)) * scale
         scores = raw
         if here is not None:
-            scores = self.scores.apply(raw.view(_tile_shape(raw, here)), here).view(raw.shape)
+            scores = self.scores.apply(raw.view(_tile_shape(raw, here)), here, hidden).view(raw.shape)
         if causal and columns.stop > rows.start + 1:
             own = torch.arange(rows.start, rows.stop, device=k.device).repeat(
                 queries.shape[2] // (rows.stop - rows.start)
@@ -132,10 +138,6 @@ class TiledKernel:
             return weights
         kept = dropout.kept(here).view(weights.shape)
         return (weights / (1.0 - dropout.probability)).masked_fill(~kept, 0.0)
-
-
-def _here(places: Places | None, rows: slice, columns: slice) -> Places | None:
-    return None if places is None else places.part(queries=rows, keys=columns)
 
 
 def _tile_shape(tile: Tensor, places: Places) -> tuple[int, int, int, int]:

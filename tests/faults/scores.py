@@ -48,6 +48,13 @@ SCORES = (
         f"{LAW}[32-4]",
     ),
     fault(
+        "tiles of which something is hidden left out",
+        "attention/tiled.py",
+        "not bool(hidden.all())",
+        "not bool(hidden.any())",
+        f"{LAW}[32-1]",
+    ),
+    fault(
         "a softcap's slope taken from the capped score",
         "attention/scores.py",
         "1 - torch.tanh(raw / self.softcap).square()",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lightning_sp.attention import (
     boundaries_from_lengths,
     sequence_parallel_attention,
 )
-from lightning_sp.attention.functions import registered, t5_bucket
+from lightning_sp.attention.functions import MaskMod, registered, t5_bucket
 from lightning_sp.attention.kernel import (
     FlashAttnKernel,
     TorchCpuKernel,
@@ -279,6 +280,35 @@ def test_the_tiled_kernel_is_exact(causal, kv_heads, softcap):
     assert_sharded_equals_unsharded(
         [out, *gradients], [expected.detach(), *(t.grad for t in leaves)], names, tolerance=1e-12
     )
+
+
+@pytest.mark.parametrize("given", ["function", "matrix", "both"])
+def test_tiles_of_which_a_mask_hides_everything_are_not_computed(given):
+    def seen(row, head, query, key):
+        return (
+            (query // 16 == key // 16) & (query >= key) & (query < 40)
+        )  # documents of 16, and queries that see nothing
+
+    places = torch.arange(48)
+    dense = seen(0, 0, places[:, None], places)[None, None] if given != "function" else None
+    mask_mod = MaskMod(seen) if given != "matrix" else None
+    kernel = TiledKernel(Scores(dense=dense, mask_mod=mask_mod), tile=8)
+    everywhere = Places((0, 2), (0, 4), places, places)
+    *qkv, grad = tensors((2, 4, 48, 8), (2, 2, 48, 8), (2, 2, 48, 8), (2, 4, 48, 8))
+    ways = dict(causal=False, scale=0.3, places=everywhere)
+    with mock.patch.object(TiledKernel, "_scores", autospec=True, side_effect=TiledKernel._scores) as tiles:
+        out, lse = kernel.forward(*qkv, **ways)
+        assert tiles.call_count == 3 + 3 + 1  # of 36
+        gradients = kernel.backward(grad, *qkv, out, lse, **ways)
+        assert tiles.call_count == 2 * 7
+    leaves = [t.requires_grad_(True) for t in qkv]
+    expected = reference_attention(*leaves, AttentionMask(causal=False, dense=dense, mask_mod=mask_mod), 0.3)
+    expected.backward(grad)
+    names = ("out", "dq", "dk", "dv")
+    assert_sharded_equals_unsharded(
+        [out, *gradients], [expected.detach(), *(t.grad for t in leaves)], names, tolerance=1e-12
+    )
+    assert bool((lse[:, :, 40:] == -torch.inf).all())
 
 
 def test_the_tiled_kernel_takes_rectangles_and_bfloat16():

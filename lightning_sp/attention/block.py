@@ -18,6 +18,7 @@ from lightning_sp.attention.kernel import Kernel
 from lightning_sp.attention.merge import accumulator_dtype, merge_into
 from lightning_sp.attention.places import Places
 from lightning_sp.attention.plan import Block, Kind
+from lightning_sp.attention.varlen import Call, PackedKernel, backward_calls, calls_of, forward_calls
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class BlockKernel:
     kernel: Kernel
     scale: float
     head_groups: tuple[HeadGroup, ...]
+
+    def takes_together(self, blocks: Sequence[Block]) -> bool:
+        """Return whether the kernel computes all blocks of a kind in one call, and that is fewer calls."""
+        return len({block.kind for block in blocks}) < len(blocks) and isinstance(self.kernel, PackedKernel)
+
+    def together(
+        self, blocks: Sequence[Block], q: Tensor
+    ) -> tuple[PackedKernel, float, list[tuple[Range, Range]], tuple[Call, ...]]:
+        """Return what `forward_calls` and `backward_calls` take for the blocks of a step."""
+        assert isinstance(self.kernel, PackedKernel)
+        groups = [(group.queries, group.keys) for group in self.head_groups]
+        return self.kernel, self.scale, groups, calls_of(tuple(blocks), q.shape[0], q.device)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, places: Places | None = None
@@ -124,6 +137,9 @@ def forward_step(
         running = (empty_token_major(q, dtype).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=dtype))
     if blocks:
         running = (running[0].to(dtype), running[1])
+    if kernel.takes_together(blocks):
+        forward_calls(*kernel.together(blocks, q), q, k, v, running)
+        return running
     for block in blocks:
         queries, keys, row = _slices(block)
         out, lse = kernel.forward(
@@ -169,6 +185,9 @@ def backward_step(
         )  # fmt: skip
         dq[:, :, queries] += part
         return dq, dk, dv
+    if kernel.takes_together(blocks):
+        dk, dv = backward_calls(*kernel.together(blocks, q), saved, kv, dq)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
     # Blocks share keys where windows overlap: sums, in no less than float32.
     dk, dv = (torch.zeros_like(t, dtype=accumulator_dtype(t.dtype)) for t in (k, v))
     for block in blocks:

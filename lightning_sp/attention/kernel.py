@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_sp.attention.places import Places
 from lightning_sp.attention.scores import ScoreGradients, Scores
 from lightning_sp.attention.tiled import TILE, TiledKernel
+from lightning_sp.attention.varlen import Segments
 from lightning_sp.config import KERNELS
 from lightning_sp.errors import SequenceParallelError, closest
 
@@ -104,6 +105,42 @@ class TorchCudaKernel:
             q.shape[1], k.shape[1], 0.0, causal, rng, torch.empty((), dtype=torch.uint64, device=q.device), scale=scale,
         )  # fmt: skip
         return _bhsd(dq, dim), _bhsd(dk, dim), _bhsd(dv, dim)
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of many blocks, one after the other; shapes (T, H, D), (H, T)."""
+        dim = q.shape[-1]
+        q, k, v = (_padded(t) for t in (q, k, v))
+        out, lse, *_ = _aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            segments.queries,
+            segments.keys,
+            segments.max_queries,
+            segments.max_keys,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+        )
+        return out[..., :dim], lse
+
+    def backward_packed(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, *,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return (dq, dk, dv) of many blocks from the global out and lse."""
+        dim = q.shape[-1]
+        grad, q, k, v, out = (_padded(t) for t in (grad, q, k, v, out))
+        rng = torch.empty(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = _aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), segments.queries, segments.keys,
+            segments.max_queries, segments.max_keys, 0.0, causal, rng, torch.empty((), dtype=torch.uint64, device=q.device),
+            scale=scale,
+        )  # fmt: skip
+        return dq[..., :dim], dk[..., :dim], dv[..., :dim]
 
 
 class FlashAttnKernel:
@@ -260,8 +297,11 @@ def _flash_attn_interface() -> Any:
 
 def _bshd(tensor: Tensor) -> Tensor:
     """Return what the flash kernels take: (B, H, S, D) -> (B, S, H, D), D padded with zeros to a multiple of 8."""
+    return _padded(tensor.transpose(1, 2))
+
+
+def _padded(tensor: Tensor) -> Tensor:
     missing = -tensor.shape[-1] % 8
-    tensor = tensor.transpose(1, 2)
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 

@@ -129,6 +129,20 @@ ATTENTION = (
         f"{LAW}[32-2]",
     ),
     fault(
+        "packed keys of a window added once each",
+        "attention/varlen.py",
+        "part, accumulate=True)",
+        "part, accumulate=False)",
+        "tests/gpu/test_varlen.py::test_the_law_with_all_blocks_of_a_kind_in_one_call[hops-1x1]",
+    ),
+    fault(
+        "packed anticausal blocks read forwards",
+        "attention/varlen.py",
+        "torch.cat([run.flip(0) for run in runs] if backwards else runs)",
+        "torch.cat(runs)",
+        "tests/gpu/test_varlen.py::test_the_law_with_all_blocks_of_a_kind_in_one_call[hops-1x1]",
+    ),
+    fault(
         "dK and dV added to other tokens than they came from",
         "attention/hops.py",
         "dkv[start:end] += part",

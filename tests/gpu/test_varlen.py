@@ -1,0 +1,87 @@
+"""Blocks of many lengths in one kernel call: proven on the CPU by a kernel that takes them one by one; torch's operator gives shapes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.kernel import TorchCpuKernel, TorchCudaKernel
+from lightning_sp.attention.varlen import PackedKernel, Segments
+from lightning_sp.testing import assert_sharded_equals_unsharded
+from tests import masks
+from tests.dist.attention_ranks import inputs
+from tests.gpu.emulated_ranks import emulate
+from tests.gpu.test_emulated_ranks import METHODS, NAMES, expected
+
+# What intervals say; the others are of the scores, which no fused kernel changes.
+NAMED = [name for name, options in masks.NAMED.items() if not {"dense", "mask_mod"} & set(options)]
+DEGREES = [(1, 1), (2, 2), (4, 1), (1, 4)]
+
+
+class PackedCpuKernel(TorchCpuKernel):
+    """The CPU's kernel, asked for each sequence of a call."""
+
+    def __init__(self):
+        self.sequences = []
+
+    def forward_packed(self, q, k, v, segments, *, causal, scale):
+        self.sequences.append(len(segments.queries) - 1)
+        parts = [
+            self.forward(*of(queries, q), *of(keys, k, v), causal=causal, scale=scale)
+            for queries, keys in ranges(segments)
+        ]
+        return torch.cat([out[0].transpose(0, 1) for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+    def backward_packed(self, grad, q, k, v, out, lse, segments, *, causal, scale):
+        parts = []
+        for queries, keys in ranges(segments):
+            saved = (*of(queries, grad, q), *of(keys, k, v), *of(queries, out), lse[None, :, queries].contiguous())
+            parts.append(self.backward(*saved, causal=causal, scale=scale))
+        return tuple(torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
+
+
+def ranges(segments):
+    """Return each sequence's queries and keys."""
+    starts = zip(*(pairwise(each.tolist()) for each in (segments.queries, segments.keys)), strict=True)
+    return [(slice(*queries), slice(*keys)) for queries, keys in starts]
+
+
+def of(tokens, *tensors):
+    """Return a sequence's part of packed tensors, as a kernel takes one. Shapes: (T, H, D) -> (1, H, tokens, D)."""
+    return [t[None, tokens].transpose(1, 2) for t in tensors]
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=["1x1", "2x2", "4x1", "1x4"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_law_with_all_blocks_of_a_kind_in_one_call(degrees, method):
+    for name in NAMED:
+        kernel = PackedCpuKernel()
+        assert isinstance(kernel, PackedKernel)
+        for heads in [(8, 2), (6, 2)]:
+            whole, mask = inputs(*heads, 32), masks.build(masks.NAMED[name], 32, 32)
+            ways = dict(ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, local_kernel=kernel, method=method)
+            actual, _ = emulate(whole, **ways)
+            assert_sharded_equals_unsharded(actual, expected(whole, mask), [f"{name} {heads} {n}" for n in NAMES])
+        if "packed" in name or name.startswith("window "):
+            assert max(kernel.sequences) > 1, name
+
+
+def test_packed_documents_are_one_call():
+    kernel, mask = PackedCpuKernel(), AttentionMask(boundaries=boundaries_from_lengths([[5, 20, 7], [3, 29]]))
+    emulate(inputs(4, 4, 32), ulysses_size=1, ring_size=1, mask=mask, local_kernel=kernel)
+    assert kernel.sequences == [5]
+
+
+@pytest.mark.parametrize("dim", [64, 20])
+def test_torchs_operator_takes_what_it_is_given(dim):
+    q, k = (torch.empty(n, h, dim, device="meta", dtype=torch.bfloat16) for n, h in ((300, 8), (500, 2)))
+    starts = torch.empty(4, dtype=torch.int32, device="meta")
+    kernel, segments = TorchCudaKernel(), Segments(starts, starts, 128, 200)
+    assert isinstance(kernel, PackedKernel)
+    out, lse = kernel.forward_packed(q, k, k, segments, causal=True, scale=0.1)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (8, 300), torch.float32)
+    gradients = kernel.backward_packed(q, q, k, k, out, lse, segments, causal=True, scale=0.1)
+    assert [t.shape for t in gradients] == [q.shape, k.shape, k.shape]

@@ -9,8 +9,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 from lightning_sp.errors import SequenceParallelError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # gloo matches messages between two ranks by tag. One of its own for `AllPairs`, for a ring's hops may be in flight on the same group; above it
 # the turns of the rings, so that what a pass that was given up has left is never taken for the next one's.
@@ -48,12 +51,32 @@ def group_of(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
         return None
     if len(blocks) == 1 and len(blocks[0]) == dist.get_world_size():
         return dist.group.WORLD
-    return _new_groups(dist.group.WORLD, blocks)
+    return _new_groups(blocks)
 
 
-@cache
-def _new_groups(world: object, blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
-    """Make a partition's groups once in a world: each has threads that wake the process up all the time."""
+def once_in_a_world(make: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make each thing once for equal arguments in a world, and let it go with that: a process group has threads that wake the process up."""
+    worlds: dict[weakref.ref[ProcessGroup], dict[Any, _T]] = {}
+
+    @wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        world = dist.group.WORLD
+        if world is None or kwargs:
+            return make(*args, **kwargs)
+        key = weakref.ref(world)
+        if key not in worlds:
+            worlds[key] = {}
+            when_destroyed(world, partial(worlds.pop, key, None))
+        if args not in worlds[key]:
+            worlds[key][args] = make(*args, **kwargs)
+        return worlds[key][args]
+
+    return made
+
+
+@once_in_a_world
+def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
+    """Make the groups of a partition and return this rank's."""
     own = None
     for ranks in blocks:
         group = dist.new_group(list(ranks))

@@ -9,13 +9,11 @@ The mesh owns groups and coordinates; it knows nothing of tensors or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_sp.comm import gather_objects, group_of, take_worlds_timeout
+from lightning_sp.comm import gather_objects, group_of, once_in_a_world, take_worlds_timeout
 from lightning_sp.config import check_known_transport
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -25,13 +23,11 @@ DATA, SEQUENCE, TENSOR = "data_parallel", "sequence_parallel", "tensor_parallel"
 
 
 def build_device_mesh(device_type: str, *, data_parallel_size: int, sequence_parallel_size: int) -> DeviceMesh:
-    """Build the mesh that exists before the model is known: data_parallel x sequence_parallel x tensor_parallel (size 1 for now).
+    """Build the mesh that exists before the model is known: data_parallel x sequence_parallel x tensor_parallel (size 1).
 
     Lightning's sampler reads its axis ``data_parallel``. Communicates: group creation on every rank, once for equal sizes.
     """
-    return _device_mesh(
-        dist.group.WORLD, device_type, (data_parallel_size, sequence_parallel_size, 1), (DATA, SEQUENCE, TENSOR)
-    )
+    return _device_mesh(device_type, (data_parallel_size, sequence_parallel_size, 1), (DATA, SEQUENCE, TENSOR))
 
 
 def build_fsdp_mesh(device_type: str, *, world_size: int, shard_size: int) -> DeviceMesh:
@@ -40,14 +36,14 @@ def build_fsdp_mesh(device_type: str, *, world_size: int, shard_size: int) -> De
     Communicates: group creation on every rank, once for equal sizes.
     """
     if shard_size == world_size:
-        return _device_mesh(dist.group.WORLD, device_type, (world_size,), ("dp_shard",))
+        return _device_mesh(device_type, (world_size,), ("dp_shard",))
     shape = (world_size // shard_size, shard_size)
-    return _device_mesh(dist.group.WORLD, device_type, shape, ("dp_replicate", "dp_shard"))
+    return _device_mesh(device_type, shape, ("dp_replicate", "dp_shard"))
 
 
-@cache
-def _device_mesh(world: object, device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-    """Equal meshes of one world are one: a process group is a resource of the process, with threads that wake it up all the time."""
+@once_in_a_world
+def _device_mesh(device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """Equal meshes of one world are one: a process group is a resource of the process."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
     for group in mesh.get_all_groups():
         take_worlds_timeout(group)

@@ -25,13 +25,13 @@ class AttentionDropout:
 
     Args:
         probability: that a weight is dropped; the others are divided by 1 - probability.
-        seed: of the run, the same on all ranks.
+        seed: of the run, the same on all ranks; 64 bits, as torch takes them.
         call: which attention call of which step it is: every layer and step needs its own.
         samples: number of each row of the batch in the whole data (B,), int64; None for 0, 1, ...: right where data-parallel ranks do not
             matter.
 
     Raises:
-        SequenceParallelError: a probability outside [0, 1).
+        SequenceParallelError: a probability outside [0, 1), a seed or a call of more than 64 bits.
     """
 
     probability: float
@@ -42,6 +42,12 @@ class AttentionDropout:
     def __post_init__(self) -> None:
         if not 0.0 <= self.probability < 1.0:
             raise SequenceParallelError(f"dropout probability {self.probability}: must be at least 0 and below 1")
+        for name in ("seed", "call"):
+            number = getattr(self, name)
+            if not -(2**63) <= number < 2**64:
+                raise SequenceParallelError(f"dropout {name} {number}: must have at most 64 bits")
+            # As an operator takes it.
+            object.__setattr__(self, name, _signed(number))
 
     def kept(self, places: Places) -> Tensor:
         """Return which weights stay, to be divided by 1 - probability. Shapes: () -> (rows, heads, Sq, Sk), bool."""

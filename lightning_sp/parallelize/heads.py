@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -62,7 +63,8 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
 
 def _with_forward(module: nn.Module) -> nn.Module | None:
     """Return the module itself, or, for a LightningModule that leaves `forward` out, the one submodule it holds."""
-    if "forward" in vars(type(module)) or getattr(module, "example_input_array", None) is not None:
+    has_forward = type(module).forward not in (LightningModule.forward, nn.Module.forward)
+    if has_forward or getattr(module, "example_input_array", None) is not None:
         return module
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     return children[0] if len(children) == 1 else None

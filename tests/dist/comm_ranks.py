@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
+import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +15,7 @@ from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
+from lightning_sp.testing import free_port
 
 
 def agreement(errors):
@@ -64,9 +69,45 @@ def half_empty_transfers():
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     even = rank % 2 == 0
     sent, received = (torch.full((3,), float(rank)), torch.empty(0)) if even else (torch.empty(0), torch.empty(3))
-    result = comm.Transfer(sent, (rank + 1) % size, received, (rank - 1) % size, world).wait()
-    nothing = comm.Transfer(torch.empty(0), (rank + 1) % size, torch.empty(0), (rank - 1) % size, world).wait()
-    return result, nothing
+    neighbours, turn = ((rank + 1) % size, (rank - 1) % size), comm.next_turn(world)
+    result = comm.Transfer(sent, neighbours[0], received, neighbours[1], world, turn)
+    nothing = comm.Transfer(torch.empty(0), neighbours[0], torch.empty(0), neighbours[1], world, turn)
+    return result.wait(), nothing.wait()
+
+
+def turns_apart():
+    """Send a message that nobody takes and, in the next turn, one that is; return what arrived."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    to, source, empty = (rank + 1) % size, (rank - 1) % size, torch.empty(0)
+    left = comm.Transfer(torch.tensor([-1.0]), to, empty, source, world, comm.next_turn(world))
+    taken = comm.Transfer(torch.tensor([float(rank)]), to, torch.empty(1), source, world, comm.next_turn(world))
+    arrived = taken.wait().item(), taken.wait().item()  # twice: the second waits for nothing
+    # So that nothing is left to another test of these processes.
+    late = comm.Transfer(empty, to, torch.empty(1), source, world, comm.next_turn(world) - 2).wait()
+    left.wait()
+    return *arrived, late.item()
+
+
+def groups_alive():
+    """Return how many groups of a mesh live in their world, when it is made again in the same, and after its end."""
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=4)
+
+    def groups():
+        mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=2)
+        return mesh.ring_group, mesh.ulysses_group
+
+    first = groups()
+    same = [a is b for a, b in zip(first, groups(), strict=True)]
+    alive = [weakref.ref(group) for group in first]
+    del first, base
+    dist.barrier()
+    port = comm.broadcast_object(free_port(), None)
+    dist.destroy_process_group()
+    gc.collect()
+    left = sum(each() is not None for each in alive)
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the pool ends it
+    return same, left
 
 
 def summed_loss():

@@ -14,10 +14,12 @@ from tests.dist.comm_ranks import (
     agreement,
     agreement_calls,
     collectives,
+    groups_alive,
     half_empty_transfers,
     same_batch,
     summed_loss,
     time_limits,
+    turns_apart,
     uneven_exchange,
 )
 
@@ -116,3 +118,11 @@ def test_every_group_has_the_time_limit_of_the_world():
     for limit, limits in run_ranks(time_limits, 4, timeout_s=47.0):
         assert limit == 47.0
         assert limits == [47.0] * 6
+
+
+def test_a_message_of_another_turn_is_never_taken(pools):
+    assert pools(4).run(turns_apart) == [((rank - 1) % 4, (rank - 1) % 4, -1.0) for rank in range(4)]
+
+
+def test_groups_are_made_once_in_a_world_and_end_with_it():
+    assert run_ranks(groups_alive, 4) == [([True, True], 0)] * 4

@@ -33,8 +33,8 @@ GROUPS = (
     fault(
         "one group for all meshes of the process",
         "comm.py",
-        "    return _new_groups(dist.group.WORLD, blocks)\n",
-        '    return globals().setdefault("_kept", _new_groups(dist.group.WORLD, blocks))  # type: ignore[no-any-return]\n',
+        "    return _new_groups(blocks)\n",
+        '    return globals().setdefault("_kept", _new_groups(blocks))  # type: ignore[no-any-return]\n',
         f"{LAW}[32-4]",
     ),
     fault(

@@ -415,6 +415,18 @@ def test_a_dropout_that_is_no_probability_is_refused(probability):
         AttentionDropout(probability)
 
 
+@pytest.mark.filterwarnings("ignore:torch flash")
+def test_a_dropout_takes_any_seed_of_torch_and_no_longer_one():
+    everywhere = Places((0, 1), (0, 2), torch.arange(8), torch.arange(8))
+    largest = AttentionDropout(0.3, seed=2**64 - 1)
+    assert torch.equal(largest.kept(everywhere), AttentionDropout(0.3, seed=-1).kept(everywhere))
+    q, k, v = tensors((1, 2, 8, 8), (1, 2, 8, 8), (1, 2, 8, 8))
+    sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask(), dropout=largest)
+    for name in ("seed", "call"):
+        with pytest.raises(SequenceParallelError, match=f"dropout {name} {2**64}: must have at most 64 bits"):
+            AttentionDropout(0.3, **{name: 2**64})
+
+
 def test_dropout_keeps_its_share_and_no_two_of_its_masks_agree():
     everywhere = Places((0, 2), (0, 3), torch.arange(64), torch.arange(80))
     one = AttentionDropout(0.3, seed=1, call=2).kept(everywhere)

@@ -57,6 +57,19 @@ def test_the_example_input_of_lightning_is_used():
         assert tried_query_heads(Module(Stranger(heads=4), given)) == (4, "")
 
 
+def test_a_forward_that_is_inherited_is_the_modules_own():
+    class Base(Wrapper):
+        def forward(self, input_ids):
+            return self.other(input_ids)
+
+    class Module(Base):
+        pass
+
+    module = Module(Anonymous(heads=4))
+    module.other = Anonymous(heads=6)
+    assert tried_query_heads(module) == (6, "")
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [

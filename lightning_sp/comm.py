@@ -142,7 +142,7 @@ def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group
 
 def next_turn(group: ProcessGroup) -> int:
     """Return the number of a group's next pass of `Transfer`s, by which their messages are told from those of other passes."""
-    return next(_turns.setdefault(group, itertools.cycle(range(2**30))))
+    return next(_turns.setdefault(group, itertools.count())) % 2**30
 
 
 class Transfer:

@@ -147,7 +147,7 @@ def backward_calls(
     return dk, dv
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # four indices of the step's tokens each, on the device
 def calls_of(blocks: tuple[Block, ...], batch: int, device: torch.device) -> tuple[Call, ...]:
     """Return the calls that compute the blocks of a step; blocks without a row are those of all rows."""
     return tuple(

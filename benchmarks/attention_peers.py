@@ -2,11 +2,12 @@
 
     python -m benchmarks.attention_peers --world 4 --lengths 8192              every competitor of this world
     python -m benchmarks.attention_peers --only lightning_sp,torch --world 2   some of them
-    python -m benchmarks.attention_peers --kv-heads 2 --lengths 16384 32768    8 query heads share 2 key-value heads; longer
+    python -m benchmarks.attention_peers --kv-heads 2 --lengths 16384          8 query heads share 2 key-value heads; longer
 
 Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, each time beginning with
-another, so that all meet the same machine. The ratio is within a repeat, to one process with all cores: the median and the middle half.
-Competitors that are not here have an environment of their own, made below `.venv-peers/` on first use.
+another, so that all meet the same machine; what waits takes memory, half a GiB a process at 16,384 tokens. The ratio is within a repeat, to
+one process with all cores: the median and the middle half. Competitors that are not here have an environment of their own, made below
+`.venv-peers/` on first use.
 
 Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest that the same scheme (Ulysses, ring in
 zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are what a run adds to its inputs, in
@@ -196,9 +197,10 @@ class Competitor:
         for process in self.processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                # Not by reading to the end: what a competitor has started itself may hold it open.
+                # Not by reading to the end: what a competitor has started itself may hold it open. What it was told and never read is lost.
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
 
 
 @contextlib.contextmanager

@@ -5,9 +5,8 @@ Owns transport, not meaning: what a buffer holds is the caller's concern. No col
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -26,7 +25,7 @@ _T = TypeVar("_T")
 # gloo matches messages between two ranks by tag. One of its own for `AllPairs`, for a ring's hops may be in flight on the same group; above it
 # the turns of the rings, so that what a pass that was given up has left is never taken for the next one's.
 _ALL_PAIRS_TAG, _FIRST_TURN_TAG = 1, 2
-_turns: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def group_by_name(name: str) -> ProcessGroup | None:
@@ -142,7 +141,13 @@ def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group
 
 def next_turn(group: ProcessGroup) -> int:
     """Return the number of a group's next pass of `Transfer`s, by which their messages are told from those of other passes."""
-    return next(_turns.setdefault(group, itertools.count())) % 2**30
+    _turns[group] = _turns.get(group, 0) + 1
+    return _turns[group] % 2**30
+
+
+def turns_begun(group: ProcessGroup | None) -> int:
+    """Return how many turns this rank has begun on a group."""
+    return 0 if group is None else _turns.get(group, 0)
 
 
 class Transfer:
@@ -168,10 +173,14 @@ class Transfer:
 
     def wait(self) -> Tensor:
         """Return the received buffer, complete."""
-        works, self._works = self._works, []  # waiting for the same one twice never ends
-        for work in works:
-            work.wait()
+        while self._works:
+            self._works.pop().wait()  # each once: waiting for the same one twice never ends
         return self._received
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something of it was not waited for."""
+        return bool(self._works)
 
     def release(self) -> None:
         """Say that the received buffer was used: nothing to do, it is this rank's own."""
@@ -442,26 +451,39 @@ def make_fsdp_root(root: torch.nn.Module) -> None:
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
-def check_same_batch(error: str | None, digest: int, place: tuple[int, int], group: ProcessGroup | None = None) -> None:
+def check_same_batch(
+    error: str | None, digest: int, place: tuple[int, int], turns: int, group: ProcessGroup | None = None
+) -> None:
     """Raise on every rank when any rank has an error, or when ranks of one sequence hold different samples. Every rank must call it.
 
     Args:
         error: this rank's error, None if none.
         digest: a number that identifies this rank's whole batch.
         place: (data-parallel rank, rank within the sequence's group).
+        turns: passes of the ring that this rank has begun. A rank that failed before its pass and went on is behind the others for good,
+            and would take the keys of one pass for those of another.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_gather of 24 bytes a rank, on the host.
+    Communicates: one all_gather of 32 bytes a rank, on the host.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
         return
-    mine = torch.tensor([1 if error else 0, digest, place[0]], dtype=torch.int64)
+    mine = torch.tensor([1 if error else 0, digest, place[0], turns], dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
     if any(int(row[0]) for row in rows):
         agree(error, group)
+    begun: dict[int, list[int]] = {}
+    for row in rows:
+        begun.setdefault(int(row[2]), []).append(int(row[3]))
+    for data_rank, numbers in begun.items():
+        if len(set(numbers)) > 1:
+            raise SequenceParallelError(
+                f"the ranks of data-parallel group {data_rank} have begun {numbers} passes of ring attention: must be equally many. One of them "
+                "failed or left attention out, and went on; let such an error end the run, and resume it from a checkpoint"
+            )
     seen: dict[int, dict[int, list[int]]] = {}
     for rank, row in enumerate(rows):
         seen.setdefault(int(row[2]), {}).setdefault(int(row[1]), []).append(rank)

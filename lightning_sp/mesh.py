@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_sp.comm import gather_objects, group_of, once_in_a_world, take_worlds_timeout
+from lightning_sp.comm import gather_objects, group_name, group_of, once_in_a_world, take_worlds_timeout, turns_begun
 from lightning_sp.config import check_known_transport
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.shared_memory import connect
+from lightning_sp.shared_memory import arena_of, connect
 
 DATA, SEQUENCE, TENSOR = "data_parallel", "sequence_parallel", "tensor_parallel"
 
@@ -94,6 +94,12 @@ class SequenceMesh:
     def shares_memory(self) -> bool:
         """Return whether there is a ring, and its ranks can read each other's memory."""
         return self.ring_group is not None and not self.not_shared
+
+    @property
+    def passes_begun(self) -> int:
+        """Return how many passes of its ring this rank has begun: the same number on all ranks of a sequence."""
+        arena = arena_of(group_name(self.ring_group))
+        return turns_begun(self.ring_group) + (arena.turn if arena is not None else 0)
 
     @property
     def sequence_group(self) -> ProcessGroup:

@@ -114,6 +114,12 @@ class Arena:
         for signal, source in owed:
             self._signals.wait(signal, source, self._turn)
         self._turn += 1
+        self._signals.forget(self._turn)
+
+    @property
+    def turn(self) -> int:
+        """Return how many uses of the memory this rank has begun."""
+        return self._turn
 
     def send(self, signal: Signal, to: int) -> None:
         """Tell a rank something."""

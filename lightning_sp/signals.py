@@ -71,6 +71,14 @@ class Signals:
             # Whole ones: a pipe takes and gives so few bytes at once or not at all.
             come.update(number for (number,) in _SIGNAL.iter_unpack(found))
         come[expected] -= 1
+        if not come[expected]:
+            del come[expected]
+
+    def forget(self, turn: int) -> None:
+        """Drop what came in the turns before one: of passes that were given up, or it would pile up."""
+        for come in self._come.values():
+            for number in [number for number in come if 0 < (turn - number // 8) % _TURNS < _TURNS // 2]:
+                del come[number]
 
     def _ended(self, signal: Signal, peer: int) -> RuntimeError:
         return RuntimeError(f"rank {peer} of the ring has ended; rank {self._rank} was at the signal {signal.name}")

@@ -9,7 +9,6 @@ for a forward and a backward. Messages cost both the same, byte for byte; on a C
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import Tensor
 
@@ -53,10 +52,13 @@ def gathers(method: str, ring: Ring, k: Tensor) -> bool:
     rates = RATES.get(k.device.type)
     if method == "all_gather" or rates is None:
         return method == "all_gather"
-    return _pays(ring.plan, 2 * k[:, :, :1].numel() * k.element_size(), rates)
+    token_bytes = 2 * k[:, :, :1].numel() * k.element_size()
+    known = ring.plan.gathers
+    if token_bytes not in known:
+        known[token_bytes] = _pays(ring.plan, token_bytes, rates)
+    return known[token_bytes]
 
 
-@lru_cache(maxsize=128)
 def _pays(plan: Plan, token_bytes: int, rates: Rates) -> bool:
     size, at_once = plan.layout.ring_size, plan.gathered(0)
     calls = sum(len(plan.blocks(0, source)) for source in range(size)) - len(at_once.blocks)

@@ -70,9 +70,9 @@ class NetworkHops:
                 transfer.wait()
 
     def _started(self, sent: Tensor, to: int, received: Tensor, source: int) -> Transfer:
-        # At most the next hop's keys and one partial on its way home are in flight.
-        self._flying = [*self._flying[-1:], Transfer(sent, to, received, source, self._group, self._turn)]
-        return self._flying[-1]
+        transfer = Transfer(sent, to, received, source, self._group, self._turn)
+        self._flying = [*(each for each in self._flying if each.in_flight), transfer]
+        return transfer
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ S local keys, B batch, K key-value heads, D head dim.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -115,10 +116,13 @@ class SharedHops:
     def give_up(self) -> None:
         """After an error, answer all that the other ranks wait for before they write again; what no one waits for stays of this turn."""
         for hop in range(1, self._ring.size):
-            if self._ring.needed(hop):
-                self._answer(Signal.DONE, hop, self._ring.source(hop))
-            if self._ring.leaving(hop):
-                self._answer(Signal.ADDED, hop, self._ring.target(hop))
+            # A rank that has ended waits for nothing; the others do.
+            with contextlib.suppress(RuntimeError):
+                if self._ring.needed(hop):
+                    self._answer(Signal.DONE, hop, self._ring.source(hop))
+            with contextlib.suppress(RuntimeError):
+                if self._ring.leaving(hop):
+                    self._answer(Signal.ADDED, hop, self._ring.target(hop))
 
     def _answer(self, signal: Signal, hop: int, to: int) -> None:
         if (signal, hop) not in self._answered:

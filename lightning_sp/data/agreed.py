@@ -44,7 +44,7 @@ def agreed_shard(
     whole = digest(batch) if fault is None and local is not batch else 0
     try:
         place = (mesh.data_parallel_rank, mesh.sequence_rank)
-        comm.check_same_batch(error if fault else None, whole, place, group)
+        comm.check_same_batch(error if fault else None, whole, place, mesh.passes_begun, group)
     except SequenceParallelError as agreed:
         raise agreed from fault
     assert info is not None

@@ -120,11 +120,11 @@ def summed_loss():
     return loss.item(), x.grad.item()
 
 
-def same_batch(errors, digests, places):
+def same_batch(errors, digests, places, turns):
     """Return what `check_same_batch` raised on this rank, None where it let the batch pass."""
     rank = dist.get_rank()
     try:
-        comm.check_same_batch(errors[rank], digests[rank], places[rank])
+        comm.check_same_batch(errors[rank], digests[rank], places[rank], turns[rank])
     except SequenceParallelError as error:
         return str(error)
     return None

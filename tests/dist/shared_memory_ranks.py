@@ -23,6 +23,7 @@ from lightning_sp import shared_memory
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention import gathered, ring
 from lightning_sp.attention.kernel import TorchCpuKernel
+from lightning_sp.attention.network_hops import NetworkHops
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.dist.attention_ranks import sharded
@@ -231,3 +232,58 @@ def give_up(transport, step, hops, num_failures, method="hops"):
     except RuntimeError as error:
         return str(error)
     return all(torch.equal(a, b) for ours, right in zip(found, expected, strict=True) for a, b in zip(ours, right, strict=True))
+
+
+def signals_kept(num_passes):
+    """Return how many signals a rank still holds after many passes, some of them given up."""
+    mesh = new_mesh(4)
+    give_up("shared_memory", "forward_step", [2] * 4, 2)
+    for seed in range(num_passes):
+        attend(mesh, 32, "shared_memory", seed=seed)
+    arena = shared_memory.arena_of(str(mesh.ring_group.group_name))
+    arena.begin()
+    return sum(map(len, arena._signals._come.values()))
+
+
+def one_fails_before_all_has_come():
+    """Fail on rank 0 alone, when its keys are sent and others' not come, for rank 3 is late; return whether the passes after it are right."""
+    mesh, rank = new_mesh(4), dist.get_rank()
+    expected = attend(mesh, 64, "network", seed=1)
+    original = NetworkHops.start_keys
+
+    def failing(self, hop):
+        started = original(self, hop)
+        if hop == 3:
+            raise MemoryError("on rank 0 alone")
+        return started
+
+    with torch.no_grad():
+        with contextlib.ExitStack() as stack:
+            if rank == 0:
+                stack.enter_context(contextlib.suppress(MemoryError))
+                stack.enter_context(mock.patch.object(NetworkHops, "start_keys", failing))
+            if rank == 3:
+                time.sleep(1)
+            forward_at_once(mesh)
+        found = [forward_at_once(mesh) for _ in range(2)]
+    return max(float((out - expected[0]).abs().max()) for out in found) < 1e-12
+
+
+def forward_at_once(mesh):
+    (q, k, v), _ = local_inputs(mesh, 4, 4, 64, 8, torch.float64, 1)
+    ways = dict(ring_transport="network", ring_method="all_gather")
+    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), **ways)
+
+
+def an_error_beside_a_dead_rank():
+    """End rank 2 in its own block; the others fail in theirs a second later."""
+    mesh, rank = new_mesh(4), dist.get_rank()
+
+    def failing(*args, **kwargs):
+        if rank == 2:
+            os._exit(0)
+        time.sleep(1)
+        raise ValueError(f"the cause on rank {rank}")
+
+    with mock.patch.object(ring, "forward_step", failing):
+        attend(mesh, 64, "shared_memory")

@@ -206,6 +206,19 @@ def test_a_pass_in_which_ranks_failed_in_different_hops_is_never_taken_for_the_n
         assert answer is True or any(words in answer for words in loud), answer
 
 
+def test_a_rank_that_failed_alone_when_all_was_sent_goes_on_with_the_others():
+    assert run_ranks(ranks.one_fails_before_all_has_come, 4, timeout_s=20) == [True] * 4
+
+
+def test_signals_do_not_pile_up():
+    assert run_ranks(ranks.signals_kept, 4, 20, timeout_s=20) == [0] * 4
+
+
+def test_the_cause_of_an_error_is_said_where_another_rank_has_ended():
+    with pytest.raises(RuntimeError, match="ValueError: the cause on rank"):
+        run_ranks(ranks.an_error_beside_a_dead_rank, 4, timeout_s=20)
+
+
 def names(place):
     """Return what lies in a folder of shared memory, but for the semaphores of other processes' queues."""
     return {name for name in os.listdir(place) if not name.startswith("sem.")}

@@ -83,6 +83,7 @@ class EmulatedTransfer:
 
     def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: EmulatedGroup, turn: int) -> None:
         self._received, self._source, self._group = received, source, group
+        self.in_flight = True
         if sent.numel():
             group.put(sent, to)
 
@@ -90,6 +91,7 @@ class EmulatedTransfer:
         """Return the received buffer, complete."""
         if self._received.numel():
             self._received.copy_(self._group.get(self._source))
+        self.in_flight = False
         return self._received
 
     def release(self) -> None:

@@ -307,12 +307,12 @@ def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> d
 
         return call
 
-    import lightning_sp.attention.ring as ring
+    import lightning_sp.attention.network_hops as network_hops
     import lightning_sp.attention.ulysses as ulysses
 
-    saved = kernel.TorchCpuKernel.forward, ulysses.exchange, ring.Transfer
+    saved = kernel.TorchCpuKernel.forward, ulysses.exchange, network_hops.Transfer
     kernel.TorchCpuKernel.forward = counted("kernel", saved[0])
-    ulysses.exchange, ring.Transfer = counted("exchange", saved[1]), counted("transfer", saved[2])
+    ulysses.exchange, network_hops.Transfer = counted("exchange", saved[1]), counted("transfer", saved[2])
     try:
         result = fit(
             "llama",
@@ -322,7 +322,7 @@ def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> d
             max_steps=1,
         )
     finally:
-        kernel.TorchCpuKernel.forward, ulysses.exchange, ring.Transfer = saved
+        kernel.TorchCpuKernel.forward, ulysses.exchange, network_hops.Transfer = saved
     assert comm is not None
     assert Llama is not None
     return {**counts, "grads": result["grads"]}

@@ -9,6 +9,7 @@ for a forward and a backward. Messages cost both the same, byte for byte; on a C
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -37,6 +38,10 @@ class Rates:
 RATES = {"cpu": Rates(call_s=4e-4, bytes_per_s=4e9)}
 
 
+# By plan and bytes of a token: layers share their plan, and a decision goes with it.
+_decided: WeakKeyDictionary[Plan, dict[int, bool]] = WeakKeyDictionary()
+
+
 def gathers(method: str, ring: Ring, k: Tensor) -> bool:
     """Return whether all keys come first; the same on all ranks of the ring, for it is reckoned for its first.
 
@@ -53,7 +58,7 @@ def gathers(method: str, ring: Ring, k: Tensor) -> bool:
     if method == "all_gather" or rates is None:
         return method == "all_gather"
     token_bytes = 2 * k[:, :, :1].numel() * k.element_size()
-    known = ring.plan.gathers
+    known = _decided.setdefault(ring.plan, {})
     if token_bytes not in known:
         known[token_bytes] = _pays(ring.plan, token_bytes, rates)
     return known[token_bytes]

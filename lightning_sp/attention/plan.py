@@ -103,7 +103,6 @@ class Plan:
         assert len(self._pieces) in (1, rows)
         self._steps: dict[Range, tuple[Block, ...]] = {}
         self._gathered: dict[int, Gathered] = {}
-        self.gathers: dict[int, bool] = {}  # what `cost` has decided, by bytes of a token
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """Return the blocks of ring rank `query_rank`'s queries against ring rank `key_rank`'s keys."""

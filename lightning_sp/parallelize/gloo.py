@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lightning_sp import comm
+from lightning_sp.direct import AllPairs, gather_direct, reduce_direct
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -39,7 +40,7 @@ class DirectAllGather(AllGather):
 
         Communicates: (group size - 1) x the input's bytes leave this rank.
         """
-        return _finished(comm.gather_direct(output_tensor, input_tensor, group), async_op)
+        return _finished(gather_direct(output_tensor, input_tensor, group), async_op)
 
 
 class DirectReduceScatter(ReduceScatter):
@@ -66,7 +67,7 @@ class DirectReduceScatter(ReduceScatter):
                 "call set_force_sum_reduction_for_comms(True), or leave the factor out: the strategy's loss fits FSDP's average"
             )
         divisor = size if op == dist.ReduceOp.AVG else 1
-        return _finished(comm.reduce_direct(output_tensor, input_tensor, group, divisor=divisor), async_op)
+        return _finished(reduce_direct(output_tensor, input_tensor, group, divisor=divisor), async_op)
 
 
 def use_direct_collectives(modules: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
@@ -84,7 +85,7 @@ def use_direct_collectives(modules: Iterable[FSDPModule], mesh: DeviceMesh) -> N
         each.set_custom_reduce_scatter(DirectReduceScatter())
 
 
-def _finished(work: comm.AllPairs, async_op: bool) -> dist.Work | None:
+def _finished(work: AllPairs, async_op: bool) -> dist.Work | None:
     if async_op:
         return work
     work.wait()

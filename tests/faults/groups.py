@@ -68,14 +68,14 @@ GROUPS = (
     ),
     fault(
         "a gather that nobody waits for",
-        "comm.py",
+        "direct.py",
         "class AllPairs(dist.Work):",
         "class AllPairs:",
         f"{GLOO}::test_a_gather_ahead_of_time_is_waited_for",
     ),
     fault(
         "gradients added up in bfloat16",
-        "comm.py",
+        "direct.py",
         "wide = torch.promote_types(output.dtype, torch.float32)",
         "wide = output.dtype",
         f"{GLOO}::test_the_sum_runs_in_rank_order_and_is_rounded_once[torch.bfloat16-sum-4]",

@@ -64,6 +64,7 @@ ROWS: dict[str, Row] = {
     "dense over a window": _row("dense over a window", "arbitrary mask within a window", "`dense, window_size`"),
     "a function": _row("a function", "FlexAttention mask_mod", "`mask_mod`"),
     "a function over packed": _row("a function over packed", "mask_mod over packed documents", "`mask_mod, boundaries`"),
+    "chosen": _row("blocks chosen by hand", "FlexAttention BlockMask, blocks chosen by hand too", "`mask_mod=block_mask`"),
     "cross": _row("cross", "cross attention, keys of another length", "`causal=False`, k and v of their length"),
     "cross packed": _row("cross packed", "cross attention of packed pairs", "`boundaries, key_boundaries`"),
     "cross dense": _row("cross dense", "cross attention, arbitrary mask", "`dense`"),

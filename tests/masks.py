@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 
@@ -33,8 +34,11 @@ NAMED: dict[str, dict[str, Any]] = {
     ),
     "dense": dict(causal=False, dense=1),
     "dense over a window": dict(window_size=(11, None), dense=2),
+    "dense in blocks": dict(causal=False, dense=102),
     "a function": dict(causal=False, mask_mod="heads apart"),
     "a function over packed": dict(lengths=[[5, 20, 7], [32]], mask_mod="every third"),
+    "a function of documents": dict(causal=False, mask_mod="documents"),
+    "blocks chosen by hand": dict(causal=False, mask_mod="chosen"),
 }  # fmt: skip
 # Cross attention, for 21 keys.
 CROSS: dict[str, dict[str, Any]] = {
@@ -43,9 +47,11 @@ CROSS: dict[str, dict[str, Any]] = {
     "cross dense": dict(causal=False, dense=3),
     "cross a function": dict(causal=False, valid=[[2, 21], [0, 0]], mask_mod="every third"),
 }
-MASK_MODS = {
+MASK_MODS: dict[str, Any] = {
     "heads apart": lambda row, head, query, key: (query + head) % 3 != key % (2 + head),
     "every third": lambda row, head, query, key: ((query - key) % 3 == 0) & (query != 8 + row),
+    "documents": lambda row, head, query, key: (query // (9 + row) == key // (9 + row)) & (query >= key),
+    "chosen": None,  # a `BlockMask`, made for its length by `chosen_blocks`
 }
 
 
@@ -54,7 +60,25 @@ def dense_of(seed: int, length: int, keys: int) -> Tensor:
     seen = torch.rand(2, 1, length, keys, generator=torch.Generator().manual_seed(seed)) < 0.4
     seen[0, :, length // 3] = False
     seen[1, :, : length // 2] = False
+    if seed > 100:  # with blocks of 7 that are hidden in all rows
+        seen &= (torch.arange(length)[:, None] // 7 + torch.arange(keys) // 7) % 3 > 0
     return seen
+
+
+def chosen_blocks(length: int, keys: int, size: int = 5) -> BlockMask:
+    """Return a mask whose blocks say something else than its function: most are hidden, some seen whole where the function says no."""
+    shape = (1, 1, -(-length // size), -(-keys // size))
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7))
+    drawn[:, :, 1] = 1.0  # queries that see nothing
+
+    def listed(table: Tensor) -> tuple[Tensor, Tensor]:
+        order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return table.sum(-1).to(torch.int32), order.to(torch.int32)
+
+    whole = listed(drawn < 0.15)
+    asked = listed((drawn >= 0.15) & (drawn < 0.5))
+    function = MASK_MODS["every third"]
+    return BlockMask.from_kv_blocks(*asked, *whole, BLOCK_SIZE=size, mask_mod=function, seq_lengths=(length, keys))
 
 
 def build(
@@ -65,7 +89,8 @@ def build(
     if "dense" in options:
         options["dense"] = dense_of(options["dense"], length, length if keys is None else keys)
     if "mask_mod" in options:
-        options["mask_mod"] = MASK_MODS[options["mask_mod"]]
+        made = MASK_MODS[options["mask_mod"]]
+        options["mask_mod"] = made or chosen_blocks(length, length if keys is None else keys)
     lengths, key_lengths = options.pop("lengths", None), options.pop("key_lengths", None)
     if keys is not None and padded_keys is not None:
         options.setdefault("valid", [[0, keys]])
@@ -107,8 +132,9 @@ def drawn(draw: st.DrawFn, length: int, rows: int = 2, matrices: bool = False) -
         runs = draw(st.integers(1, 3))
         edges = st.lists(st.integers(0, length), min_size=2 * runs, max_size=2 * runs).map(sorted)
         options["bidirectional"] = [[[e[2 * i], e[2 * i + 1]] for i in range(runs)] for e in (draw(edges) for _ in range(rows))]  # fmt: skip
-    if matrices and draw(st.booleans()):
-        options["dense"] = draw(st.integers(0, 99))
+    # A matrix of one key is refused where the sequence is padded.
+    if matrices and length > 1 and draw(st.booleans()):
+        options["dense"] = draw(st.integers(0, 200))
     if matrices and draw(st.booleans()):
         options["mask_mod"] = draw(st.sampled_from(list(MASK_MODS)))
     return options

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_sp.attention.block_table import BlockTable
 from lightning_sp.attention.places import Places
 from lightning_sp.errors import SequenceParallelError
 
@@ -83,14 +84,21 @@ class MaskMod:
 
     Args:
         function: (row, head, query, key) -> bool, in FlexAttention's form; global positions.
+        table: which blocks it is asked for, of a `BlockMask`; None for all.
     """
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Tensor], table: BlockTable | None = None) -> None:
+        self.function, self.table = function, table
         self.number = _register(self)
 
     def seen(self, places: Places) -> Tensor:
-        """Return which keys of a tile are seen. Shapes: () -> (rows, heads, Sq, Sk), bool."""
+        """Return which keys of a tile are seen. Shapes: () -> (rows or 1, heads or 1, Sq, Sk), bool."""
+        if self.table is None:
+            return self._answers(places)
+        asked, whole = self.table.of_places(places)
+        return (asked & self._answers(places)) | whole if bool(asked.any()) else whole
+
+    def _answers(self, places: Places) -> Tensor:
         rows, heads = _ranges(places)
         return _over_all(self.function, 0, 0)(rows, heads, places.queries, places.keys)
 

@@ -6,7 +6,8 @@ stand still or move on by one from a query to the next. So does what they allow 
     causal             low 0,      high moves            one document a piece       low stands, high moves
     window of W        low moves,  high moves            full, prefix, image        low stands, high stands
 
-and a rank's part of it, in its own numbering of its tokens, is again such pieces.
+and a rank's part of it, in its own numbering of its tokens, is again such pieces. What a matrix or a function hides besides is known by blocks,
+and cuts them into several runs of keys for the same queries (`restricted`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,27 @@ class Piece:
     low_step: int
     high: int
     high_step: int
+
+
+@dataclass(frozen=True)
+class SeenBlocks:
+    """Which blocks of queries x keys hold something that is seen, of a map with as many blocks along either side.
+
+    Args:
+        size: queries and keys of a block.
+        side: blocks along a side.
+        table: a byte for each block, the keys' side last; 0 where all is hidden.
+    """
+
+    size: tuple[int, int]
+    side: int
+    table: bytes
+
+    def runs(self, block: int) -> list[Range]:
+        """Return the runs of keys that a block's queries see something of, rising and apart."""
+        seen = self.table[block * self.side : (block + 1) * self.side]
+        edges = [i for i in range(self.side + 1) if (i > 0 and seen[i - 1] > 0) != (i < self.side and seen[i] > 0)]
+        return [(a * self.size[1], b * self.size[1]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def visible(mask: AttentionMask, row: int, length: int, key_length: int | None = None) -> list[Piece]:
@@ -92,6 +114,25 @@ def visible(mask: AttentionMask, row: int, length: int, key_length: int | None =
             cuts += [edge - ahead - 1 for edge in (highest, run_high)]
         pieces += _pieces(start, end, cuts, low, high)
     return _joined(_within(pieces, *_row(mask.valid, row, [0, length])))
+
+
+def restricted(pieces: Iterable[Piece], seen: SeenBlocks) -> list[list[Piece]]:
+    """Return the pieces without the blocks that are hidden: the first holds each query's first run of keys, the next its second, and so on."""
+    size = seen.size[0]
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        for block in range(piece.start // size, (piece.end - 1) // size + 1):
+            part = _of_queries(piece, max(piece.start, block * size), min(piece.end, (block + 1) * size))
+            for number, run in enumerate(seen.runs(block)):
+                found += [[]] if number == len(found) else []
+                found[number] += _within([part], *run)
+    return [_joined(run) for run in found]
+
+
+def _of_queries(piece: Piece, start: int, end: int) -> Piece:
+    on = start - piece.start
+    low, high = piece.low + piece.low_step * on, piece.high + piece.high_step * on
+    return Piece(start, end, low, piece.low_step, high, piece.high_step)
 
 
 def _within(pieces: Iterable[Piece], first: int, last: int) -> Iterable[Piece]:

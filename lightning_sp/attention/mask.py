@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from lightning_sp.attention.block_table import BlockTable
 from lightning_sp.attention.functions import MaskMod
 from lightning_sp.errors import SequenceParallelError
 
@@ -33,8 +35,10 @@ class AttentionMask:
         key_boundaries: In cross attention the documents of the keys, as `boundaries` with as many documents: a query of the i-th sees the keys
             of the i-th. Only with causal=False, and neither window, chunks nor bidirectional runs, which compare places of one sequence.
         dense: Any mask, whole on every rank: bool, True for seen, shape (rows or 1, heads or 1, S or 1, T), on the device of the queries. Beyond
-            its S and T there is padding: nothing is seen. The tiled kernel computes it, and all keys travel that the rest lets be seen.
-        mask_mod: (row, head, query, key) -> bool, in FlexAttention's form, global positions: any mask without a matrix; else as `dense`.
+            its S and T there is padding: nothing is seen. The tiled kernel computes it. Of what it hides blocks of 512 tokens and more (of
+            a 64th of a long sequence) do not travel.
+        mask_mod: (row, head, query, key) -> bool, in FlexAttention's form, global positions: any mask without a matrix; else as `dense`. Or a
+            `BlockMask` of the whole sequence: blocks that it does not list are hidden, whatever its function says, as in `flex_attention`.
 
     Raises:
         SequenceParallelError: tensors of another form, or numbers that contradict each other.
@@ -48,7 +52,7 @@ class AttentionMask:
     bidirectional: Tensor | None = None
     key_boundaries: Tensor | None = None
     dense: Tensor | None = None
-    mask_mod: Callable[..., Tensor] | MaskMod | None = None
+    mask_mod: Callable[..., Tensor] | BlockMask | MaskMod | None = None
     # Read once: where torch.compile traces the attention, a number out of a tensor would break the graph.
     _length: int | None = field(init=False, default=None)
     _key_length: int | None = field(init=False, default=None)
@@ -86,7 +90,10 @@ class AttentionMask:
                 f"dense of shape {tuple(self.dense.shape)}, {self.dense.dtype}: must be bool, (rows or 1, heads or 1, S or 1, T); scores that "
                 "are added are a bias"
             )
-        if self.mask_mod is not None and not isinstance(self.mask_mod, MaskMod):
+        if isinstance(self.mask_mod, BlockMask):
+            made = MaskMod(self.mask_mod.mask_mod, BlockTable.of(self.mask_mod))
+            object.__setattr__(self, "mask_mod", made)
+        elif self.mask_mod is not None and not isinstance(self.mask_mod, MaskMod):
             object.__setattr__(self, "mask_mod", MaskMod(self.mask_mod))
         for name, value in (("valid", self.valid), ("bidirectional", self.bidirectional)):
             if value is None or value.numel() == 0:
@@ -156,6 +163,8 @@ class AttentionMask:
             )
         if self.dense is not None:
             check_whole("dense", self.dense, batch=batch, heads=heads, length=length, key_length=keys)
+        if isinstance(self.mask_mod, MaskMod) and self.mask_mod.table is not None:
+            self.mask_mod.table.check(length=length, batch=batch, key_length=keys, heads=heads)
         if self.boundaries is not None and self._length != length:
             raise SequenceParallelError(
                 f"the documents' boundaries end at {self._length} tokens, the (padded) sequence has {length}: they must be equal"

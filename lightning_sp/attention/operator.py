@@ -22,6 +22,7 @@ from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.attention.plan import plan_of
 from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
 from lightning_sp.attention.scores import ScoreGradients, Scores
+from lightning_sp.attention.seen_blocks import empty_map, of_map, search
 from lightning_sp.attention.shared_hops import backward_arena, forward_arena
 from lightning_sp.attention.sinks import sink_gradient
 from lightning_sp.attention.ulysses import (
@@ -64,13 +65,15 @@ def attention_op(
     kernel: str,
     ring_transport: str,
     ring_method: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attend over the whole sequence from this rank's part of it.
 
     Shapes: q (B, H, s, D), k and v (B, K, t, D) -> out (B, H, s, D), lse (B, h, S), and with Ulysses what was exchanged: out (B, h, S, D),
     and q, k, v (S, B, h + 2 k, D) and nothing, or with t != s q (S, B, h, D) and k, v (T, B, 2 k, D); else three empty tensors; and
-    with "network_kept" the keys and values that arrived ((R-1) T, 2, B, k, D), else empty. S, T: tokens of this ring rank.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared.
+    with "network_kept" the keys and values that arrived ((R-1) T, 2, B, k, D), else empty; and the map of the blocks that a matrix or a
+    function lets be seen, else empty. S, T: tokens of this ring rank.
+    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared; that map's
+    all_reduce, in the forward alone.
     """
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     packed, packed_kv, heads_out = (q.new_empty(0) for _ in range(3))
@@ -82,7 +85,7 @@ def attention_op(
         q, k, v = split_cross(packed, packed_kv)
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
     arena = forward_arena(k, ring_group, ring_transport)
-    ring = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena)
+    ring, seen = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
@@ -92,7 +95,7 @@ def attention_op(
     if ulysses is not None:
         heads_out = out
         out = exchange_out(heads_out, split, ulysses)
-    return _token_major(out), lse.contiguous(), _token_major(heads_out), packed, packed_kv, kept
+    return _token_major(out), lse.contiguous(), _token_major(heads_out), packed, packed_kv, kept, seen
 
 
 @attention_op.register_fake
@@ -113,7 +116,7 @@ def _(
     kernel: str,
     ring_transport: str,
     ring_method: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
     batch, _, tokens, dim = q.shape
     total = tokens * split.size
@@ -121,16 +124,17 @@ def _(
     out = empty_token_major(q, q.dtype)
     lse = q.new_empty((batch, heads, total), dtype=torch.promote_types(q.dtype, torch.float32))
     size = comm.size_of(comm.group_by_name(ring_group))
+    seen = empty_map(Scores.from_arguments(score_numbers, score_factors, score_tensors), size)
     if ulysses is None:
-        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0), _empty_kept(k, size, ring_transport)
+        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0), _empty_kept(k, size, ring_transport), seen
     first, last = split.keys(rank)
     exchanged = k.new_empty(batch, last - first, k.shape[2] * split.size, dim)
     kept = _empty_kept(exchanged, size, ring_transport)
     heads_out = q.new_empty(batch, total, heads, dim).transpose(1, 2)
     if k.shape[2] == tokens:
-        return out, lse, heads_out, q.new_empty(total, batch, split.width(rank), dim), q.new_empty(0), kept
+        return out, lse, heads_out, q.new_empty(total, batch, split.width(rank), dim), q.new_empty(0), kept, seen
     keys = q.new_empty(k.shape[2] * split.size, batch, split.width(rank) - heads, dim)
-    return out, lse, heads_out, q.new_empty(total, batch, heads, dim), keys, kept
+    return out, lse, heads_out, q.new_empty(total, batch, heads, dim), keys, kept, seen
 
 
 @torch.library.custom_op("lightning_sp::attention_backward", mutates_args=())
@@ -138,6 +142,7 @@ def attention_backward_op(
     grad: Tensor,
     saved: list[Tensor],
     kept: Tensor,
+    seen: Tensor,
     out: Tensor,
     lse: Tensor,
     mask_numbers: list[int],
@@ -159,7 +164,7 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Mirror of `attention_op`, up to the gradients of this rank's heads, which `gradients_home` sends home.
 
-    Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; kept: the keys that arrived, or empty; out
+    Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; kept and seen: as the forward returned them; out
     and lse of this rank's heads -> (B, h, S, D), (B, k, T, D) twice, and of the sinks this rank's part, (H,), to be summed over the ranks
     as every parameter's; and if it `learns`, likewise of each of the scores' tensors, else nothing for each.
     Communicates: one all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
@@ -173,7 +178,7 @@ def attention_backward_op(
         q, k, v = saved
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
     arena = backward_arena(k, ring_group, ring_transport)
-    ring = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena)
+    ring, _ = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena, seen)
     gradients = ScoreGradients.like(scores, learns)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores, gradients)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
@@ -193,6 +198,7 @@ def _(
     grad: Tensor,
     saved: list[Tensor],
     kept: Tensor,
+    seen: Tensor,
     out: Tensor,
     lse: Tensor,
     mask_numbers: list[int],
@@ -231,8 +237,8 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, numbers, tensors, table, score_numbers, factors, score_tensors, sinks, *options = inputs
-    out, lse, heads_out, packed, packed_kv, kept = output
-    ctx.mark_non_differentiable(lse, heads_out, packed, packed_kv, kept)
+    out, lse, heads_out, packed, packed_kv, kept, seen = output
+    ctx.mark_non_differentiable(lse, heads_out, packed, packed_kv, kept, seen)
     ctx.set_materialize_grads(False)
     ctx.heads = [q.shape[1], k.shape[1]]
     ctx.numbers, ctx.score_numbers, ctx.factors = numbers, score_numbers, factors
@@ -243,7 +249,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ulysses_group = options[2]
     exchanged = (packed, packed_kv) if k.shape[2] != q.shape[2] else (packed,)
     saved = (*exchanged, heads_out) if ulysses_group else (q, k, v, out)
-    ctx.save_for_backward(lse, sinks, table, kept, *tensors, *score_tensors, *saved)
+    ctx.save_for_backward(lse, sinks, table, kept, seen, *tensors, *score_tensors, *saved)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
@@ -251,7 +257,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     no_masks, no_scores = [None] * num_masks, [None] * num_scores
     if grad is None:
         return (None, None, None, None, no_masks, None, None, None, no_scores, *[None] * 7)
-    lse, sinks, table, kept, *rest, out = ctx.saved_tensors
+    lse, sinks, table, kept, seen, *rest, out = ctx.saved_tensors
     masks, score_tensors, saved = (
         rest[:num_masks],
         rest[num_masks : num_masks + num_scores],
@@ -259,7 +265,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     )
     wanted = ctx.needs_input_grad[8]
     *grads, dsinks, learned = attention_backward_op(
-        grad, saved, kept, out, lse, ctx.numbers, masks, table, ctx.score_numbers, ctx.factors, score_tensors, sinks,
+        grad, saved, kept, seen, out, lse, ctx.numbers, masks, table, ctx.score_numbers, ctx.factors, score_tensors, sinks,
         *ctx.options, *ctx.heads, any(wanted),
     )  # fmt: skip
     dscores = [part if each else None for part, each in zip(learned, wanted, strict=True)]
@@ -341,11 +347,17 @@ def _ring(
     ulysses_rank: int,
     scores: Scores,
     arena: Arena | None,
-) -> Ring:
+    seen: Tensor | None = None,
+) -> tuple[Ring, Tensor]:
+    """Return this rank's view of the ring, and the map of what a matrix or a function lets be seen: made here unless the forward has."""
     group = comm.group_by_name(ring_group)
     size = comm.size_of(group)
     mask = AttentionMask.from_arguments(numbers, tensors)
     layout = SequenceLayout.from_table(size, split.size, layout_table)
-    plan = plan_of(mask, layout, q.shape[2] * size, q.shape[0], k.shape[2] * size)
-    heads = split.queries(ulysses_rank) if scores.names() else None
-    return Ring(plan, comm.rank_in(group), group, heads, arena)
+    sizes = (q.shape[2] * size, q.shape[0], k.shape[2] * size)
+    plan, rank, heads = plan_of(mask, layout, *sizes), comm.rank_in(group), split.queries(ulysses_rank)
+    if seen is None:
+        seen = empty_map(scores, size)
+        seen = search(scores, plan, rank, heads, q, group) if group is not None and seen.numel() else seen
+    plan = plan_of(mask, layout, *sizes, of_map(seen, plan))
+    return Ring(plan, rank, group, heads if scores.names() else None, arena), seen

@@ -17,13 +17,13 @@ Zigzag makes causal steps simple. Ring rank r holds chunks early(r) < late(r), a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
 import torch
 
-from lightning_sp.attention.intervals import Piece, Range, local, visible
+from lightning_sp.attention.intervals import Piece, Range, SeenBlocks, local, restricted, visible
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 
@@ -88,19 +88,22 @@ class Plan:
         length: global tokens.
         rows: of the batch.
         key_length: global keys of cross attention; None for those of the queries.
+        seen: the blocks that a matrix or a function hides; None where there is none.
     """
 
     def __init__(
-        self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None
-    ) -> None:
+        self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
+        seen: SeenBlocks | None = None,
+    ) -> None:  # fmt: skip
         self.layout, self.length = layout, length
         self.key_length = length if key_length is None else key_length
         tensors = mask.arguments()[1]
         pieces = [
             visible(mask, row, length, key_length) for row in range(max([t.shape[0] for t in tensors], default=1))
         ]
-        self._pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
-        assert len(self._pieces) in (1, rows)
+        pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
+        assert len(pieces) in (1, rows)
+        self._runs = [[row] if seen is None else restricted(row, seen) for row in pieces]
         self._steps: dict[Range, tuple[Block, ...]] = {}
         self._gathered: dict[int, Gathered] = {}
 
@@ -126,18 +129,23 @@ class Plan:
     def _between(self, query_rank: int, keys: Sequence[Range]) -> tuple[Block, ...]:
         queries = self.layout.ring_chunks(self.length, query_rank)
         return tuple(
-            block
-            for row, pieces in enumerate(self._pieces)
+            # Only a query's first run of keys is sure to come before its others.
+            block if number == 0 else replace(block, opens=False)
+            for row, runs in enumerate(self._runs)
+            for number, pieces in enumerate(runs)
             for piece in local(pieces, queries, keys)
-            for block in _blocks(piece, None if len(self._pieces) == 1 else row)
+            for block in _blocks(piece, None if len(self._runs) == 1 else row)
         )
 
 
-def plan_of(mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None) -> Plan:
+def plan_of(
+    mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
+    seen: SeenBlocks | None = None,
+) -> Plan:  # fmt: skip
     """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
     numbers, tensors = mask.arguments()
     contents = tuple((tuple(t.shape), t.numpy().tobytes()) for t in tensors)
-    return _plan(tuple(numbers), contents, layout, length, rows, key_length)
+    return _plan(tuple(numbers), contents, layout, length, rows, key_length, seen)
 
 
 @lru_cache(maxsize=32)
@@ -148,6 +156,7 @@ def _plan(
     length: int,
     rows: int,
     key_length: int | None,
+    seen: SeenBlocks | None,
 ) -> Plan:
     tensors = [
         torch.tensor(memoryview(held).cast("q"), dtype=torch.int64).view(shape)
@@ -155,7 +164,7 @@ def _plan(
         else torch.empty(shape, dtype=torch.int64)
         for shape, held in contents
     ]
-    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows, key_length)
+    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows, key_length, seen)
 
 
 def key_ranges(blocks: Iterable[Block]) -> list[Range]:

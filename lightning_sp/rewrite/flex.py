@@ -1,7 +1,8 @@
 """Interception of FlexAttention: its mask and score functions are given global positions, whatever part of the sequence a rank holds.
 
-A `BlockMask` may be made for the whole sequence or for this rank's part: only its function is read. What that holds must be of the whole
-sequence (`captured`). On the CPU torch's own has no backward; ours has.
+A `BlockMask` may be made for the whole sequence: then its blocks and its function are the mask. Or for this rank's part, as a model makes one
+that does not know of the others: then its function is the mask, and its blocks may say no more than that does. What the function holds must be
+of the whole sequence (`captured`). On the CPU torch's own has no backward; ours has.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask
 
+from lightning_sp.attention.block_table import BlockTable
 from lightning_sp.attention.functions import MaskMod
 from lightning_sp.attention.mask import document_ids
+from lightning_sp.attention.places import Places
 from lightning_sp.bound_names import rebind
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
@@ -61,7 +66,7 @@ class FlexInterception(AbstractContextManager[None]):
         key: Tensor,
         value: Tensor,
         score_mod: Callable[..., Tensor] | None = None,
-        block_mask: Any = None,
+        block_mask: BlockMask | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
         return_lse: bool = False,
@@ -76,18 +81,20 @@ class FlexInterception(AbstractContextManager[None]):
         _check(query, key, enable_gqa, {"return_lse": return_lse, "kernel_options": kernel_options, **others})
         batch = context.step.batch if context.step is not None else None
         change = None if score_mod is None else learned_score_mod(score_mod, query, batch)
-        mask_mod = None if block_mask is None else _mask_mod(block_mask)
         if context.step is None:
             assert context.reference is not None
-            seen = _whole_mask(context.reference, mask_mod, query, key)
+            # Torch cuts a block mask that was made for more tokens than there are.
+            whole = None if block_mask is None else MaskMod(block_mask.mask_mod, BlockTable.of(block_mask))
+            seen = _whole_mask(context.reference, whole, query, key)
             return whole_attention(query, key, value, seen, scale=scale, score_mod=change)
-        for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        asked = block_mask.mask_mod if block_mask is not None else None
+        for what, function in (("score_mod", score_mod), ("mask_mod", asked)):
             if function is not None:
                 check_whole_tensors(context, function, f"flex_attention's {what}")
+        mask_mod = None
         if block_mask is not None:
             _check_lengths(block_mask, context, query, key)
-        if mask_mod is not None:
-            mask_mod = of_real_tokens(mask_mod, context.step.batch)
+            mask_mod = _mask_mod(block_mask, context.step.batch)
         mask = replace(context.step.masks[False], mask_mod=mask_mod)
         return attend(context, query, key, value, mask=mask, scale=scale, score_mod=change)
 
@@ -107,21 +114,56 @@ def _check(query: Tensor, key: Tensor, enable_gqa: bool, options: dict[str, Any]
         )
 
 
-def _mask_mod(block_mask: Any) -> Callable[..., Tensor] | None:
-    """Return a block mask's function, None where it lets everything be seen."""
+def _mask_mod(block_mask: BlockMask, batch: BatchInfo) -> MaskMod | None:
+    """Return a block mask as a mask of the whole sequence, None where it lets everything be seen."""
+    function = of_real_tokens(block_mask.mask_mod, batch)
+    if set(block_mask.seq_lengths) <= {batch.length, batch.padded_length}:
+        return MaskMod(function, BlockTable.of(block_mask))
     if block_mask.mask_mod is not torch_flex.noop_mask:
-        function: Callable[..., Tensor] = block_mask.mask_mod
-        return function
+        _check_blocks(block_mask)
+        return MaskMod(function)
     # Without a function the blocks are the mask.
     if block_mask.sparsity() > 0:
         raise SequenceParallelError(
-            f"flex_attention with a BlockMask of {block_mask.sparsity():.1f}% hidden blocks and no mask_mod: which positions it hides is known "
-            "by a function alone; make it by create_block_mask(mask_mod, ...), or give from_kv_blocks its mask_mod"
+            f"flex_attention with a BlockMask of {tuple(block_mask.seq_lengths)} queries and keys, {block_mask.sparsity():.1f}% hidden blocks "
+            f"and no mask_mod, where the sequence has {batch.length} tokens: which places of that it hides is known by a function alone; "
+            "make it by create_block_mask(mask_mod, ...), give from_kv_blocks its mask_mod, or make it for the whole sequence"
         )
     return None
 
 
-def _check_lengths(block_mask: Any, context: SequenceContext, query: Tensor, key: Tensor) -> None:
+# Looked at once: the layers of a model share a block mask.
+_checked: WeakSet[BlockMask] = WeakSet()
+
+
+def _check_blocks(block_mask: BlockMask) -> None:
+    """Refuse a block mask of a shard whose blocks are not those of its function: which places of the sequence they hide nobody knows.
+
+    A model that routes queries to blocks of keys makes such ones. Block of queries by block of queries, for little memory.
+    """
+    if block_mask in _checked:
+        return
+    table, device = BlockTable.of(block_mask), block_mask.kv_indices.device
+    function = MaskMod(block_mask.mask_mod)
+    keys = torch.arange(table.lengths[1], device=device)
+    for start in range(0, table.lengths[0], table.size[0]):
+        queries = torch.arange(start, min(start + table.size[0], table.lengths[0]), device=device)
+        places = Places((0, table.asked.shape[0]), (0, table.asked.shape[1]), queries, keys)
+        asked, whole = table.of_places(places)
+        seen = function.seen(places)
+        wrong = (seen & ~(asked | whole)) | (~seen & whole)
+        if bool(wrong.any()):
+            _, _, query, key = wrong.nonzero()[0].tolist()
+            said = "seen" if bool(seen.expand_as(wrong)[wrong][0]) else "hidden"
+            raise SequenceParallelError(
+                f"flex_attention with a BlockMask of {table.lengths} queries and keys, this rank's, whose blocks are not those of its "
+                f"mask_mod: the function says {said} for query {start + query} and key {key}, its blocks otherwise. Where the blocks are "
+                "chosen by hand, or by the model, make it for the whole sequence"
+            )
+    _checked.add(block_mask)
+
+
+def _check_lengths(block_mask: BlockMask, context: SequenceContext, query: Tensor, key: Tensor) -> None:
     assert context.step is not None
     batch = context.step.batch
     for made, tokens in zip(block_mask.seq_lengths, (query.shape[2], key.shape[2]), strict=True):
@@ -132,11 +174,9 @@ def _check_lengths(block_mask: Any, context: SequenceContext, query: Tensor, key
             )
 
 
-def _whole_mask(
-    reference: BatchInfo, mask_mod: Callable[..., Tensor] | None, query: Tensor, key: Tensor
-) -> Tensor | None:
+def _whole_mask(reference: BatchInfo, mask_mod: MaskMod | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return what a short whole sequence's queries see, within its documents. Shapes: () -> (rows or 1, heads or 1, S, S)."""
-    seen = None if mask_mod is None else MaskMod(mask_mod).seen(whole_places(query, key))
+    seen = None if mask_mod is None else mask_mod.seen(whole_places(query, key))
     if reference.boundaries is None:
         return seen
     ids = document_ids(reference.boundaries, reference.length).to(query.device)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.resident import peak_growth
@@ -50,6 +51,51 @@ def traffic(ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=
     with counted() as backward:
         out.backward(grad)
     return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
+
+
+def traffic_of_mask(ring, length, dim, given, size, method="hops"):
+    """Return (bytes, calls) of this rank's forward and of its backward under a mask of documents of a `size`, as a matrix or a function."""
+    mesh = mesh_of(1, ring)
+
+    def seen(row, head, query, key):
+        return query // size == key // size
+
+    places = torch.arange(length)
+    mask = {
+        "matrix": lambda: AttentionMask(False, dense=seen(0, 0, places[:, None], places)[None, None]),
+        "function": lambda: AttentionMask(False, mask_mod=seen),
+        "blocks": lambda: AttentionMask(
+            False, mask_mod=create_block_mask(seen, None, None, length, length, device="cpu", BLOCK_SIZE=size)
+        ),
+    }[given]()
+    (q, k, v), grad = local_inputs(mesh, 4, 2, length, dim, torch.float32)
+    with counted() as forward:
+        out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, ring_transport="network", ring_method=method)
+    with counted() as backward:
+        out.backward(grad)
+    return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
+
+
+def failing_mask(ring, length, fails):
+    """Return what a rank's attention raises, whose mask's function raises on the ranks that it is asked on; and that the next call is right."""
+    mesh = mesh_of(1, ring)
+
+    def seen(row, head, query, key):
+        if mesh.sequence_rank in fails:
+            raise ZeroDivisionError("of the user's")
+        return query >= key
+
+    (q, k, v), _ = local_inputs(mesh, 4, 2, length, 8, torch.float32)
+    try:
+        sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(False, mask_mod=seen))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    fails.clear()
+    again, plain = (
+        sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask)
+        for mask in (AttentionMask(False, mask_mod=seen), AttentionMask())
+    )
+    return said, float((again - plain).detach().abs().max())
 
 
 def blocks_in_flight(ring, length):

@@ -10,7 +10,7 @@ import torch
 from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
 from lightning_sp.attention.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
-from tests.dist.operator_ranks import blocks_in_flight, peak_bytes, settled_peak_bytes, traffic
+from tests.dist.operator_ranks import blocks_in_flight, failing_mask, peak_bytes, settled_peak_bytes, traffic, traffic_of_mask
 
 LENGTH, DIM, MIB = 64, 8, 2**20
 
@@ -71,6 +71,28 @@ def test_a_document_over_two_ranks_travels_between_them_alone(pools):
     ranks = pools(4).run(traffic, 1, 4, 2, 2, LENGTH, DIM, torch.float32, True, lengths)
     keys = 2 * 2 * 4 * DIM * 4
     assert [[sent for sent, _ in rank] for rank in ranks] == [[keys, keys], [0, keys], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("method", ["hops", "all_gather"])
+@pytest.mark.parametrize("given", ["matrix", "function", "blocks"])
+def test_keys_that_a_matrix_or_a_function_hides_do_not_travel(pools, given, method):
+    # Chunks and documents of 8: nobody needs anybody. Of 16: tokens 0..16 lie on ranks 0 and 1, 16..32 on 2 and 3, and so on back.
+    found = "all_reduce"
+    for forward, backward in pools(4).run(traffic_of_mask, 4, LENGTH, DIM, given, 8, method):
+        assert (forward, backward) == ((0, {found: 1}), (0, {})), "only the map that the ranks find together"
+    chunk = 2 * 2 * 8 * DIM * 4  # keys and values of 2 heads
+    for forward, backward in pools(4).run(traffic_of_mask, 4, LENGTH, DIM, given, 16, method):
+        assert forward == (2 * chunk, {found: 1, "isend": 1, "irecv": 1}), "both chunks, to one neighbour"
+        assert backward == (4 * chunk, {"isend": 2, "irecv": 2}), "again, and what came back"
+
+
+def test_a_mask_that_fails_on_some_ranks_fails_on_all_and_leaves_nothing(pools):
+    said, errors = zip(*pools(4).run(failing_mask, 4, LENGTH, [1, 2]), strict=True)
+    assert said[1] == said[2] == "ZeroDivisionError: of the user's"
+    for other in (said[0], said[3]):
+        assert other.startswith("SequenceParallelError: the attention's mask_mod or dense mask failed on another rank")
+        assert "64 queries and 64 keys" in other
+    assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize(("world", "degrees"), [(1, (1, 1)), (4, (2, 2))], ids=["1x1", "2x2"])

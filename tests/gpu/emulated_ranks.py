@@ -156,11 +156,11 @@ def emulate(
         q, k, v, grad = (shard(t, layout, rank, dim=2) for t in whole)
         groups = (world.name("ring", rank), world.name("ulysses", rank))
         options = (*Scores().arguments(), None, scale, *groups, kernel, "network", method)
-        out, lse, heads_out, packed, _, kept = operator.attention_op(q, k, v, *seen, *options)
+        out, lse, heads_out, packed, _, kept, found = operator.attention_op(q, k, v, *seen, *options)
         saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
         heads = [q.shape[1], k.shape[1]]
         *gradients, _, _ = operator.attention_backward_op(
-            grad, saved, kept, own_out, lse, *seen, *options, *heads, False
+            grad, saved, kept, found, own_out, lse, *seen, *options, *heads, False
         )
         return [out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
 

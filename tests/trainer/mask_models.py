@@ -111,15 +111,44 @@ with warnings.catch_warnings():
 def plain_flex(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor:  # fmt: skip
-    """FlexAttention by its definition: torch's own has no backward on the CPU."""
+    """FlexAttention by its definition, of the blocks that a mask lists: torch's own has no backward on the CPU."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     row, head, query, key = torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
     if score_mod is not None:
         scores = score_mod(scores, row, head, query, key)
     if block_mask is not None:
-        scores = scores.masked_fill(~block_mask.mask_mod(row, head, query, key), -torch.inf)
+        seen = _listed(block_mask, block_mask.mask_mod(row, head, query, key).expand_as(scores))
+        scores = scores.masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ v
+
+
+def _listed(block_mask: BlockMask, function: Tensor) -> Tensor:
+    """Return what a block mask's lists and its function let be seen. Shapes: (B, H, S, T) -> the same."""
+    seen = torch.zeros_like(function)
+    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices, function)]
+    if block_mask.full_kv_num_blocks is not None:
+        lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, torch.ones_like(function)))
+    rows, columns = block_mask.BLOCK_SIZE
+    for counts, blocks, part in lists:
+        assert counts.shape[:2] == (1, 1)
+        for i, count in enumerate(counts[0, 0].tolist()):
+            for j in blocks[0, 0, i, :count].tolist():
+                place = (..., slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+                seen[place] |= part[place]
+    return seen
+
+
+def _chosen(length: int, function: Any, size: int = 4) -> BlockMask:
+    """Return a mask of whose earlier blocks the first alone is seen, as a model makes one that chooses: its function does not say so."""
+    count = -(-length // size)
+    places = torch.arange(count)
+    own = places[None, None, :, None].repeat(1, 1, 1, count).int()
+    first = torch.zeros_like(own)
+    return BlockMask.from_kv_blocks(
+        torch.ones(1, 1, count).int(), own, (places > 0).int()[None, None], first, BLOCK_SIZE=size, mask_mod=function,
+        seq_lengths=(length, length),
+    )  # fmt: skip
 
 
 class Flex(Attending):
@@ -159,8 +188,11 @@ class Flex(Attending):
         }
         if self.form in ("full", "learned full"):
             return None
-        if self.form == "blocks":
-            made = create_block_mask(_causal, None, None, q.shape[2], q.shape[2], device="cpu", BLOCK_SIZE=8)
+        if self.form.startswith("chosen"):
+            return _chosen(q.shape[2] if self.form == "chosen by a shard" else self.length, _causal)
+        if self.form.startswith("blocks"):
+            length = q.shape[2] if self.form == "blocks of a shard" else self.length
+            made = create_block_mask(_causal, None, None, length, length, device="cpu", BLOCK_SIZE=8)
             return BlockMask.from_kv_blocks(
                 made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, BLOCK_SIZE=8, seq_lengths=made.seq_lengths
             )  # fmt: skip

@@ -142,7 +142,8 @@ def turned_rope() -> nn.Module:
 
 FLEX = (
     "causal", "full", "whole", "documents", "by row and head", "alibi", "learned", "learned full", "learned attribute", "learned partial",
-    "learned helper", "compiled", "gqa", "gqa unsaid", "lse", "kernel options", "blocks", "shard's documents", "other length", "called",
+    "learned helper", "compiled", "gqa", "gqa unsaid", "lse", "kernel options", "blocks", "blocks of a shard", "chosen", "chosen by a shard",
+    "shard's documents", "other length", "called",
 )  # fmt: skip
 CUSTOM = ("and", "or", "whole tensor", "shard's tensor", "second window")
 EXPLICIT = (
@@ -182,7 +183,7 @@ BUILDS: dict[str, Any] = {
     **{f"explicit {form} of 29": partial(Explicit, form, 29) for form in ("alibi", "learned full", "whole")},
     "padded encoder": PaddedEncoder,
     **{f"flex {form}": partial(Flex, form) for form in FLEX},
-    **{f"flex {form} of 29": partial(Flex, form, 29) for form in ("documents", "positions")},
+    **{f"flex {form} of 29": partial(Flex, form, 29) for form in ("documents", "positions", "chosen")},
     "imported": Imported,
     "held": partial(Imported, True),
     **{f"custom {form}": partial(custom_mask, form) for form in CUSTOM},

@@ -68,9 +68,9 @@ def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scor
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     utils = utils[1:2] if score_mod else utils
     torch.library.opcheck(attention_op, (q, k, v, *mask, *options), test_utils=utils)
-    out, lse, *_, kept = attention_op(q, k, v, *mask, *options)
+    out, lse, *_, kept, seen = attention_op(q, k, v, *mask, *options)
     saved = [t.detach() for t in (q, k, v)]
-    backward = (out.detach(), saved, kept, out.detach(), lse, *mask, *options, 4, kv_heads, bool(scored))
+    backward = (out.detach(), saved, kept, seen, out.detach(), lse, *mask, *options, 4, kv_heads, bool(scored))
     # Not differentiable twice, so the test of its autograd does not apply.
     torch.library.opcheck(attention_backward_op, backward, test_utils=utils[::2] if score_mod is None else [])
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sp.attention.intervals import SeenBlocks
 from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths
 from lightning_sp.attention.plan import TILE, Kind, Plan, key_ranges, plan_of, renumbered
 from lightning_sp.attention.reference import allowed
@@ -15,18 +16,22 @@ from lightning_sp.layout import SequenceLayout
 from tests import layouts, masks
 
 
-def visits(plan, rows):
-    """Count how often the blocks of all (query rank, key rank) visit each global pair. Shapes: -> (rows, S, S)."""
+def visits(plan, rows, opens=True):
+    """Count how often the blocks of all (query rank, key rank) visit each global pair. Shapes: -> (rows, S, T).
+
+    `opens`: each block that is the first of its queries says so; else none says so that is not.
+    """
     layout, length = plan.layout, plan.length
-    count = torch.zeros(rows, length, length, dtype=torch.int64)
-    tokens = [
-        torch.cat([torch.arange(a, b) for a, b in layout.ring_chunks(length, r)]) for r in range(layout.ring_size)
-    ]
+    count = torch.zeros(rows, length, plan.key_length, dtype=torch.int64)
+    tokens, key_tokens = (
+        [torch.cat([torch.arange(a, b) for a, b in held.ring_chunks(n, r)]) for r in range(layout.ring_size)]
+        for held, n in ((layout, length), (layout.for_length(plan.key_length), plan.key_length))
+    )
     for query_rank in range(layout.ring_size):
         for key_rank in range(layout.ring_size):
             opened = torch.zeros(rows, len(tokens[0]), dtype=torch.bool)
             for block in plan.blocks(query_rank, key_rank):
-                queries, keys = tokens[query_rank][slice(*block.queries)], tokens[key_rank][slice(*block.keys)]
+                queries, keys = tokens[query_rank][slice(*block.queries)], key_tokens[key_rank][slice(*block.keys)]
                 assert min(len(queries), len(keys)) > 0
                 seen = torch.ones(len(queries), len(keys), dtype=torch.int64)
                 if block.kind is not Kind.FULL:
@@ -34,7 +39,9 @@ def visits(plan, rows):
                     seen = seen.tril() if block.kind is Kind.CAUSAL else seen.triu()
                 chosen = slice(None) if block.row is None else slice(block.row, block.row + 1)
                 first = ~opened[chosen, slice(*block.queries)]
-                assert first.all() == first.any() == block.opens, "a block opens its queries, or none of them"
+                if opens:
+                    assert first.all() == first.any() == block.opens, "a block opens its queries, or none of them"
+                assert first.all() or not block.opens
                 opened[chosen, slice(*block.queries)] = True
                 for row in range(rows)[chosen]:
                     count[row, queries[:, None], keys] += seen
@@ -57,6 +64,32 @@ def test_blocks_of_any_layout_cover_exactly_the_allowed_pairs_once(ring, ulysses
     mask = masks.build(data.draw(masks.drawn(length)), length, padded)
     count = visits(Plan(mask, layout, padded, 2), rows=2)
     assert torch.equal(count, allowed(mask, padded)[:, 0].expand(2, -1, -1).long())
+
+
+@given(ring=st.integers(1, 5), length=st.integers(1, 80), keys=st.integers(1, 80), data=st.data())
+def test_blocks_that_are_hidden_are_not_visited(ring, length, keys, data):
+    layout = SequenceLayout(ring)
+    crosses = data.draw(st.booleans())
+    padded, padded_keys = (layout.padded_length(n) for n in (length, keys if crosses else length))
+    mask = AttentionMask(False) if crosses else masks.build(data.draw(masks.drawn(length)), length, padded)
+    sizes, side = (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))), 90
+    seen = torch.rand(side, side, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) < 0.5
+    plan = Plan(mask, layout, padded, 2, padded_keys, SeenBlocks(sizes, side, seen.to(torch.uint8).numpy().tobytes()))
+    whole = seen.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[:padded, :padded_keys]
+    expected = allowed(mask, padded, padded_keys)[:, 0].expand(2, -1, -1) & whole
+    assert torch.equal(visits(plan, rows=2, opens=False), expected.long())
+
+
+def test_a_map_that_hides_nothing_of_a_mask_leaves_its_plan():
+    layout, side = SequenceLayout(4), 8
+    for mask, table in (
+        (AttentionMask(), torch.ones(side, side).tril()),
+        (AttentionMask(window_size=(9, None)), torch.ones(side, side)),
+        (AttentionMask(boundaries=boundaries_from_lengths([[8, 24, 32]])), torch.ones(side, side)),
+    ):
+        held = SeenBlocks((8, 8), side, table.to(torch.uint8).numpy().tobytes())
+        cut, plain = Plan(mask, layout, 64, 1, seen=held), Plan(mask, layout, 64, 1)
+        assert all(cut.blocks(q, k) == plain.blocks(q, k) for q in range(4) for k in range(4))
 
 
 @given(window=st.integers(1, 3 * TILE), ring=st.integers(1, 4))

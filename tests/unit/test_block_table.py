@@ -1,0 +1,75 @@
+"""A `BlockMask` is what its lists and its function say, on any tile; where they differ, the lists hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from lightning_sp.attention import AttentionMask
+from lightning_sp.attention.functions import MaskMod
+from lightning_sp.attention.places import Places
+from lightning_sp.errors import SequenceParallelError
+from tests import masks
+
+
+def by_head(row, head, query, key):
+    return (query // (6 + row) == key // (6 + row)) & (query >= key - head)
+
+
+def all_places(rows, heads, queries, keys):
+    return Places((0, rows), (0, heads), torch.arange(queries), torch.arange(keys))
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(2, 3), (1, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize(("queries", "keys"), [(32, 32), (29, 29), (30, 21)])
+def test_a_block_mask_is_its_function(rows, heads, queries, keys):
+    function = by_head if (rows, heads) == (2, 3) else (lambda row, head, i, j: by_head(0, 0, i, j))
+    made = create_block_mask(function, rows, heads, queries, keys, device="cpu", BLOCK_SIZE=(4, 8))
+    mask = AttentionMask(causal=False, mask_mod=made).mask_mod
+    whole = MaskMod(function).seen(all_places(2, 3, queries, keys))
+    found = mask.seen(all_places(2, 3, queries + 3, keys + 5))  # with padding
+    assert torch.equal(found[:, :, :queries, :keys].expand_as(whole), whole)
+    assert not bool(found[:, :, queries:].any())
+    assert not bool(found[..., keys:].any())
+    part = Places((1, 2), (1, 3), torch.tensor([5, 6, 17]), torch.tensor([0, 9, 8, 20]))
+    assert torch.equal(mask.seen(part).expand(1, 2, 3, 4), whole[1:, 1:, part.queries[:, None], part.keys])
+
+
+def test_where_they_differ_the_lists_hold():
+    made = masks.chosen_blocks(32, 27)
+    found = AttentionMask(causal=False, mask_mod=made).mask_mod.seen(all_places(1, 1, 32, 27))[0, 0]
+    function = MaskMod(masks.MASK_MODS["every third"]).seen(all_places(1, 1, 32, 27))[0, 0]
+    expected = torch.zeros(32, 27, dtype=torch.bool)
+    for i in range(7):
+        for j in made.kv_indices[0, 0, i, : made.kv_num_blocks[0, 0, i]].tolist():
+            place = (slice(5 * i, 5 * i + 5), slice(5 * j, 5 * j + 5))
+            expected[place] = function[place]
+        for j in made.full_kv_indices[0, 0, i, : made.full_kv_num_blocks[0, 0, i]].tolist():
+            expected[5 * i : 5 * i + 5, 5 * j : 5 * j + 5] = True
+    assert torch.equal(found, expected)
+    assert bool((found & ~function).any())
+    assert bool((function & ~found).any())
+    assert not bool(found[5:10].any())
+
+
+def test_blocks_without_a_function_are_the_mask():
+    made = create_block_mask(by_head, 1, 1, 32, 32, device="cpu", BLOCK_SIZE=8)
+    lists = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
+    for given in (lists, (lists[0], lists[1], None, None)):
+        alone = BlockMask.from_kv_blocks(*given, BLOCK_SIZE=8, seq_lengths=(32, 32))
+        found = AttentionMask(causal=False, mask_mod=alone).mask_mod.seen(all_places(1, 1, 32, 32))[0, 0]
+        assert torch.equal(found, alone.to_dense()[0, 0].bool().repeat_interleave(8, 0).repeat_interleave(8, 1))
+
+
+@pytest.mark.parametrize(("rows", "heads", "length"), [(3, 1, 32), (1, 3, 32), (1, 1, 40)])
+def test_a_block_mask_of_another_attention_is_refused(rows, heads, length):
+    made = create_block_mask(by_head, rows, heads, length, length, device="cpu", BLOCK_SIZE=8)
+    with pytest.raises(
+        SequenceParallelError,
+        match=f"BlockMask of {rows} rows, {heads} heads, {length} queries and {length} keys: must be of 1 or 2 rows, 1 or 4",
+    ):
+        AttentionMask(causal=False, mask_mod=made).check(length=32, batch=2, heads=4)
+    AttentionMask(mask_mod=create_block_mask(by_head, 2, 4, 29, 29, device="cpu", BLOCK_SIZE=8)).check(
+        length=32, batch=2, heads=4
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import KERNELS, LAW, fault
+from tests.faults.fault import BLOCK_TABLE, KERNELS, LAW, REWRITTEN, fault
 
 SCORES = (
     fault(
@@ -36,8 +36,8 @@ SCORES = (
     fault(
         "a rank's heads numbered from 0",
         "attention/operator.py",
-        "heads = split.queries(ulysses_rank) if",
-        "heads = split.queries(0) if",
+        "comm.rank_in(group), split.queries(ulysses_rank)",
+        "comm.rank_in(group), split.queries(0)",
         f"{LAW}[32-2]",
     ),
     fault(
@@ -46,6 +46,34 @@ SCORES = (
         "part[:, :, queries[:, None], keys] += tile.to(whole.dtype)",
         "part[:, :, queries[:, None], keys] = tile.to(whole.dtype)",
         f"{LAW}[32-4]",
+    ),
+    fault(
+        "blocks of which something is hidden not sent",
+        "attention/seen_blocks.py",
+        "hidden is None or not bool(hidden.all())",
+        "hidden is None or not bool(hidden.any())",
+        f"{LAW}[32-4]",
+    ),
+    fault(
+        "a query's second run of keys written over its first",
+        "attention/plan.py",
+        "block if number == 0 else replace(block, opens=False)",
+        "block",
+        f"{LAW}[32-4]",
+    ),
+    fault(
+        "a block mask's lists not read",
+        "attention/functions.py",
+        "if self.table is None:",
+        "if True:",
+        REWRITTEN,
+    ),
+    fault(
+        "blocks that are seen whole asked for all the same",
+        "attention/functions.py",
+        "return (asked & self._answers(places)) | whole if bool(asked.any()) else whole",
+        "return (asked | whole) & self._answers(places)",
+        BLOCK_TABLE,
     ),
     fault(
         "tiles of which something is hidden left out",

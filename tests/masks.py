@@ -65,8 +65,9 @@ def dense_of(seed: int, length: int, keys: int) -> Tensor:
     return seen
 
 
-def chosen_blocks(length: int, keys: int, size: int = 5) -> BlockMask:
+def chosen_blocks(length: int, keys: int) -> BlockMask:
     """Return a mask whose blocks say something else than its function: most are hidden, some seen whole where the function says no."""
+    size = max(5, length // 7)
     shape = (1, 1, -(-length // size), -(-keys // size))
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7))
     drawn[:, :, 1] = 1.0  # queries that see nothing

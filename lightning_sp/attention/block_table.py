@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lightning_sp.attention.places import Places
+from lightning_sp.attention.places import Places, of_rows_or_heads
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.layout import Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,43 +30,73 @@ class BlockTable:
 
     @classmethod
     def of(cls, block_mask: BlockMask) -> BlockTable:
-        """Return that of a block mask, whose lists of blocks are read: where they and its function differ, the lists hold."""
-        queries, keys = block_mask.seq_lengths
-        blocks = -(-keys // block_mask.BLOCK_SIZE[1])
-        asked = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
-        whole = torch.zeros_like(asked)
-        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-            whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks)
-        return cls(asked, whole, (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1]), (queries, keys))
+        """Return that of a block mask, whose lists of blocks are read: where they and its function differ, the lists hold.
 
-    def check(self, *, length: int, batch: int, key_length: int, heads: int | None) -> None:
-        """Refuse a table that is not of this attention; shorter than the padded sequence is fine, what is beyond is padding."""
+        Raises:
+            SequenceParallelError: lists of another form than its lengths and blocks ask for.
+        """
+        lengths = (block_mask.seq_lengths[0], block_mask.seq_lengths[1])
+        size = (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1])
+        blocks = (-(-lengths[0] // size[0]), -(-lengths[1] // size[1]))
+        given = [(block_mask.kv_num_blocks, block_mask.kv_indices)]
+        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+            given.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+        for counts, indices in given:
+            fits = counts.dim() == 3 and indices.dim() == 4 and counts.shape == indices.shape[:3]
+            if not fits or counts.shape[2] != blocks[0] or bool((counts > indices.shape[3]).any()):
+                raise SequenceParallelError(
+                    f"a BlockMask of {lengths[0]} queries and {lengths[1]} keys in blocks of {size} with lists of shapes "
+                    f"{tuple(counts.shape)} and {tuple(indices.shape)}: must be (rows, heads, {blocks[0]}) and (rows, heads, {blocks[0]}, "
+                    "blocks of keys); a part of a BlockMask keeps the lengths of the whole, so make one of its own"
+                )
+        asked, *full = (_listed(counts, indices, blocks[1]) for counts, indices in given)
+        return cls(asked, full[0] if full else torch.zeros_like(asked), size, lengths)
+
+    def check(self, *, length: int, batch: int, key_length: int, heads: int | None, multiple: int | None) -> None:
+        """Refuse a table that is not of this attention; shorter than the padded sequence is fine, what is beyond is padding.
+
+        `multiple`: of what padding extends a sequence to; None where any number of tokens may be padding.
+        """
         rows, own_heads = self.asked.shape[:2]
-        fits = rows in (1, batch) and (heads is None or own_heads in (1, heads))
-        if not fits or self.lengths[0] > length or self.lengths[1] > key_length:
+        if rows not in (1, batch) or (heads is not None and own_heads not in (1, heads)):
             raise SequenceParallelError(
-                f"a BlockMask of {rows} rows, {own_heads} heads, {self.lengths[0]} queries and {self.lengths[1]} keys: must be of 1 "
-                f"or {batch} rows, 1 or {heads} heads, and of the whole sequence's {length} queries and {key_length} keys (padding included), "
-                "not of a shard"
+                f"a BlockMask of {rows} rows and {own_heads} heads: must be of 1 or {batch} rows, 1 or {heads} heads"
             )
+        for what, made, tokens in (("queries", self.lengths[0], length), ("keys", self.lengths[1], key_length)):
+            if not is_whole(made, tokens, multiple):
+                raise SequenceParallelError(
+                    f"a BlockMask of {made} {what}: must be made for the whole sequence's {tokens} (padding included), or for those of them "
+                    "that are no padding, not for a shard of it"
+                )
 
     def of_places(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return for each key of a tile whether the function decides, and whether it is seen in any case.
 
         Shapes: () -> (rows or 1, heads or 1, Sq, Sk) twice, bool.
         """
-        there = [p < n for p, n in zip((places.queries, places.keys), self.lengths, strict=True)]
+        here = self.inside(places)
+        there = (places.queries < self.lengths[0])[:, None] & (places.keys < self.lengths[1])
         rows, columns = (
-            (p.clamp(max=n - 1) // size).to(self.asked.device)
-            for p, n, size in zip((places.queries, places.keys), self.lengths, self.size, strict=True)
+            (p // size).to(self.asked.device) for p, size in zip((here.queries, here.keys), self.size, strict=True)
         )
-        inside = there[0][:, None] & there[1]
 
         def taken(table: Tensor) -> Tensor:
-            part = table[_held(table.shape[0], places.rows), _held(table.shape[1], places.heads)]
-            return part[:, :, rows[:, None], columns].to(inside.device) & inside
+            held = (
+                of_rows_or_heads(n, part) for n, part in zip(table.shape[:2], (places.rows, places.heads), strict=True)
+            )
+            return table[tuple(held)][:, :, rows[:, None], columns].to(there.device) & there
 
         return taken(self.asked), taken(self.whole)
+
+    def inside(self, places: Places) -> Places:
+        """Return the places with those of padding moved to the last token."""
+        queries, keys = (p.clamp(max=n - 1) for p, n in zip((places.queries, places.keys), self.lengths, strict=True))
+        return Places(places.rows, places.heads, queries, keys)
+
+
+def is_whole(made: int, tokens: int, multiple: int | None) -> bool:
+    """Return whether what was made for so many tokens is of a whole sequence that padding may have extended."""
+    return made <= tokens and (multiple is None or tokens - made < multiple)
 
 
 def _listed(counts: Tensor, blocks: Tensor, num_keys: int) -> Tensor:
@@ -75,9 +104,9 @@ def _listed(counts: Tensor, blocks: Tensor, num_keys: int) -> Tensor:
     listed = torch.arange(blocks.shape[3], device=blocks.device) < counts[..., None]
     # What is not listed goes into a column of its own, which is cut off.
     places = torch.where(listed, blocks, num_keys).to(torch.int64)
+    if bool(((places < 0) | (places > num_keys)).any()) or bool((listed & (places == num_keys)).any()):
+        raise SequenceParallelError(
+            f"a BlockMask lists blocks of keys from {int(blocks[listed].min())} to {int(blocks[listed].max())}: must be from 0 to {num_keys - 1}"
+        )
     table = torch.zeros(*blocks.shape[:3], num_keys + 1, dtype=torch.bool, device=blocks.device)
     return table.scatter_(3, places, True)[..., :num_keys]
-
-
-def _held(size: int, part: Range) -> slice:
-    return slice(*part) if size > 1 else slice(None)

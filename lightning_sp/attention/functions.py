@@ -96,7 +96,10 @@ class MaskMod:
         if self.table is None:
             return self._answers(places)
         asked, whole = self.table.of_places(places)
-        return (asked & self._answers(places)) | whole if bool(asked.any()) else whole
+        if not bool(asked.any()):
+            return whole
+        # The function's own tensors may end where the table does.
+        return (asked & self._answers(self.table.inside(places))) | whole
 
     def _answers(self, places: Places) -> Tensor:
         rows, heads = _ranges(places)

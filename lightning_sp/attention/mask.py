@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lightning_sp.attention.block_table import BlockTable
+from lightning_sp.attention.block_table import BlockTable, is_whole
 from lightning_sp.attention.functions import MaskMod
 from lightning_sp.errors import SequenceParallelError
 
@@ -35,10 +35,10 @@ class AttentionMask:
         key_boundaries: In cross attention the documents of the keys, as `boundaries` with as many documents: a query of the i-th sees the keys
             of the i-th. Only with causal=False, and neither window, chunks nor bidirectional runs, which compare places of one sequence.
         dense: Any mask, whole on every rank: bool, True for seen, shape (rows or 1, heads or 1, S or 1, T), on the device of the queries. Beyond
-            its S and T there is padding: nothing is seen. The tiled kernel computes it. Of what it hides blocks of 512 tokens and more (of
-            a 64th of a long sequence) do not travel.
+            its S and T there is padding: nothing is seen. The tiled kernel computes it. Blocks of keys that it hides do not travel: of 512
+            tokens, of a 64th of a sequence of more than 32,768, of a 16th of one of less than 8,192.
         mask_mod: (row, head, query, key) -> bool, in FlexAttention's form, global positions: any mask without a matrix; else as `dense`. Or a
-            `BlockMask` of the whole sequence: blocks that it does not list are hidden, whatever its function says, as in `flex_attention`.
+            `BlockMask` of the whole sequence: what its lists of blocks say holds, as in a compiled `flex_attention`.
 
     Raises:
         SequenceParallelError: tensors of another form, or numbers that contradict each other.
@@ -141,7 +141,9 @@ class AttentionMask:
                 "AttentionMask(causal=False) with boundaries and key_boundaries, valid, dense or mask_mod"
             )
 
-    def check(self, *, length: int, batch: int, key_length: int | None = None, heads: int | None = None) -> None:
+    def check(
+        self, *, length: int, batch: int, key_length: int | None = None, heads: int | None = None, multiple: int | None = None
+    ) -> None:  # fmt: skip
         """Refuse what does not fit the global length or the batch.
 
         Args:
@@ -149,6 +151,7 @@ class AttentionMask:
             batch: rows.
             key_length: global keys, padding included; None for those of the queries.
             heads: query heads.
+            multiple: of what padding extends a sequence to; None where any number of tokens may be padding.
         """
         keys = length if key_length is None else key_length
         if keys != length:
@@ -162,9 +165,12 @@ class AttentionMask:
                 f"key_boundaries end at {self._key_length} tokens, the (padded) keys are {keys}: they must be equal"
             )
         if self.dense is not None:
-            check_whole("dense", self.dense, batch=batch, heads=heads, length=length, key_length=keys)
+            check_whole(
+                "dense", self.dense, batch=batch, heads=heads, length=length, key_length=keys, multiple=multiple
+            )
         if isinstance(self.mask_mod, MaskMod) and self.mask_mod.table is not None:
-            self.mask_mod.table.check(length=length, batch=batch, key_length=keys, heads=heads)
+            table = self.mask_mod.table
+            table.check(length=length, batch=batch, key_length=keys, heads=heads, multiple=multiple)
         if self.boundaries is not None and self._length != length:
             raise SequenceParallelError(
                 f"the documents' boundaries end at {self._length} tokens, the (padded) sequence has {length}: they must be equal"
@@ -200,7 +206,9 @@ class AttentionMask:
         return cls(bool(causal), boundaries, window, chunk or None, valid, bidirectional, keys)
 
 
-def check_whole(name: str, value: Tensor, *, batch: int, heads: int | None, length: int, key_length: int) -> None:
+def check_whole(
+    name: str, value: Tensor, *, batch: int, heads: int | None, length: int, key_length: int, multiple: int | None
+) -> None:
     """Refuse a whole bias or mask whose shape does not fit; shorter than the padded sequence is fine, what is beyond is padding."""
     rows, own_heads, queries, keys = value.shape
     if keys == 1 < key_length:
@@ -212,8 +220,9 @@ def check_whole(name: str, value: Tensor, *, batch: int, heads: int | None, leng
     if not (
         rows in (1, batch)
         and (heads is None or own_heads in (1, heads))
-        and 1 <= queries <= length
-        and 1 <= keys <= key_length
+        and (queries == 1 or is_whole(queries, length, multiple))
+        and keys >= 1
+        and is_whole(keys, key_length, multiple)
     ):
         raise SequenceParallelError(
             f"{name} of shape {tuple(value.shape)}: must be (1 or {batch} rows, 1 or {heads} heads, 1 or the queries, the keys), whole, of the "

@@ -19,7 +19,7 @@ from lightning_sp.attention.functions import registered
 from lightning_sp.attention.gathered import gathered_backward, gathered_forward
 from lightning_sp.attention.kernel import select_kernel
 from lightning_sp.attention.mask import AttentionMask
-from lightning_sp.attention.plan import plan_of
+from lightning_sp.attention.plan import Plan, plan_of
 from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
 from lightning_sp.attention.scores import ScoreGradients, Scores
 from lightning_sp.attention.seen_blocks import empty_map, of_map, search
@@ -43,7 +43,7 @@ from lightning_sp.attention.ulysses_cross import (
     pack_cross_gradients,
     split_cross,
 )
-from lightning_sp.layout import SequenceLayout
+from lightning_sp.layout import Range, SequenceLayout
 from lightning_sp.shared_memory import Arena
 
 
@@ -72,10 +72,18 @@ def attention_op(
     and q, k, v (S, B, h + 2 k, D) and nothing, or with t != s q (S, B, h, D) and k, v (T, B, 2 k, D); else three empty tensors; and
     with "network_kept" the keys and values that arrived ((R-1) T, 2, B, k, D), else empty; and the map of the blocks that a matrix or a
     function lets be seen, else empty. S, T: tokens of this ring rank.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared; that map's
-    all_reduce, in the forward alone.
+    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared; before
+    them, for that map, two small all_reduces, in the forward alone.
     """
     split, ulysses, rank = _head_split(q.shape[1], k.shape[1], ulysses_group)
+    scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
+    mask = (mask_numbers, mask_tensors, layout_table)
+    seen = empty_map(score_numbers, comm.size_of(comm.group_by_name(ring_group)) * split.size)
+    if seen.numel():
+        # Before anything else travels: a function that fails here fails on all ranks.
+        whole = _plan(q, k, *mask, ring_group, split, tokens=split.size)
+        group = comm.group_by_name(ring_group)
+        seen = search(scores, whole, comm.rank_in(group), split.queries(rank), q, (group, ulysses))
     packed, packed_kv, heads_out = (q.new_empty(0) for _ in range(3))
     if ulysses is not None and k.shape[2] == q.shape[2]:
         packed = exchange_qkv(q, k, v, split, rank, ulysses)
@@ -83,9 +91,8 @@ def attention_op(
     elif ulysses is not None:
         packed, packed_kv = exchange_cross(q, k, v, split, rank, ulysses)
         q, k, v = split_cross(packed, packed_kv)
-    scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
     arena = forward_arena(k, ring_group, ring_transport)
-    ring, seen = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena)
+    ring = _ring(_plan(q, k, *mask, ring_group, split, seen), ring_group, split.queries(rank), scores, arena)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
@@ -124,7 +131,7 @@ def _(
     out = empty_token_major(q, q.dtype)
     lse = q.new_empty((batch, heads, total), dtype=torch.promote_types(q.dtype, torch.float32))
     size = comm.size_of(comm.group_by_name(ring_group))
-    seen = empty_map(Scores.from_arguments(score_numbers, score_factors, score_tensors), size)
+    seen = empty_map(score_numbers, size * split.size)
     if ulysses is None:
         return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0), _empty_kept(k, size, ring_transport), seen
     first, last = split.keys(rank)
@@ -178,7 +185,8 @@ def attention_backward_op(
         q, k, v = saved
     scores = Scores.from_arguments(score_numbers, score_factors, score_tensors)
     arena = backward_arena(k, ring_group, ring_transport)
-    ring, _ = _ring(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, rank, scores, arena, seen)
+    plan = _plan(q, k, mask_numbers, mask_tensors, layout_table, ring_group, split, seen)
+    ring = _ring(plan, ring_group, split.queries(rank), scores, arena)
     gradients = ScoreGradients.like(scores, learns)
     local_kernel = select_kernel(kernel, q.device, q.dtype, scores, gradients)
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
@@ -336,7 +344,7 @@ def _head_split(num_heads: int, num_kv_heads: int, ulysses_group: str) -> tuple[
     return HeadSplit(int(num_heads), int(num_kv_heads), comm.size_of(group)), group, comm.rank_in(group)
 
 
-def _ring(
+def _plan(
     q: Tensor,
     k: Tensor,
     numbers: list[int],
@@ -344,20 +352,29 @@ def _ring(
     layout_table: Tensor | None,
     ring_group: str,
     split: HeadSplit,
-    ulysses_rank: int,
-    scores: Scores,
-    arena: Arena | None,
     seen: Tensor | None = None,
-) -> tuple[Ring, Tensor]:
-    """Return this rank's view of the ring, and the map of what a matrix or a function lets be seen: made here unless the forward has."""
-    group = comm.group_by_name(ring_group)
-    size = comm.size_of(group)
-    mask = AttentionMask.from_arguments(numbers, tensors)
+    tokens: int = 1,
+) -> Plan:
+    """Return the plan of what the intervals of a mask and the map of the rest let be seen.
+
+    Args:
+        q: queries of this ring rank, or of this rank.
+        k: keys likewise.
+        numbers: of the mask.
+        tensors: of the mask.
+        layout_table: of the layout.
+        ring_group: the ring's name.
+        split: of the heads.
+        seen: the map; None or empty where nothing is searched.
+        tokens: how many times the queries that are given a ring rank has.
+    """
+    size = comm.size_of(comm.group_by_name(ring_group))
+    length, keys = (t.shape[2] * size * tokens for t in (q, k))
     layout = SequenceLayout.from_table(size, split.size, layout_table)
-    sizes = (q.shape[2] * size, q.shape[0], k.shape[2] * size)
-    plan, rank, heads = plan_of(mask, layout, *sizes), comm.rank_in(group), split.queries(ulysses_rank)
-    if seen is None:
-        seen = empty_map(scores, size)
-        seen = search(scores, plan, rank, heads, q, group) if group is not None and seen.numel() else seen
-    plan = plan_of(mask, layout, *sizes, of_map(seen, plan))
-    return Ring(plan, rank, group, heads if scores.names() else None, arena), seen
+    blocks = None if seen is None else of_map(seen, length, keys)
+    return plan_of(AttentionMask.from_arguments(numbers, tensors), layout, length, q.shape[0], keys, blocks)
+
+
+def _ring(plan: Plan, ring_group: str, heads: Range, scores: Scores, arena: Arena | None) -> Ring:
+    group = comm.group_by_name(ring_group)
+    return Ring(plan, comm.rank_in(group), group, heads if scores.names() else None, arena)

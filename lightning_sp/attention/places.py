@@ -42,6 +42,11 @@ class Places:
         return Places(self.rows, self.heads, self.queries.flip(0), self.keys.flip(0))
 
 
+def of_rows_or_heads(size: int, part: Range) -> slice:
+    """Return the part of a tensor's rows or heads, of which one stands for all."""
+    return slice(*part) if size > 1 else slice(None)
+
+
 def positions_of(chunks: Sequence[Range], device: torch.device, held: Sequence[Range] | None = None) -> Tensor:
     """Return the global positions of a rank's tokens, or of those in some local ranges, one after the other.
 

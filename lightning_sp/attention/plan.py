@@ -88,7 +88,7 @@ class Plan:
         length: global tokens.
         rows: of the batch.
         key_length: global keys of cross attention; None for those of the queries.
-        seen: the blocks that a matrix or a function hides; None where there is none.
+        seen: the blocks of which a matrix or a function lets something be seen; None where there is none.
     """
 
     def __init__(

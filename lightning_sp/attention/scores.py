@@ -17,8 +17,7 @@ from torch import Tensor
 from lightning_sp.attention.dropout import AttentionDropout
 from lightning_sp.attention.functions import MaskMod, ScoreMod, registered
 from lightning_sp.attention.merge import accumulator_dtype
-from lightning_sp.attention.places import Places
-from lightning_sp.layout import Range
+from lightning_sp.attention.places import Places, of_rows_or_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +93,11 @@ class Scores:
             mask_mod=registered(mask_mod),
             dropout=AttentionDropout(probability, seed, call, samples) if probability else None,
         )
+
+    @staticmethod
+    def searched(integers: Sequence[int]) -> bool:
+        """Return whether `arguments` described a matrix or a function that hides keys; where a compiler traces, no number is read for that."""
+        return bool(integers[1] != 0) or bool(integers[5] != 0)
 
     def hidden(self, places: Places) -> Tensor | None:
         """Return which keys of a tile the dense mask or the function hides; None where there is neither.
@@ -222,8 +226,4 @@ def _inside(whole: Tensor, places: Places) -> tuple[Tensor, Tensor]:
 
 def _of_heads(whole: Tensor, places: Places) -> Tensor:
     """Return a view of the rows and heads of a call."""
-
-    def of(size: int, held: Range) -> slice:
-        return slice(*held) if size > 1 else slice(None)
-
-    return whole[of(whole.shape[0], places.rows), of(whole.shape[1], places.heads)]
+    return whole[of_rows_or_heads(whole.shape[0], places.rows), of_rows_or_heads(whole.shape[1], places.heads)]

@@ -6,7 +6,7 @@ what they find into one map of the whole attention, from which each knows what t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -27,9 +27,14 @@ SIDE = 64
 _FAILED = 2  # in the map, of a rank that could not look
 
 
-def empty_map(scores: Scores, ring_size: int) -> Tensor:
-    """Return room for the map; nothing where no mask is searched. Shapes: () -> (SIDE, SIDE) or (0,), uint8 on the CPU."""
-    searched = ring_size > 1 and (scores.dense is not None or scores.mask_mod is not None)
+def empty_map(score_numbers: Sequence[int], ranks: int) -> Tensor:
+    """Return room for the map; nothing where no mask is searched. Shapes: () -> (SIDE, SIDE) or (0,), uint8 on the CPU.
+
+    Args:
+        score_numbers: of `Scores.arguments`.
+        ranks: that share the sequence.
+    """
+    searched = ranks > 1 and Scores.searched(score_numbers)
     return torch.empty((SIDE, SIDE) if searched else 0, dtype=torch.uint8, device="cpu")
 
 
@@ -38,14 +43,16 @@ def block_size(length: int) -> int:
     return max(-(-length // SIDE), min(TILE, -(-length // 16)))
 
 
-def of_map(found: Tensor, plan: Plan) -> SeenBlocks | None:
+def of_map(found: Tensor, length: int, key_length: int) -> SeenBlocks | None:
     """Return the map as a plan takes it. Shapes: found as `empty_map`'s."""
     if not found.numel():
         return None
-    return SeenBlocks((block_size(plan.length), block_size(plan.key_length)), SIDE, found.numpy().tobytes())
+    return SeenBlocks((block_size(length), block_size(key_length)), SIDE, found.numpy().tobytes())
 
 
-def search(scores: Scores, plan: Plan, rank: int, heads: Range, like: Tensor, group: ProcessGroup) -> Tensor:
+def search(
+    scores: Scores, plan: Plan, rank: int, heads: Range, like: Tensor, groups: tuple[ProcessGroup | None, ProcessGroup | None]
+) -> Tensor:  # fmt: skip
     """Return which blocks some query of a row and head sees.
 
     Args:
@@ -54,12 +61,12 @@ def search(scores: Scores, plan: Plan, rank: int, heads: Range, like: Tensor, gr
         rank: in the ring.
         heads: query heads of this rank.
         like: queries, for their rows and device.
-        group: of the ring; with heads of their own, Ulysses' ranks search on their own.
+        groups: of the ring, whose map it is, and of Ulysses, whose ranks have heads, and maps, of their own; None for one rank.
 
-    Shapes: () -> (SIDE, SIDE), uint8 on the CPU. Communicates: one all_reduce of 4 KiB.
+    Shapes: () -> (SIDE, SIDE), uint8 on the CPU. Communicates: one all_reduce of 4 KiB in the ring, one of a byte in Ulysses' group.
 
     Raises:
-        SequenceParallelError: the mask's function raised on another rank; on this one whatever it raised.
+        SequenceParallelError: the mask's function raised on another rank of the sequence; on this one whatever it raised.
     """
     found = torch.zeros(SIDE, SIDE, dtype=torch.uint8)
     error: Exception | None = None
@@ -75,21 +82,27 @@ def search(scores: Scores, plan: Plan, rank: int, heads: Range, like: Tensor, gr
     except Exception as raised:  # whatever a user's function may raise: the others wait for this rank's part
         error = raised
         found.fill_(_FAILED)
-    found = comm.largest(found.to(like.device), group).cpu()
+    ring, ulysses = groups
+    found = found if ring is None else comm.largest(found.to(like.device), ring).cpu()
+    failed = found.max()
+    failed = failed if ulysses is None else comm.largest(failed.to(like.device), ulysses).cpu()
     if error is not None:
         raise error
-    if int(found.max()) == _FAILED:
+    if int(failed) == _FAILED:
         raise SequenceParallelError(
-            "the attention's mask_mod or dense mask failed on another rank of the ring, which says why: it is asked for places in the whole "
-            f"sequence, here {plan.length} queries and {plan.key_length} keys, padding included"
+            "the attention's mask_mod or dense mask failed on another rank of the sequence, which says why: it is asked for places in the "
+            f"whole sequence, here {plan.length} queries and {plan.key_length} keys, padding included"
         )
     return found
 
 
 def _is_seen(scores: Scores, tile: Places) -> bool:
-    """Return whether something of a tile is seen. A sample says so of most tiles; only where it sees nothing is all of it looked at."""
-    sample = slice(None, None, 8)
-    for part in (tile.part(queries=sample, keys=sample), tile):
+    """Return whether something of a tile is seen. A sample says so of most tiles; only where it sees nothing is all of it looked at.
+
+    The last places are in it: a tensor of a function's that is too short is found out here, where all ranks hear of it.
+    """
+    sample = Places(tile.rows, tile.heads, *(torch.cat([p[:-1:8], p[-1:]]) for p in (tile.queries, tile.keys)))
+    for part in (sample, tile):
         hidden = scores.hidden(part)
         if hidden is None or not bool(hidden.all()):
             return True
@@ -98,13 +111,13 @@ def _is_seen(scores: Scores, tile: Places) -> bool:
 
 def _tiles(places: Places, queries: int, keys: int) -> Iterator[tuple[tuple[int, int], Places]]:
     """Yield the parts of a block of the plan that lie in one block of the map each, no larger than a kernel's tile."""
-    columns = list(_parts(places.keys, keys))
-    for row, own in _parts(places.queries, queries):
+    columns = list(_runs(places.keys, keys))
+    for row, own in _runs(places.queries, queries):
         for column, held in columns:
             yield (row, column), places.part(queries=own, keys=held)
 
 
-def _parts(positions: Tensor, size: int) -> Iterator[tuple[int, slice]]:
+def _runs(positions: Tensor, size: int) -> Iterator[tuple[int, slice]]:
     """Yield (block, slice) of rising positions."""
     numbers, counts = torch.unique_consecutive(positions.cpu() // size, return_counts=True)
     start = 0

@@ -82,6 +82,7 @@ def sequence_parallel_attention(
     check_known_method(ring_method)
     ranks = degrees.size
     sizes = dict(length=q.shape[2] * ranks, batch=q.shape[0], key_length=k.shape[2] * ranks, heads=q.shape[1])
+    sizes["multiple"] = layout.multiple
     mask.check(**sizes)
     scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
     ring = comm.group_name(mesh.ring_group) if mesh is not None else ""

@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from lightning_sp import comm
 from lightning_sp.attention.block_table import BlockTable
 from lightning_sp.attention.functions import MaskMod
 from lightning_sp.attention.mask import document_ids
@@ -83,7 +84,7 @@ class FlexInterception(AbstractContextManager[None]):
         change = None if score_mod is None else learned_score_mod(score_mod, query, batch)
         if context.step is None:
             assert context.reference is not None
-            # Torch cuts a block mask that was made for more tokens than there are.
+            # Torch cuts a block mask that was made for more tokens than there are, and refuses one that was made for fewer.
             whole = None if block_mask is None else MaskMod(block_mask.mask_mod, BlockTable.of(block_mask))
             seen = _whole_mask(context.reference, whole, query, key)
             return whole_attention(query, key, value, seen, scale=scale, score_mod=change)
@@ -94,7 +95,7 @@ class FlexInterception(AbstractContextManager[None]):
         mask_mod = None
         if block_mask is not None:
             _check_lengths(block_mask, context, query, key)
-            mask_mod = _mask_mod(block_mask, context.step.batch)
+            mask_mod = _mask_mod(block_mask, context, query)
         mask = replace(context.step.masks[False], mask_mod=mask_mod)
         return attend(context, query, key, value, mask=mask, scale=scale, score_mod=change)
 
@@ -114,53 +115,64 @@ def _check(query: Tensor, key: Tensor, enable_gqa: bool, options: dict[str, Any]
         )
 
 
-def _mask_mod(block_mask: BlockMask, batch: BatchInfo) -> MaskMod | None:
+def _mask_mod(block_mask: BlockMask, context: SequenceContext, query: Tensor) -> MaskMod | None:
     """Return a block mask as a mask of the whole sequence, None where it lets everything be seen."""
+    assert context.step is not None
+    batch = context.step.batch
+    alone = block_mask.mask_mod is torch_flex.noop_mask  # without a function the blocks are the mask
+    if alone and block_mask.sparsity() == 0:
+        return None
     function = of_real_tokens(block_mask.mask_mod, batch)
     if set(block_mask.seq_lengths) <= {batch.length, batch.padded_length}:
         return MaskMod(function, BlockTable.of(block_mask))
-    if block_mask.mask_mod is not torch_flex.noop_mask:
-        _check_blocks(block_mask)
-        return MaskMod(function)
-    # Without a function the blocks are the mask.
-    if block_mask.sparsity() > 0:
+    if alone:
         raise SequenceParallelError(
             f"flex_attention with a BlockMask of {tuple(block_mask.seq_lengths)} queries and keys, {block_mask.sparsity():.1f}% hidden blocks "
             f"and no mask_mod, where the sequence has {batch.length} tokens: which places of that it hides is known by a function alone; "
             "make it by create_block_mask(mask_mod, ...), give from_kv_blocks its mask_mod, or make it for the whole sequence"
         )
-    return None
+    # What a rank's blocks say may be of its own tokens: all ranks hear of it.
+    try:
+        wrong = _wrong_block(block_mask, query)
+    except Exception as error:  # whatever a user's function may raise
+        wrong = f"flex_attention's BlockMask: {type(error).__name__}: {error}"
+    comm.agree(wrong, context.mesh.sequence_group)
+    return MaskMod(function)
 
 
-# Looked at once: the layers of a model share a block mask.
-_checked: WeakSet[BlockMask] = WeakSet()
+# By the versions of the lists: the layers of a model share a block mask, and a model may write its lists anew.
+_right: WeakKeyDictionary[BlockMask, tuple[int, ...]] = WeakKeyDictionary()
 
 
-def _check_blocks(block_mask: BlockMask) -> None:
-    """Refuse a block mask of a shard whose blocks are not those of its function: which places of the sequence they hide nobody knows.
+def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
+    """Return what is wrong with a block mask of a shard whose blocks are not those of its function: what they hide of the sequence nobody knows.
 
     A model that routes queries to blocks of keys makes such ones. Block of queries by block of queries, for little memory.
     """
-    if block_mask in _checked:
-        return
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    versions = tuple(each._version for each in lists if each is not None and not each.is_inference())
+    if _right.get(block_mask) == versions:
+        return None
     table, device = BlockTable.of(block_mask), block_mask.kv_indices.device
     function = MaskMod(block_mask.mask_mod)
     keys = torch.arange(table.lengths[1], device=device)
     for start in range(0, table.lengths[0], table.size[0]):
         queries = torch.arange(start, min(start + table.size[0], table.lengths[0]), device=device)
-        places = Places((0, table.asked.shape[0]), (0, table.asked.shape[1]), queries, keys)
+        # Of the attention's own rows and heads: lists of one stand for all, its function may tell them apart.
+        places = Places((0, query.shape[0]), (0, query.shape[1]), queries, keys)
         asked, whole = table.of_places(places)
         seen = function.seen(places)
         wrong = (seen & ~(asked | whole)) | (~seen & whole)
         if bool(wrong.any()):
-            _, _, query, key = wrong.nonzero()[0].tolist()
-            said = "seen" if bool(seen.expand_as(wrong)[wrong][0]) else "hidden"
-            raise SequenceParallelError(
+            row, head, at, key = wrong.nonzero()[0].tolist()
+            said = "seen" if bool(seen.expand_as(wrong)[row, head, at, key]) else "hidden"
+            return (
                 f"flex_attention with a BlockMask of {table.lengths} queries and keys, this rank's, whose blocks are not those of its "
-                f"mask_mod: the function says {said} for query {start + query} and key {key}, its blocks otherwise. Where the blocks are "
-                "chosen by hand, or by the model, make it for the whole sequence"
+                f"mask_mod: the function says {said} for query {start + at} and key {key} in row {row} and head {head}, its blocks otherwise. "
+                "Where the blocks are chosen by hand, or by the model, make it for the whole sequence"
             )
-    _checked.add(block_mask)
+    _right[block_mask] = versions
+    return None
 
 
 def _check_lengths(block_mask: BlockMask, context: SequenceContext, query: Tensor, key: Tensor) -> None:

@@ -76,21 +76,26 @@ def traffic_of_mask(ring, length, dim, given, size, method="hops"):
     return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
 
 
-def failing_mask(ring, length, fails):
-    """Return what a rank's attention raises, whose mask's function raises on the ranks that it is asked on; and that the next call is right."""
-    mesh = mesh_of(1, ring)
+def failing_mask(ulysses, ring, length, fails):
+    """Return what a rank's attention raises, whose mask's function fails on some ranks; and how far the next call is from right.
+
+    `fails`: those ranks, or the heads that a table of the function's has.
+    """
+    mesh, heads = mesh_of(ulysses, ring), 4 if isinstance(fails, list) else fails
+    ranks = fails if isinstance(fails, list) else []
 
     def seen(row, head, query, key):
-        if mesh.sequence_rank in fails:
+        if mesh.sequence_rank in ranks:
             raise ZeroDivisionError("of the user's")
-        return query >= key
+        return query >= key + torch.zeros(heads, dtype=torch.int64)[head]
 
     (q, k, v), _ = local_inputs(mesh, 4, 2, length, 8, torch.float32)
     try:
         sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(False, mask_mod=seen))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    fails.clear()
+    ranks.clear()
+    heads = 4
     again, plain = (
         sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask)
         for mask in (AttentionMask(False, mask_mod=seen), AttentionMask())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import BLOCK_TABLE, KERNELS, LAW, REWRITTEN, fault
+from tests.faults.fault import BLOCK_TABLE, KERNELS, LAW, NOT_CARRIED, REWRITTEN, fault
 
 SCORES = (
     fault(
@@ -36,8 +36,8 @@ SCORES = (
     fault(
         "a rank's heads numbered from 0",
         "attention/operator.py",
-        "comm.rank_in(group), split.queries(ulysses_rank)",
-        "comm.rank_in(group), split.queries(0)",
+        "seen), ring_group, split.queries(rank), scores, arena)",
+        "seen), ring_group, split.queries(0), scores, arena)",
         f"{LAW}[32-2]",
     ),
     fault(
@@ -62,6 +62,13 @@ SCORES = (
         f"{LAW}[32-4]",
     ),
     fault(
+        "a shard's block mask looked at for its first head",
+        "rewrite/flex.py",
+        "(0, query.shape[1]), queries, keys)",
+        "(0, 1), queries, keys)",
+        NOT_CARRIED,
+    ),
+    fault(
         "a block mask's lists not read",
         "attention/functions.py",
         "if self.table is None:",
@@ -71,8 +78,8 @@ SCORES = (
     fault(
         "blocks that are seen whole asked for all the same",
         "attention/functions.py",
-        "return (asked & self._answers(places)) | whole if bool(asked.any()) else whole",
-        "return (asked | whole) & self._answers(places)",
+        "return (asked & self._answers(self.table.inside(places))) | whole",
+        "return (asked | whole) & self._answers(self.table.inside(places))",
         BLOCK_TABLE,
     ),
     fault(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -188,8 +189,14 @@ class Flex(Attending):
         }
         if self.form in ("full", "learned full"):
             return None
+        if self.form == "by head of a shard":
+            # The lists are head 0's, as of all create_block_mask makes without heads.
+            near = lambda b, h, i, j: (i - j).abs() < 3 * (h + 1)  # noqa: E731
+            return create_block_mask(near, None, None, q.shape[2], q.shape[2], device="cpu", BLOCK_SIZE=4)
+        if self.form == "chosen by one shard" and dist.get_rank() == 0:
+            return create_block_mask(_causal, None, None, q.shape[2], q.shape[2], device="cpu", BLOCK_SIZE=4)
         if self.form.startswith("chosen"):
-            return _chosen(q.shape[2] if self.form == "chosen by a shard" else self.length, _causal)
+            return _chosen(q.shape[2] if "shard" in self.form else self.length, _causal)
         if self.form.startswith("blocks"):
             length = q.shape[2] if self.form == "blocks of a shard" else self.length
             made = create_block_mask(_causal, None, None, length, length, device="cpu", BLOCK_SIZE=8)

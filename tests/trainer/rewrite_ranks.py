@@ -142,8 +142,8 @@ def turned_rope() -> nn.Module:
 
 FLEX = (
     "causal", "full", "whole", "documents", "by row and head", "alibi", "learned", "learned full", "learned attribute", "learned partial",
-    "learned helper", "compiled", "gqa", "gqa unsaid", "lse", "kernel options", "blocks", "blocks of a shard", "chosen", "chosen by a shard",
-    "shard's documents", "other length", "called",
+    "learned helper", "compiled", "gqa", "gqa unsaid", "lse", "kernel options", "blocks", "blocks of a shard", "chosen",
+    "chosen by a shard", "chosen by one shard", "by head of a shard", "shard's documents", "other length", "called",
 )  # fmt: skip
 CUSTOM = ("and", "or", "whole tensor", "shard's tensor", "second window")
 EXPLICIT = (

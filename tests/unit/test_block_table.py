@@ -62,14 +62,47 @@ def test_blocks_without_a_function_are_the_mask():
         assert torch.equal(found, alone.to_dense()[0, 0].bool().repeat_interleave(8, 0).repeat_interleave(8, 1))
 
 
-@pytest.mark.parametrize(("rows", "heads", "length"), [(3, 1, 32), (1, 3, 32), (1, 1, 40)])
-def test_a_block_mask_of_another_attention_is_refused(rows, heads, length):
-    made = create_block_mask(by_head, rows, heads, length, length, device="cpu", BLOCK_SIZE=8)
-    with pytest.raises(
-        SequenceParallelError,
-        match=f"BlockMask of {rows} rows, {heads} heads, {length} queries and {length} keys: must be of 1 or 2 rows, 1 or 4",
-    ):
-        AttentionMask(causal=False, mask_mod=made).check(length=32, batch=2, heads=4)
-    AttentionMask(mask_mod=create_block_mask(by_head, 2, 4, 29, 29, device="cpu", BLOCK_SIZE=8)).check(
-        length=32, batch=2, heads=4
-    )
+def made_for(length, rows=1, heads=1):
+    return create_block_mask(by_head, rows, heads, length, length, device="cpu", BLOCK_SIZE=8)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: made_for(32, 3), "BlockMask of 3 rows and 1 heads: must be of 1 or 2 rows, 1 or 4 heads"),
+        (lambda: made_for(32, 1, 3), "BlockMask of 1 rows and 3 heads"),
+        (lambda: made_for(40), "BlockMask of 40 queries: must be made for the whole sequence's 32"),
+        (
+            lambda: made_for(16),
+            "BlockMask of 16 queries: must be made for the whole sequence's 32 .*, not for a shard of it",
+        ),
+        (lambda: made_for(28), "BlockMask of 28 queries"),
+    ],
+)
+def test_a_block_mask_of_another_attention_is_refused(made, said):
+    with pytest.raises(SequenceParallelError, match=said):
+        AttentionMask(causal=False, mask_mod=made()).check(length=32, batch=2, heads=4, multiple=4)
+    AttentionMask(mask_mod=made_for(29, 2, 4)).check(length=32, batch=2, heads=4, multiple=4)
+
+
+def test_lists_of_another_form_are_refused():
+    made = made_for(32)
+    part = made[:, :, 1:3]
+    part.mask_mod = by_head
+    flat = BlockMask.from_kv_blocks(made.kv_num_blocks[0], made.kv_indices[0], BLOCK_SIZE=8, mask_mod=by_head)
+    for wrong in (part, flat):
+        with pytest.raises(
+            SequenceParallelError, match=r"BlockMask of 32 queries and 32 keys in blocks of .* with lists of shapes"
+        ):
+            AttentionMask(causal=False, mask_mod=wrong)
+    made.kv_indices[0, 0, 1, 0], made.kv_num_blocks[:] = 7, 2
+    with pytest.raises(SequenceParallelError, match="lists blocks of keys from 0 to 7: must be from 0 to 3"):
+        AttentionMask(causal=False, mask_mod=made)
+
+
+def test_a_function_is_not_asked_beyond_its_own_tokens():
+    ids = torch.arange(29) // 9
+    made = create_block_mask(lambda row, head, i, j: ids[i] == ids[j], None, None, 29, 29, device="cpu", BLOCK_SIZE=8)
+    found = AttentionMask(causal=False, mask_mod=made).mask_mod.seen(all_places(1, 1, 32, 32))[0, 0]
+    assert torch.equal(found[:29, :29], ids[:, None] == ids)
+    assert not bool(found[29:].any())

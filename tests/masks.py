@@ -70,7 +70,7 @@ def chosen_blocks(length: int, keys: int) -> BlockMask:
     size = max(5, length // 7)
     shape = (1, 1, -(-length // size), -(-keys // size))
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7))
-    drawn[:, :, 1] = 1.0  # queries that see nothing
+    drawn[:, :, 1:2] = 1.0  # queries that see nothing
 
     def listed(table: Tensor) -> tuple[Tensor, Tensor]:
         order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)

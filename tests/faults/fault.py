@@ -13,7 +13,7 @@ REFUSED = "tests/trainer/test_fit.py::test_refused_by_name_on_all_ranks"
 KERNELS = "tests/unit/test_attention_operator.py"
 LOSSES = "tests/trainer/test_loss.py::test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens[2]"
 REWRITTEN = "tests/trainer/test_rewrite.py::test_every_gradient_is_that_of_one_process[2]"
-BLOCK_TABLE = "tests/unit/test_block_table.py"
+BLOCK_TABLE = "tests/unit/test_block_table.py::test_where_they_differ_the_lists_hold"
 DROPPED = "tests/trainer/test_attention_dropout.py"
 NOT_CARRIED = "tests/trainer/test_rewrite.py::test_what_cannot_be_carried_is_refused_by_name"
 

@@ -1,6 +1,7 @@
-"""Every collective of the project, each with an explicit group. Private or renamed torch names live here and in the kernel file alone.
+"""Every collective of the project but what FSDP2 is given (`direct`), each with an explicit group.
 
-Owns transport, not meaning: what a buffer holds is the caller's concern. No collective stands under `if rank`.
+Private or renamed torch names live here and in the kernel file alone. Owns transport, not meaning: what a buffer
+holds is the caller's concern. No collective stands under `if rank`.
 """
 
 from __future__ import annotations

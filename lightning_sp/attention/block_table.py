@@ -69,6 +69,10 @@ class BlockTable:
                     "that are no padding, not for a shard of it"
                 )
 
+    def covers(self, queries: int, keys: int) -> bool:
+        """Return whether it says something of all of so many queries and keys."""
+        return self.lengths[0] >= queries and self.lengths[1] >= keys
+
     def of_places(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return for each key of a tile whether the function decides, and whether it is seen in any case.
 

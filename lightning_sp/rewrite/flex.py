@@ -27,7 +27,7 @@ from lightning_sp.attention.places import Places
 from lightning_sp.bound_names import rebind
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.captured import check_whole_tensors, learned_score_mod, of_real_tokens
+from lightning_sp.rewrite.captured import captured_tensors, check_whole_tensors, learned_score_mod, of_real_tokens
 from lightning_sp.rewrite.functional import attend
 from lightning_sp.rewrite.whole import whole_attention, whole_places
 
@@ -84,8 +84,13 @@ class FlexInterception(AbstractContextManager[None]):
         change = None if score_mod is None else learned_score_mod(score_mod, query, batch)
         if context.step is None:
             assert context.reference is not None
-            # Torch cuts a block mask that was made for more tokens than there are, and refuses one that was made for fewer.
+            # Torch cuts a block mask that was made for more tokens than there are; of one for fewer the comparison would say nothing.
             whole = None if block_mask is None else MaskMod(block_mask.mask_mod, BlockTable.of(block_mask))
+            if whole is not None and whole.table is not None and not whole.table.covers(query.shape[2], key.shape[2]):
+                raise SequenceParallelError(
+                    f"flex_attention with a BlockMask of {whole.table.lengths} queries and keys on {query.shape[2]} and {key.shape[2]}: "
+                    "it must have been made for as many or more"
+                )
             seen = _whole_mask(context.reference, whole, query, key)
             return whole_attention(query, key, value, seen, scale=scale, score_mod=change)
         asked = block_mask.mask_mod if block_mask is not None else None
@@ -140,7 +145,7 @@ def _mask_mod(block_mask: BlockMask, context: SequenceContext, query: Tensor) ->
     return MaskMod(function)
 
 
-# By the versions of the lists: the layers of a model share a block mask, and a model may write its lists anew.
+# For which rows, heads and versions of what it holds: the layers of a model share a block mask, and may differ in heads or write it anew.
 _right: WeakKeyDictionary[BlockMask, tuple[int, ...]] = WeakKeyDictionary()
 
 
@@ -150,8 +155,11 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
     A model that routes queries to blocks of keys makes such ones. Block of queries by block of queries, for little memory.
     """
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    versions = tuple(each._version for each in lists if each is not None and not each.is_inference())
-    if _right.get(block_mask) == versions:
+    held = [each for each in (*lists, *captured_tensors(block_mask.mask_mod).values()) if each is not None]
+    # Tensors of inference mode have no version to tell a change by.
+    known = not any(each.is_inference() for each in held)
+    looked_at = (query.shape[0], query.shape[1], *(each._version for each in held)) if known else None
+    if known and _right.get(block_mask) == looked_at:
         return None
     table, device = BlockTable.of(block_mask), block_mask.kv_indices.device
     function = MaskMod(block_mask.mask_mod)
@@ -171,7 +179,8 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
                 f"mask_mod: the function says {said} for query {start + at} and key {key} in row {row} and head {head}, its blocks otherwise. "
                 "Where the blocks are chosen by hand, or by the model, make it for the whole sequence"
             )
-    _right[block_mask] = versions
+    if looked_at is not None:
+        _right[block_mask] = looked_at
     return None
 
 

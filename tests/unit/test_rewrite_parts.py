@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_sp.bound_names import rebind
 from lightning_sp.context import AttentionCalls
@@ -16,6 +17,7 @@ from lightning_sp.data.order import BatchSplit, SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.heads import tried_query_heads
 from lightning_sp.rewrite.captured import captured_tensors, learned_score_mod, rebuild
+from lightning_sp.rewrite.flex import _wrong_block
 from lightning_sp.run_state import RunState
 from tests.trainer import mask_models
 
@@ -148,3 +150,21 @@ def test_heads_are_found_behind_imported_names_and_flex_attention(build):
     holder = Outer()
     holder.model = build()
     assert tried_query_heads(holder) == (mask_models.HEADS, "")
+
+
+def test_a_shards_block_mask_is_looked_at_for_each_number_of_heads_and_again_when_it_changes():
+    reach = torch.tensor([3, 6])
+    made = create_block_mask(
+        lambda row, head, i, j: (i - j).abs() < reach[head], None, None, 16, 16, device="cpu", BLOCK_SIZE=4
+    )
+    one, two = (torch.zeros(1, heads, 16, 8) for heads in (1, 2))
+    assert _wrong_block(made, one) is None
+    assert "in row 0 and head 1, its blocks otherwise" in _wrong_block(made, two), "lists of head 0"
+    reach[1] = 3
+    assert _wrong_block(made, two) is None
+    reach[0] = 6
+    assert "head 0, its blocks otherwise" in _wrong_block(made, one), "its function's tensor was written anew"
+    reach[0] = 3
+    assert _wrong_block(made, one) is None
+    made.kv_num_blocks.zero_()
+    assert "the function says seen" in _wrong_block(made, one)

@@ -15,7 +15,8 @@ from lightning_sp.attention import (
     sequence_parallel_attention,
 )
 from lightning_sp.checkpoint import export_checkpoint
-from lightning_sp.data.batch import ShardedBatch, ShardOptions, shard_batch, unshard
+from lightning_sp.data.batch import ShardedBatch, shard_batch, unshard
+from lightning_sp.data.entries import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.loss import sharded_cross_entropy

@@ -41,9 +41,10 @@ class StrategyConfig:
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded.
         preflight_tokens: Length of that crop, rounded up to what the degrees divide; "auto" chooses.
         shard_batch: Shard the batches; False for loaders that shard by hand.
-        sequence_dims: Extra batch entries that carry the sequence, and along which dim, e.g. ``{"pixel_mask": 1}``.
+        sequence_dims: Extra batch entries that carry the sequence, and along which dim, e.g. ``{"pixel_mask": 1}``. Names that begin with
+            ``decoder_`` are of a second sequence, with a length of its own, as are the labels then.
         labels_shifted: Whether the batch's ``labels`` already hold the target of their own position. None: known by name
-            alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not), else refused.
+            alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not, an encoder-decoder's are), else refused.
         packed_documents: Whether position_ids that do not rise by one begin a document, to which attention keeps. None: known for
             `SequenceShardingDataModule`, and for Hugging Face models that get no attention mask (their own convention), else refused.
         balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so

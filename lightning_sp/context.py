@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -85,6 +86,7 @@ class BatchInfo:
         balance: how that compares to zigzag; None where no documents are known, or nothing was compared.
         seen: the keys that it leaves, whole, (rows, S), bool, where they are no run; else `valid` says it.
         dropout: what attention dropout is drawn by; None in evaluation.
+        encoder: of an encoder-decoder batch, whose decoder's sequence this is; None where the batch holds one sequence.
     """
 
     rows: int
@@ -100,6 +102,12 @@ class BatchInfo:
     balance: Balance | None = None
     seen: Tensor | None = None
     dropout: DropoutSource | None = None
+    encoder: BatchInfo | None = None
+
+    @property
+    def sequences(self) -> tuple[BatchInfo, ...]:
+        """Return this, and the encoder's if there is one."""
+        return (self,) if self.encoder is None else (self, self.encoder)
 
     @property
     def hides_keys(self) -> bool:
@@ -114,7 +122,16 @@ class BatchInfo:
         seen = self.seen.to(device) if self.seen is not None else None
         drawn = self.dropout
         drawn = replace(drawn, samples=drawn.samples.to(device)) if drawn is not None else None
-        return replace(self, position_ids=places, shift_labels=labels, local_mask=local_mask, seen=seen, dropout=drawn)
+        read = self.encoder.to(device) if self.encoder is not None else None
+        return replace(
+            self,
+            position_ids=places,
+            shift_labels=labels,
+            local_mask=local_mask,
+            seen=seen,
+            dropout=drawn,
+            encoder=read,
+        )
 
     def mask(
         self,
@@ -123,6 +140,7 @@ class BatchInfo:
         chunk_size: int | None = None,
         *,
         hides_padding: bool = False,
+        keys: BatchInfo | None = None,
     ) -> AttentionMask:
         """Return the attention's mask: within documents, our own padding apart, and the rest as the model asks.
 
@@ -131,13 +149,21 @@ class BatchInfo:
             window_size: likewise.
             chunk_size: likewise.
             hides_padding: the model hides what the batch's attention mask hides.
+            keys: in cross attention the other sequence, that the keys are of.
         """
+        keys = self if keys is None else keys
+        valid, seen = (keys.valid, keys.seen) if hides_padding else (None, None)
+        if seen is not None and keys.padded_length > keys.length:
+            seen = F.pad(seen, (0, keys.padded_length - keys.length))
+        dense = None if seen is None else seen[:, None, None]
+        if keys is not self:
+            if valid is None and seen is None and keys.padded_length > keys.length:
+                valid = torch.tensor([[0, keys.length]])
+            return AttentionMask(causal, None, window_size, chunk_size, valid, dense=dense)
         boundaries = self.boundaries
         if boundaries is None and self.padded_length > self.length and not causal:
             # Causal queries never see the padding behind them; full ones would.
             boundaries = torch.tensor([[0, self.length, self.padded_length]])
-        valid, seen = (self.valid, self.seen) if hides_padding else (None, None)
-        dense = None if seen is None else seen[:, None, None]
         return AttentionMask(causal, boundaries, window_size, chunk_size, valid, dense=dense)
 
 
@@ -156,7 +182,7 @@ class Step:
         kinds: of the attention calls, one after the other.
         padding_masks: explicit masks, and their versions, that are known to be the batch's attention mask.
         calls: numbers of the attention calls with dropout.
-        masks: the attention's, by whether it is causal; checked once for all layers.
+        masks: the attention's, by which of the batch's sequences queries and keys are of and whether it is causal; checked once for all layers.
     """
 
     batch: BatchInfo
@@ -169,10 +195,21 @@ class Step:
     kinds: list[AttentionKind] = field(default_factory=list)
     padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)
     calls: AttentionCalls = field(default_factory=AttentionCalls)
-    masks: dict[bool, AttentionMask] = field(init=False)
+    masks: dict[tuple[int, int, bool], AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.masks = {causal: self.batch.mask(causal) for causal in (True, False)}
+        both = list(enumerate(self.batch.sequences))
+        self.masks = {
+            (i, j, causal): queries.mask(causal, keys=keys)
+            for i, queries in both
+            for j, keys in both
+            for causal in (True, False)
+        }
+
+    def mask(self, queries: BatchInfo, keys: BatchInfo, causal: bool) -> AttentionMask:
+        """Return the mask of an attention without one of its own; all but causal or full is of the batch."""
+        encoder = self.batch.encoder
+        return self.masks[int(queries is encoder), int(keys is encoder), causal]
 
 
 class SequenceContext:
@@ -198,9 +235,40 @@ class SequenceContext:
 
     @property
     def local_length(self) -> int:
-        """Return this rank's tokens of the current batch."""
+        """Return this rank's tokens of the current batch, of a decoder's where it holds two sequences."""
         assert self.step is not None
-        return self.step.batch.padded_length // self.mesh.layout.size
+        return self.tokens_of(self.step.batch)
+
+    def tokens_of(self, sequence: BatchInfo) -> int:
+        """Return this rank's tokens of a sequence."""
+        return sequence.padded_length // self.mesh.layout.size
+
+    def sequences(self, queries: int, keys: int) -> tuple[BatchInfo, BatchInfo]:
+        """Return the sequences of the current batch that an attention's queries and keys are of, by how many this rank holds.
+
+        Raises:
+            SequenceParallelError: it holds as many of neither.
+        """
+        own, other = self._held(queries), self._held(keys)
+        if own is None or other is None:
+            assert self.step is not None
+            batch = self.step.batch
+            shard = f"{self.tokens_of(batch)} tokens"
+            if batch.encoder is not None:
+                shard = f"{shard} of the decoder and {self.tokens_of(batch.encoder)} of the encoder"
+            raise SequenceParallelError(
+                f"attention of {queries} queries over {keys} keys inside a step whose shard has {shard}: a key-value cache, whole sequences and "
+                "cross attention to what is no sequence of the batch cannot be carried here; run whole sequences outside training_step and "
+                "validation_step; an encoder-decoder batch names its sequences input_ids and decoder_input_ids, or so in sequence_dims"
+            )
+        return own, other
+
+    def _held(self, tokens: int) -> BatchInfo | None:
+        assert self.step is not None
+        for sequence in self.step.batch.sequences:
+            if self.tokens_of(sequence) == tokens:
+                return sequence
+        return None
 
     @contextmanager
     def inactive(self, reference: BatchInfo | None = None) -> Iterator[None]:

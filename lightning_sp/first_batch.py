@@ -13,8 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import ProcessGroup
 
 from lightning_sp.context import BatchInfo, DropoutSource
-from lightning_sp.data.batch import ShardOptions, is_sharded, shard_batch
+from lightning_sp.data.batch import is_sharded, shard_batch
 from lightning_sp.data.crop import shared_crop
+from lightning_sp.data.entries import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_on_gathered
@@ -76,7 +77,7 @@ def try_first_batch(
     if crop.num_targets == 0:
         rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
         return
-    whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, options)
+    whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, replace(options, apart=False))
     # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
     local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)

@@ -49,13 +49,13 @@ def whole_output(
     tensors: list[Tensor] = []
     apply_to_collection(output, Tensor, tensors.append)
     held = comm.gather_objects([_digest(each) for each in tensors], sequence_group)
-    tokens = (batch.rows, batch.padded_length // size)
+    tokens = {(batch.rows, each.padded_length // size) for each in batch.sequences}
     comm.agree(_fault(held, tokens), control_group)
     alike = iter([all(other[index] == own for other in held) for index, own in enumerate(held[0])])
 
     def whole(tensor: Tensor) -> Tensor:
         kept = next(alike) and not _is_constant(tensor)
-        return tensor if kept or tensor.shape[:2] != tokens else unshard(tensor)
+        return tensor if kept or tuple(tensor.shape[:2]) not in tokens else unshard(tensor)
 
     return apply_to_collection(output, Tensor, whole)
 
@@ -66,20 +66,20 @@ def _digest(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensor.shape), tuple(digest(part) for part in torch.split(flat, DIGEST_ELEMENTS))
 
 
-def _fault(held: list[list[tuple[tuple[int, ...], tuple[int, ...]]]], tokens: tuple[int, int]) -> str | None:
+def _fault(held: list[list[tuple[tuple[int, ...], tuple[int, ...]]]], tokens: set[tuple[int, int]]) -> str | None:
     """Return what cannot be made whole, the same on all ranks of the sequence; None where all can."""
     counts = [len(each) for each in held]
     if len(set(counts)) > 1:
         return f"predict_step returns {counts} tensors on the {len(held)} ranks of one sequence: it must return as many on each"
     for index, parts in enumerate(zip(*held, strict=True)):
         shapes = [shape for shape, _ in parts]
-        if len(set(parts)) > 1 and any(shape[:2] != tokens or shape[2:] != shapes[0][2:] for shape in shapes):
+        if len(set(parts)) > 1 and any(shape[:2] not in tokens or shape[2:] != shapes[0][2:] for shape in shapes):
             told = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
             return (
                 f"predict_step returns as tensor {index} of {counts[0]} one of shape {told} that differs between the {len(held)} ranks of one "
                 f"sequence: it was computed from each rank's part of the tokens, and only tensors of shape (rows, tokens, ...), here "
-                f"{tokens}, can be gathered; make the tensor that has the tokens whole first, self.trainer.strategy.unshard(tensor), and "
-                "compute from that"
+                f"{' or '.join(map(str, sorted(tokens)))}, can be gathered; make the tensor that has the tokens whole first, "
+                "self.trainer.strategy.unshard(tensor), and compute from that"
             )
     return None
 

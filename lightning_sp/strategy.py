@@ -39,8 +39,9 @@ from lightning_sp.checkpoint import (
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.data.agreed import agreed_shard
-from lightning_sp.data.batch import ShardOptions, unshard
+from lightning_sp.data.batch import unshard
 from lightning_sp.data.datamodule import SequenceShardingDataModule
+from lightning_sp.data.entries import ShardOptions
 from lightning_sp.data.loader import LoaderPlace, filler_batch, same_samples
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.first_batch import try_first_batch
@@ -66,7 +67,13 @@ from lightning_sp.parallelize import (
 from lightning_sp.predictions import share_predictions, whole_output
 from lightning_sp.preflight import check_trainer_features, traceless
 from lightning_sp.processes import ProcessStrategy
-from lightning_sp.rewrite import AttentionInterception, FlexInterception, HuggingFaceRewrite, hugging_face_models
+from lightning_sp.rewrite import (
+    AttentionInterception,
+    FlexInterception,
+    HuggingFaceRewrite,
+    hugging_face_models,
+    is_encoder_decoder,
+)
 from lightning_sp.run_state import RunState
 from lightning_sp.steps import Steps
 
@@ -199,9 +206,11 @@ class SequenceParallelStrategy(ProcessStrategy):
 
     @property
     def last_batch_shape(self) -> tuple[int, int, int] | None:
-        """Return (rows, padded length, length) of the batch that was sharded last, in whole tokens."""
-        batch = self._batch
-        return None if batch is None else (batch.rows, batch.padded_length, batch.length)
+        """Return (rows, padded length, length) of the batch that was sharded last, in whole tokens; an encoder's and a decoder's together."""
+        if self._batch is None:
+            return None
+        held = self._batch.sequences
+        return self._batch.rows, sum(each.padded_length for each in held), sum(each.length for each in held)
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return whole sequences from every rank's part of the current batch, without padding, in global order.
@@ -210,7 +219,10 @@ class SequenceParallelStrategy(ProcessStrategy):
         """
         if self._runner is not None and self._runner.context.reference is not None:
             return tensor
-        length = None if self._batch is None else self._batch.length
+        length = None
+        if self._batch is not None:
+            held = {each.padded_length // self.layout.size: each.length for each in reversed(self._batch.sequences)}
+            length = held.get(tensor.shape[dim], self._batch.length)
         return unshard(tensor, self.layout, self.sequence_mesh.sequence_group, dim=dim, length=length)
 
     # ---- mesh
@@ -331,8 +343,20 @@ class SequenceParallelStrategy(ProcessStrategy):
         if packed is None and isinstance(getattr(trainer, "datamodule", None), SequenceShardingDataModule):
             packed = True
         dims, shifted = dict(self.config.sequence_dims or {}), self.config.labels_shifted
-        hugging_face = bool(hugging_face_models(module))
-        return ShardOptions(dims, shifted, hugging_face, packed, self.config.balance, self.root_device.type)
+        models = hugging_face_models(module)
+        writers = [each for each in models if is_encoder_decoder(each)]
+        decoder_inputs = writers[0].prepare_decoder_input_ids_from_labels if len(writers) == 1 else None
+        if decoder_inputs is not None and shifted is None:
+            shifted = True  # the decoder's inputs are shifted instead
+        return ShardOptions(
+            dims,
+            shifted,
+            bool(models) and decoder_inputs is None,
+            packed,
+            self.config.balance,
+            self.root_device.type,
+            decoder_inputs=decoder_inputs,
+        )
 
     def _query_heads(self, module: LightningModule) -> int | None:
         """Return what limits Ulysses: the heads that the model names, or those that reach attention in a forward without data."""

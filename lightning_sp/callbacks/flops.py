@@ -50,6 +50,8 @@ def find_attention_shape(model: nn.Module) -> AttentionShape | None:
     """Read the attention's shape from the first ``config`` in the model that has one, in this package's or Hugging Face's names."""
     for module in model.modules():
         config = getattr(module, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            return None  # two sequences, and three kinds of attention
         num_layers = getattr(config, "num_layers", None) or getattr(config, "num_hidden_layers", None)
         num_heads = getattr(config, "num_heads", None) or getattr(config, "num_attention_heads", None)
         if not isinstance(num_layers, int) or not isinstance(num_heads, int):

@@ -8,7 +8,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context import BatchInfo
-from lightning_sp.data.batch import ShardOptions, digest, hand_sharded_info, is_sharded, shard_batch
+from lightning_sp.data.batch import digest, hand_sharded_info, is_sharded, shard_batch
+from lightning_sp.data.entries import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
 

@@ -7,7 +7,7 @@ is declared or known by name, never guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,48 +18,29 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.attention.balance import Balance, balance
 from lightning_sp.attention.mask import AttentionMask, boundaries_from_positions
-from lightning_sp.context import AttentionKind, BatchInfo
+from lightning_sp.context import BatchInfo
+from lightning_sp.data.entries import (
+    DECODER,
+    IGNORE_INDEX,
+    SHIFTED_BY_NAME,
+    STANDARD_NAMES,
+    ShardOptions,
+    batch_entries,
+    extent,
+    plain_entries,
+    sequence_dims,
+    shapes_of,
+    split_sequences,
+)
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge, pad, positions, shard
 
-IGNORE_INDEX = -100
-# Standard names -> (dimension of the sequence, value of padding). Hugging Face's, nanoGPT's and torchtune's.
-STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
-    "input_ids": (1, 0),
-    "inputs_embeds": (1, 0.0),
-    "tokens": (1, 0),
-    "labels": (1, IGNORE_INDEX),
-    "shift_labels": (1, IGNORE_INDEX),
-    "targets": (1, IGNORE_INDEX),
-    "position_ids": (1, 0),
-    "input_pos": (1, 0),
-    "attention_mask": (1, 1),
-    "token_type_ids": (1, 0),
-    "loss_mask": (1, 0),
-}
-SHIFTED_BY_NAME = ("shift_labels", "targets")
 # What the busiest rank may compute above the mean before `balance="auto"` leaves zigzag.
 UNBALANCED = 0.05
 
 
 class ShardedBatch(dict[str, Any]):
     """A batch that holds this rank's part of its sequences. The type is the mark: it is never sharded twice."""
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How to find and read the sequence in a batch; see the options of the same names in `config`.
-
-    `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
-    """
-
-    sequence_dims: Mapping[str, int] = field(default_factory=dict)
-    labels_shifted: bool | None = None
-    model_shifts_labels: bool = False
-    packed_documents: bool | None = None
-    balance: str = "zigzag"
-    device: str = "cpu"
-    attention: tuple[AttentionKind, ...] = ()
 
 
 def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> tuple[Any, BatchInfo]:
@@ -77,16 +58,69 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     Raises:
         SequenceParallelError: no sequence found, lengths that differ, labels of unknown shift, a mask that hides tokens.
     """
-    entries = _entries(batch)
-    dims = _sequence_dims(entries, options)
-    rows, length = _extent(entries, dims)
+    entries = batch_entries(batch, options)
+    dims = sequence_dims(entries, options)
+    own, encoder = split_sequences(dims)
+    local, info = _shard_sequence(
+        entries, own, layout, rank, options, prefix=DECODER if encoder else "", others=encoder
+    )
+    if encoder:
+        of_encoder, read = _shard_sequence(entries, encoder, layout, rank, options, others=own, decoder=info)
+        if read.rows != info.rows:
+            raise SequenceParallelError(
+                f"the batch has {read.rows} rows of the encoder and {info.rows} of the decoder: it holds {shapes_of(entries)}"
+            )
+        local, info = {**of_encoder, **local}, replace(info, encoder=read)
+    given = {n: t for n, t in entries.items() if n not in dims}
+    if not isinstance(batch, Mapping):
+        return _rebuild(batch, {n: local.get(n, t) for n, t in entries.items()}), info
+    if options.decoder_inputs is not None:  # a model that is handed its positions, and may not take them by name
+        local = {n: t for n, t in local.items() if n in dims}
+    elif info.shift_labels is not None and options.model_shifts_labels:
+        local["shift_labels"] = info.shift_labels
+    return _rebuild(batch, {**given, **local}), info
+
+
+def _shard_sequence(
+    entries: Mapping[str, Any],
+    dims: Mapping[str, int],
+    layout: SequenceLayout,
+    rank: int,
+    options: ShardOptions,
+    *,
+    prefix: str = "",
+    others: Mapping[str, int],
+    decoder: BatchInfo | None = None,
+) -> tuple[dict[str, Tensor], BatchInfo]:
+    """Return this rank's part of one sequence, its positions with it, and what was whole.
+
+    Args:
+        entries: of the batch.
+        dims: of this sequence.
+        layout: as of `shard_batch`.
+        rank: likewise.
+        options: likewise.
+        prefix: of the names of its positions and its mask.
+        others: dims of the batch's other sequence.
+        decoder: of an encoder's: what its tokens must be told apart from, by their number on each rank.
+    """
+    rows, length = extent(entries, dims, others)
     padded = layout.padded_length(length)
-    entries = dict(entries)
-    position_ids, given = _position_ids(entries, rows, length)
-    mask_given = "attention_mask" in dims
-    valid, seen = _valid_keys(entries["attention_mask"]) if mask_given else (None, None)
-    boundaries = _documents(position_ids, options, entries.get("attention_mask") is not None) if given else None
-    labels = _shifted_labels(entries, options)
+    places, masked = f"{prefix}position_ids", f"{prefix}attention_mask"
+    position_ids, given = _position_ids(entries.get(places), rows, length)
+    mask_given = masked in dims
+    valid, seen = _valid_keys(entries[masked]) if mask_given else (None, None)
+    if decoder is not None and options.apart and padded == decoder.padded_length:
+        alike = length == decoder.length and valid is None and seen is None and not decoder.hides_keys
+        padded += 0 if alike else layout.multiple
+    boundaries = _documents(position_ids, options, entries.get(masked) is not None) if given else None
+    if boundaries is not None and others:
+        raise SequenceParallelError(
+            f"{places} of an encoder-decoder batch do not rise by one: packed documents are carried for one sequence alone; give each row one "
+            "document, or packed_documents=False if attention is to see the whole row"
+        )
+    # Labels are of the sequence that is trained on.
+    labels = None if decoder is not None else shifted_labels(entries, options)
     if padded > length:
         boundaries = _pad_boundaries(boundaries, padded)
         position_ids = torch.cat([position_ids, torch.arange(padded - length).expand(rows, -1)], 1)
@@ -98,29 +132,23 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         value = STANDARD_NAMES.get(name, (dim, 0))[1]
         return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)
 
-    local = {n: cut(n, t, dims[n]) if n in dims and n != "position_ids" else t for n, t in entries.items()}
-    local_positions = shard(position_ids, layout, rank, dim=1)
+    local = {n: cut(n, entries[n], dim) for n, dim in dims.items() if n != places}
+    local[places] = shard(position_ids, layout, rank, dim=1)
     local_labels = None if labels is None else cut("shift_labels", labels, 1)
-    if isinstance(batch, Mapping):
-        local["position_ids"] = local_positions
-        if local_labels is not None and options.model_shifts_labels:
-            local["shift_labels"] = local_labels
-    local_mask = local["attention_mask"] if mask_given else None
-    info = BatchInfo(
+    return local, BatchInfo(
         rows,
         length,
         padded,
         boundaries,
-        local_positions,
+        local[places],
         local_labels,
         valid,
         mask_given,
-        local_mask,
+        local[masked] if mask_given else None,
         layout,
         found,
         seen,
     )
-    return _rebuild(batch, local), info
 
 
 def is_sharded(batch: Any) -> bool:
@@ -148,19 +176,6 @@ def unshard(
     return whole if length is None else whole.narrow(dim, 0, length)
 
 
-def _entries(batch: Any) -> dict[str, Any]:
-    if isinstance(batch, Mapping):
-        return {str(name): value for name, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return {str(index): value for index, value in enumerate(batch)}
-    if isinstance(batch, Tensor):
-        return {"input_ids": batch}
-    raise SequenceParallelError(
-        f"a batch of type {type(batch).__name__} cannot be sharded: it must be a mapping, tuple or list of tensors, or a tensor; "
-        "return a dict from the collate function, or shard by hand and pass shard_batch=False"
-    )
-
-
 def _rebuild(batch: Any, local: dict[str, Any]) -> Any:
     if isinstance(batch, Mapping):
         return ShardedBatch(local)
@@ -173,68 +188,7 @@ def _rebuild(batch: Any, local: dict[str, Any]) -> Any:
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
-def _sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:
-    known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
-    # A mask of queries and keys passes whole: the model hands it to its attention as it is.
-    dims = {n: STANDARD_NAMES[n][0] for n, t in known.items() if not (n == "attention_mask" and t.dim() == 4)}
-    for name, dim in options.sequence_dims.items():
-        tensor = entries.get(name)
-        if not isinstance(tensor, Tensor) or tensor.dim() <= dim:
-            held = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise SequenceParallelError(
-                f"sequence_dims[{name!r}]={dim}: the batch holds {held} there; it has {_shapes(entries)}"
-            )
-        dims[name] = dim
-    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _holds_tensors(value)]
-    if not dims and nested:
-        raise SequenceParallelError(
-            f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
-            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, or return one flat dict"
-        )
-    short = [n for n, d in dims.items() if entries[n].dim() <= d]
-    if not dims or short:
-        raise SequenceParallelError(
-            f"the batch has no sequence dimension{f' in {short}' if short else ''}: it holds {_shapes(entries)}; known names are "
-            f"{', '.join(STANDARD_NAMES)} with the sequence along dim 1; name others by sequence_dims={{'name': dim}} (tuples by index, "
-            "{'0': 1, '1': 1}), or shard by hand and pass shard_batch=False"
-        )
-    return dims
-
-
-def _holds_tensors(value: Any) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value
-    return any(isinstance(part, Tensor) for part in parts)
-
-
-def _extent(entries: Mapping[str, Any], dims: Mapping[str, int]) -> tuple[int, int]:
-    lengths = {n: int(entries[n].shape[d]) for n, d in dims.items()}
-    if len(set(lengths.values())) > 1:
-        raise SequenceParallelError(
-            f"the batch's sequences have different lengths {lengths}: they must be equal to be split alike"
-        )
-    name, dim = next(iter(dims.items()))
-    rows = int(entries[name].shape[0]) if dim > 0 else 1
-    length = lengths[name]
-    others = {
-        n: tuple(t.shape)
-        for n, t in entries.items()
-        if n not in dims
-        and isinstance(t, Tensor)
-        and t.dim() > 1
-        and t.shape[0] == rows
-        and t.shape[1] == length
-        and length > 1
-    }
-    if others:
-        raise SequenceParallelError(
-            f"{others} of the batch look like sequences of {length} tokens, but their names are not known: passing them whole would be "
-            f"silently wrong; say sequence_dims={{{', '.join(f'{n!r}: 1' for n in others)}}}, or rename them"
-        )
-    return rows, length
-
-
-def _position_ids(entries: Mapping[str, Any], rows: int, length: int) -> tuple[Tensor, bool]:
-    given = entries.get("position_ids")
+def _position_ids(given: Tensor | None, rows: int, length: int) -> tuple[Tensor, bool]:
     if given is None:
         return torch.arange(length).expand(rows, length), False
     if given.dim() != 2:
@@ -284,7 +238,12 @@ def _valid_keys(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return (None, left) if bool(holes.any()) else (valid, None)
 
 
-def _shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
+def shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
+    """Return the target of each position of a whole batch, None where it has none.
+
+    Raises:
+        SequenceParallelError: whether its labels are shifted is not known.
+    """
     for name in SHIFTED_BY_NAME:
         if isinstance(entries.get(name), Tensor):
             found: Tensor = entries[name]
@@ -337,16 +296,10 @@ def _check_padding(dims: Mapping[str, int], layout: SequenceLayout, length: int,
         )
 
 
-def _shapes(entries: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{n}: {tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__}" for n, t in entries.items()
-    )
-
-
 def digest(batch: Any) -> int:
     """Return a number that differs, almost surely, between different batches: for the check that a group's ranks read the same."""
     total = 0
-    for index, value in enumerate(_entries(batch).values()):
+    for index, value in enumerate(plain_entries(batch).values()):
         if isinstance(value, Tensor) and value.numel():
             flat = value.detach().reshape(-1)
             bits = flat.to(torch.int64) if not flat.is_floating_point() else flat.double().view(torch.int64)
@@ -365,9 +318,14 @@ def check_hand_sharded(info_length: int, layout: SequenceLayout) -> None:
 
 def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> BatchInfo:
     """Return what is whole about a batch that was sharded by hand in this layout, from its local position_ids or as one document."""
-    entries = _entries(batch)
-    dims = _sequence_dims(entries, options)
-    rows, local = _extent(entries, dims)
+    entries = plain_entries(batch)
+    dims, encoder = split_sequences(sequence_dims(entries, options))
+    if encoder:
+        raise SequenceParallelError(
+            f"shard_batch=False: the batch holds {', '.join(encoder)} of an encoder and {', '.join(dims)} of a decoder: an encoder-decoder "
+            "batch cannot be sharded by hand; leave shard_batch=True and return whole sequences"
+        )
+    rows, local = extent(entries, dims)
     length = local * layout.size
     check_hand_sharded(length, layout)
     given = entries.get("position_ids")

@@ -13,13 +13,15 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.attention.mask import boundaries_from_positions
-from lightning_sp.data.batch import (
+from lightning_sp.data.batch import shifted_labels
+from lightning_sp.data.entries import (
     IGNORE_INDEX,
     ShardOptions,
-    _entries,
-    _extent,
-    _sequence_dims,
-    _shifted_labels,
+    batch_entries,
+    extent,
+    plain_entries,
+    sequence_dims,
+    split_sequences,
 )
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
@@ -62,42 +64,47 @@ def crop_tokens(length: int, layout: SequenceLayout, wanted: int | None = None) 
 
 def crop_extent(
     batch: Any, options: ShardOptions, layout: SequenceLayout, wanted: int | None = None
-) -> tuple[int, int]:
-    """Return the (rows, tokens) of a whole batch's crops."""
-    entries = _entries(batch)
-    rows, length = _extent(entries, _sequence_dims(entries, options))
-    return min(rows, ROWS), crop_tokens(length, layout, wanted)
+) -> tuple[int, ...]:
+    """Return the (rows, tokens) of a whole batch's crops, and the tokens of the encoder's where it holds two sequences."""
+    entries = batch_entries(batch, options)
+    own, encoder = split_sequences(sequence_dims(entries, options))
+    rows, length = extent(entries, own, encoder)
+    lengths = [length, *([extent(entries, encoder, own)[1]] if encoder else [])]
+    return min(rows, ROWS), *(crop_tokens(each, layout, wanted) for each in lengths)
 
 
-def crop_batch(batch: Any, options: ShardOptions, extent: tuple[int, int]) -> Crop:
+def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop:
     """Return the first crop of a whole batch that holds a target; where none does, the first one, whose `num_targets` is 0.
 
-    Windows across the edge of two documents come first.
+    Windows across the edge of two documents come first. Of an encoder's sequence it is the window that padding leaves most of.
 
     Args:
         batch: a whole batch.
         options: of sharding.
-        extent: rows and tokens of the crop, no more than the batch has.
+        size: rows and tokens of the crop, no more than the batch has, as `crop_extent` returns them.
     """
-    entries = _entries(batch)
-    dims = _sequence_dims(entries, options)
-    rows, length = _extent(entries, dims)
-    height, tokens = extent
-    labels = _shifted_labels(entries, options)
-    places = entries.get("position_ids")
+    entries = batch_entries(batch, options)
+    dims = sequence_dims(entries, options)
+    own, encoder = split_sequences(dims)
+    rows, length = extent(entries, own, encoder)
+    height, tokens, *encoder_tokens = size
+    labels = shifted_labels(entries, options)
+    places = entries.get("position_ids") if not encoder else None
     first: Crop | None = None
     for last in (min(rows, row + height) for row in range(0, rows, height)):
         row = last - height
+        read = _encoder_window(entries, encoder, (row, last), encoder_tokens[0]) if encoder else None
         for start in _starts(places[row:last] if isinstance(places, Tensor) else None, length, tokens):
             targets = None if labels is None else labels[row:last, start : start + tokens]
             count = None if targets is None else int((targets != IGNORE_INDEX).sum())
             if count == 0 and first is not None:
                 continue
-            found = {n: _cut(v, dims.get(n), rows, (row, last), (start, tokens)) for n, v in entries.items()}
-            found = {
-                n: _cut_mask(v, (start, tokens)) if _is_mask(entries[n], dims.get(n), length) else v
-                for n, v in found.items()
-            }
+            windows = {**dict.fromkeys(own, (start, tokens)), **dict.fromkeys(encoder, read[1] if read else (0, 0))}
+            of_lengths = {length: (start, tokens)} if read is None else {read[0]: read[1], length: (start, tokens)}
+            found = {}
+            for name, value in entries.items():
+                cut = _cut(value, dims.get(name), rows, (row, last), windows.get(name))
+                found[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
             crop = Crop(_rebuild_plain(batch, found), height, tokens, count)
             if count != 0:
                 return crop
@@ -106,13 +113,27 @@ def crop_batch(batch: Any, options: ShardOptions, extent: tuple[int, int]) -> Cr
     return first
 
 
+def _encoder_window(
+    entries: Mapping[str, Any], dims: Mapping[str, int], row_range: tuple[int, int], tokens: int
+) -> tuple[int, tuple[int, int]]:
+    """Return the encoder's length and the (start, tokens) that most is left of by padding in the row that keeps least."""
+    name, dim = next(iter(dims.items()))
+    length = int(entries[name].shape[dim])
+    mask = entries.get("attention_mask")
+    starts = [*range(0, length - tokens + 1, tokens), length - tokens]
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return length, (0, tokens)
+    left = mask[slice(*row_range)] != 0
+    return length, (max(starts, key=lambda start: int(left[:, start : start + tokens].sum(1).min())), tokens)
+
+
 def whole_batch(batch: Any, options: ShardOptions, layout: SequenceLayout, group: ProcessGroup) -> Any:
     """Return the whole batch of which every rank of a sequence holds a part that was sharded by hand, on the CPU.
 
     Communicates: one all_gather for each tensor that carries the sequence, over a group that takes CPU tensors.
     """
-    entries = _entries(batch)
-    dims = _sequence_dims(entries, options)
+    entries = plain_entries(batch)
+    dims = sequence_dims(entries, options)
     merged = {
         n: merge(comm.gather(v.cpu(), group), layout, dim=dims[n]) if n in dims else v for n, v in entries.items()
     }
@@ -149,7 +170,7 @@ def shared_crop(
         batch = whole_batch(batch, options, layout, sequence_group)
     # The groups' batches may have other lengths; their crops are as large as all can give.
     extents = comm.gather_objects(crop_extent(batch, options, layout, wanted), control_group)
-    own = crop_batch(batch, options, (min(r for r, _ in extents), min(t for _, t in extents)))
+    own = crop_batch(batch, options, tuple(min(each) for each in zip(*extents, strict=True)))
     gathered = comm.gather_objects(own if place[1] == 0 else None, control_group)
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
     # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
@@ -166,8 +187,8 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
     first = crops[0]
     if len(crops) == 1:
         return first
-    held = [_entries(crop.batch) for crop in crops]
-    dims = _sequence_dims(held[0], options)
+    held = [plain_entries(crop.batch) for crop in crops]
+    dims = sequence_dims(held[0], options)
     kinds = [{name: _kind(value) for name, value in entries.items()} for entries in held]
     for group, other in enumerate(kinds):
         if other != kinds[0]:
@@ -213,25 +234,26 @@ def _starts(position_ids: Tensor | None, length: int, tokens: int) -> Iterator[i
     yield length - tokens
 
 
-def _cut(value: Any, dim: int | None, rows: int, row_range: tuple[int, int], window: tuple[int, int]) -> Any:
+def _cut(value: Any, dim: int | None, rows: int, row_range: tuple[int, int], window: tuple[int, int] | None) -> Any:
     """Cut rows and window; a copy, for a view would carry the whole batch along when it is sent."""
     if _has_rows(value, dim, rows):
         value = value[row_range[0] : row_range[1]]
-    if dim is not None:
+    if dim is not None and window is not None:
         value = value.narrow(dim, *window)
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _is_mask(value: Any, dim: int | None, length: int) -> bool:
-    """Return whether an entry says of queries and keys, or keys, of the whole sequence: (rows or 1, heads or 1, S or 1, S)."""
-    if dim is not None or not isinstance(value, Tensor) or value.dim() != 4:
+def _is_mask(value: Any, windows: Mapping[int, tuple[int, int]]) -> bool:
+    """Return whether an entry says of queries and keys, or keys, of whole sequences: (rows or 1, heads or 1, S or 1, S)."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
         return False
-    return value.shape[3] == length and value.shape[2] in (1, length)
+    return value.shape[3] in windows and (value.shape[2] == 1 or value.shape[2] in windows)
 
 
-def _cut_mask(value: Tensor, window: tuple[int, int]) -> Tensor:
-    value = value.narrow(3, *window)
-    return (value if value.shape[2] == 1 else value.narrow(2, *window)).clone()
+def _cut_mask(value: Tensor, windows: Mapping[int, tuple[int, int]]) -> Tensor:
+    queries, keys = value.shape[2:]
+    value = value.narrow(3, *windows[keys])
+    return (value if queries == 1 else value.narrow(2, *windows[queries])).clone()
 
 
 def _has_rows(value: Any, dim: int | None, rows: int) -> bool:

@@ -2,6 +2,12 @@
 
 from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.functional import AttentionInterception
-from lightning_sp.rewrite.hugging_face import HuggingFaceRewrite, hugging_face_models
+from lightning_sp.rewrite.hugging_face import HuggingFaceRewrite, hugging_face_models, is_encoder_decoder
 
-__all__ = ["AttentionInterception", "FlexInterception", "HuggingFaceRewrite", "hugging_face_models"]
+__all__ = [
+    "AttentionInterception",
+    "FlexInterception",
+    "HuggingFaceRewrite",
+    "hugging_face_models",
+    "is_encoder_decoder",
+]

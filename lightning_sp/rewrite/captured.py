@@ -31,42 +31,48 @@ def check_whole_tensors(context: SequenceContext, function: Callable[..., Any], 
     Raises:
         SequenceParallelError: a tensor has a dimension of the shard's length.
     """
-    step, local = context.step, context.local_length
+    step = context.step
     assert step is not None
     if context.mesh.layout.size == 1:
         return
-    short = {name: tuple(t.shape) for name, t in captured_tensors(function).items() if local in t.shape}
-    if short:
+    tensors = captured_tensors(function)
+    for sequence in step.batch.sequences:
+        local = context.tokens_of(sequence)
+        short = {name: tuple(t.shape) for name, t in tensors.items() if local in t.shape}
+        if not short:
+            continue
         raise SequenceParallelError(
             f"{what} reads {', '.join(f'{name} of shape {shape}' for name, shape in short.items())}, of this rank's {local} of "
-            f"{step.batch.length} tokens, and is asked for positions in the whole sequence: make it of tensors of the whole sequence (a batch "
+            f"{sequence.length} tokens, and is asked for positions in the whole sequence: make it of tensors of the whole sequence (a batch "
             "entry that is no sequence passes whole), or of positions alone; documents go by position_ids, padding by attention_mask"
         )
 
 
-def of_real_tokens(function: Callable[..., Tensor], batch: BatchInfo) -> Callable[..., Tensor]:
+def of_real_tokens(function: Callable[..., Tensor], queries: BatchInfo, keys: BatchInfo) -> Callable[..., Tensor]:
     """Return a user's function of (..., query, key) that is asked for no position of our padding, of which its tensors may hold nothing.
 
     There it is told the last token's: no token sees padding, and what a query of it sees is thrown away.
     """
-    if batch.padded_length == batch.length:
+    if all(each.padded_length == each.length for each in (queries, keys)):
         return function
-    last = batch.length - 1
+    last, last_key = queries.length - 1, keys.length - 1
 
     def asked(*places: Tensor) -> Tensor:
         *others, query, key = places
-        return function(*others, query.clamp(max=last), key.clamp(max=last))
+        return function(*others, query.clamp(max=last), key.clamp(max=last_key))
 
     return asked
 
 
-def learned_score_mod(function: Callable[..., Tensor], like: Tensor, batch: BatchInfo | None = None) -> ScoreMod:
+def learned_score_mod(
+    function: Callable[..., Tensor], like: Tensor, sequences: tuple[BatchInfo, BatchInfo] | None = None
+) -> ScoreMod:
     """Return a user's score function with the tensors that it learns by as its arguments, so that they get their gradients.
 
     Args:
         function: (score, row, head, query, key) -> score; what it holds that requires a gradient is found.
         like: queries, for device and dtype.
-        batch: of the step in progress, None outside of one.
+        sequences: those of queries and keys in the step in progress, None outside of one.
 
     Raises:
         SequenceParallelError: it learns by something that is not found.
@@ -76,7 +82,7 @@ def learned_score_mod(function: Callable[..., Tensor], like: Tensor, batch: Batc
 
     def with_tensors(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor, *held: Tensor) -> Tensor:
         rebuilt = rebuild(function, dict(zip(places, held, strict=True)))
-        rebuilt = rebuilt if batch is None else of_real_tokens(rebuilt, batch)
+        rebuilt = rebuilt if sequences is None else of_real_tokens(rebuilt, *sequences)
         changed: Tensor = rebuilt(score, row, head, query, key)
         return changed
 

@@ -1,16 +1,20 @@
 """An explicit mask handed to an attention inside a step: what it says of the whole sequence, or why that cannot be known.
 
-    keys, queries      S, S or 1     whole: bool is a dense mask, floating point a bias, learned or not
-                       s, s or 1     of this rank's tokens: carried where it is the batch's attention_mask, alike for all queries
+    keys, queries      T, S or 1     whole: bool is a dense mask, floating point a bias, learned or not
+                       t, s or 1     of this rank's tokens: carried where it is the batch's attention_mask, alike for all queries
                        anything else, and what this rank alone knows, is refused
 
-S is the batch's length, padded or not, s this rank's part. A mask of this rank's tokens is local positions otherwise: `ones(s, s).tril()`
-hides nothing of what it should between ranks, and cannot be told from another mask with the same numbers.
+S is the queries' length, padded or not, s this rank's part of it; T and t are those of the keys, of another sequence in cross attention.
+A mask of this rank's tokens is local positions otherwise: `ones(s, s).tril()` hides nothing of what it should between ranks, and cannot be
+told from another mask with the same numbers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp import comm
@@ -23,16 +27,18 @@ _HIDDEN_BELOW = -1e4
 
 
 def explicit_mask(
-    context: SequenceContext, given: Tensor, what: str = "attn_mask"
+    context: SequenceContext, given: Tensor, queries: BatchInfo, keys: BatchInfo, what: str = "attn_mask"
 ) -> tuple[AttentionMask, Tensor | None]:
     """Return the mask and the bias that an explicit mask means for the whole sequence.
 
     Args:
         context: its step in progress.
         given: bool, True for seen, or floating point, added to the scores.
+        queries: the sequence of the attention's queries.
+        keys: that of its keys.
         what: its name in errors.
 
-    Shapes: given (S or 1, S), or with rows and heads, or heads, before it.
+    Shapes: given (S or 1, T), or with rows and heads, or heads, before it.
     Communicates: where it is of this rank's tokens one all_reduce of 8 bytes, once for each tensor.
 
     Raises:
@@ -40,32 +46,39 @@ def explicit_mask(
     """
     step = context.step
     assert step is not None
-    batch, local = step.batch, context.local_length
     if not (given.dtype == torch.bool or given.is_floating_point()) or not 2 <= given.dim() <= 4:
         raise SequenceParallelError(
             f"{what} of shape {tuple(given.shape)}, {given.dtype}: must be bool or floating point, (queries, keys) with rows and heads before"
         )
     mask = given[(None,) * (4 - given.dim())]
-    queries, keys = mask.shape[2:]
-    whole = (batch.length, batch.padded_length)
-    if keys in whole and queries in (1, *whole) and not (context.mesh.layout.size > 1 and local in whole):
+    own, other = context.tokens_of(queries), context.tokens_of(keys)
+    whole_own, whole = (queries.length, queries.padded_length), (keys.length, keys.padded_length)
+    alone = context.mesh.layout.size > 1 and other in whole  # of the shard and of the whole: which one is not known
+    if mask.shape[3] in whole and mask.shape[2] in (1, *whole_own) and not alone:
+        plain, mask = queries.mask(False, keys=keys), _padded(mask, queries, keys, context.mesh.layout.multiple)
         if mask.dtype == torch.bool:
-            return _and_dense(batch.mask(False), mask), None
-        return batch.mask(False), mask
-    if keys != local or queries not in (1, local) or local in whole:
-        raise SequenceParallelError(_unknown(what, given, batch, local))
-    if not batch.mask_given or mask.requires_grad:
-        raise SequenceParallelError(_of_the_shard(what, given, batch, local))
+            return replace(plain, dense=mask), None
+        return plain, mask
+    if mask.shape[3] != other or mask.shape[2] not in (1, own) or other in whole:
+        raise SequenceParallelError(_unknown(what, given, queries, keys, (own, other)))
+    if not keys.mask_given or mask.requires_grad:
+        raise SequenceParallelError(_of_the_shard(what, given, queries, keys, other))
     if not any(known is given and version == given._version for known, version in step.padding_masks):
         # The values of a shard are known to its rank alone: all ranks refuse what one refuses.
-        refusal = None if _is_padding(mask, batch) else _of_the_shard(what, given, batch, local)
+        refusal = None if _is_padding(mask, keys) else _of_the_shard(what, given, queries, keys, other)
         comm.agree(refusal, step.loss_group)
         step.padding_masks.append((given, given._version))
-    return batch.mask(False, hides_padding=True), None
+    return queries.mask(False, hides_padding=True, keys=keys), None
 
 
-def _and_dense(mask: AttentionMask, dense: Tensor) -> AttentionMask:
-    return AttentionMask(mask.causal, mask.boundaries, dense=dense)
+def _padded(mask: Tensor, queries: BatchInfo, keys: BatchInfo, multiple: int) -> Tensor:
+    """Return a whole mask at the length of sequences that are padded by more than the degrees need, to be told from one another."""
+    below = queries.padded_length - mask.shape[2] if mask.shape[2] > 1 else 0
+    beside = keys.padded_length - mask.shape[3]
+    if max(below, beside) < multiple:
+        return mask
+    # What padding sees is thrown away; the plain mask hides its keys.
+    return F.pad(mask, (0, beside, 0, below))
 
 
 def _is_padding(mask: Tensor, batch: BatchInfo) -> bool:
@@ -83,18 +96,26 @@ def _is_padding(mask: Tensor, batch: BatchInfo) -> bool:
     return bool(torch.where(seen, mask == 0, mask <= _HIDDEN_BELOW).all())
 
 
-def _unknown(what: str, given: Tensor, batch: BatchInfo, local: int) -> str:
+def _unknown(what: str, given: Tensor, queries: BatchInfo, keys: BatchInfo, local: tuple[int, int]) -> str:
+    if queries is keys:
+        held, asked = (
+            f"sequence has {keys.length} tokens and whose shard {local[1]}",
+            f"(1 or {keys.length}, {keys.length})",
+        )
+    else:
+        held = f"sequences have {queries.length} tokens of queries and {keys.length} of keys and whose shards {local[0]} and {local[1]}"
+        asked = f"(1 or {queries.length}, {keys.length})"
     return (
-        f"{what} of shape {tuple(given.shape)} inside a step whose sequence has {batch.length} tokens and whose shard {local}: which of them it "
-        f"says something of is not known; hand it in whole, its last dims (1 or {batch.length}, {batch.length})"
+        f"{what} of shape {tuple(given.shape)} inside a step whose {held}: which of them it says something of is not known; hand it in whole, "
+        f"its last dims {asked}"
     )
 
 
-def _of_the_shard(what: str, given: Tensor, batch: BatchInfo, local: int) -> str:
+def _of_the_shard(what: str, given: Tensor, queries: BatchInfo, batch: BatchInfo, local: int) -> str:
     cause = "" if batch.mask_given else ", and the batch has none"
     return (
         f"{what} of shape {tuple(given.shape)} is of this rank's {local} of {batch.length} tokens: places in a shard are not those in the "
         "sequence, so that only the batch's attention_mask, alike for all queries, is carried in that form"
         f"{cause}; use is_causal=True for a causal mask, the batch's attention_mask for padding, position_ids that restart at 0 for documents, "
-        f"or hand it in whole, its last dims (1 or {batch.length}, {batch.length})"
+        f"or hand it in whole, its last dims (1 or {queries.length}, {batch.length})"
     )

@@ -80,9 +80,9 @@ class FlexInterception(AbstractContextManager[None]):
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **others
             )
         _check(query, key, enable_gqa, {"return_lse": return_lse, "kernel_options": kernel_options, **others})
-        batch = context.step.batch if context.step is not None else None
-        change = None if score_mod is None else learned_score_mod(score_mod, query, batch)
-        if context.step is None:
+        found = context.sequences(query.shape[2], key.shape[2]) if context.step is not None else None
+        change = None if score_mod is None else learned_score_mod(score_mod, query, found)
+        if context.step is None or found is None:
             assert context.reference is not None
             # Torch cuts a block mask that was made for more tokens than there are; of one for fewer the comparison would say nothing.
             whole = None if block_mask is None else MaskMod(block_mask.mask_mod, BlockTable.of(block_mask))
@@ -99,9 +99,9 @@ class FlexInterception(AbstractContextManager[None]):
                 check_whole_tensors(context, function, f"flex_attention's {what}")
         mask_mod = None
         if block_mask is not None:
-            _check_lengths(block_mask, context, query, key)
-            mask_mod = _mask_mod(block_mask, context, query)
-        mask = replace(context.step.masks[False], mask_mod=mask_mod)
+            _check_lengths(block_mask, context, *found)
+            mask_mod = _mask_mod(block_mask, context, query, *found)
+        mask = replace(context.step.mask(*found, causal=False), mask_mod=mask_mod)
         return attend(context, query, key, value, mask=mask, scale=scale, score_mod=change)
 
 
@@ -120,20 +120,21 @@ def _check(query: Tensor, key: Tensor, enable_gqa: bool, options: dict[str, Any]
         )
 
 
-def _mask_mod(block_mask: BlockMask, context: SequenceContext, query: Tensor) -> MaskMod | None:
+def _mask_mod(
+    block_mask: BlockMask, context: SequenceContext, query: Tensor, queries: BatchInfo, keys: BatchInfo
+) -> MaskMod | None:
     """Return a block mask as a mask of the whole sequence, None where it lets everything be seen."""
-    assert context.step is not None
-    batch = context.step.batch
     alone = block_mask.mask_mod is torch_flex.noop_mask  # without a function the blocks are the mask
     if alone and block_mask.sparsity() == 0:
         return None
-    function = of_real_tokens(block_mask.mask_mod, batch)
-    if set(block_mask.seq_lengths) <= {batch.length, batch.padded_length}:
+    function = of_real_tokens(block_mask.mask_mod, queries, keys)
+    made = zip(block_mask.seq_lengths, (queries, keys), strict=True)
+    if all(tokens in (each.length, each.padded_length) for tokens, each in made):
         return MaskMod(function, BlockTable.of(block_mask))
     if alone:
         raise SequenceParallelError(
             f"flex_attention with a BlockMask of {tuple(block_mask.seq_lengths)} queries and keys, {block_mask.sparsity():.1f}% hidden blocks "
-            f"and no mask_mod, where the sequence has {batch.length} tokens: which places of that it hides is known by a function alone; "
+            f"and no mask_mod, where the sequence has {keys.length} tokens: which places of that it hides is known by a function alone; "
             "make it by create_block_mask(mask_mod, ...), give from_kv_blocks its mask_mod, or make it for the whole sequence"
         )
     # What a rank's blocks say may be of its own tokens: all ranks hear of it.
@@ -184,14 +185,13 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
     return None
 
 
-def _check_lengths(block_mask: BlockMask, context: SequenceContext, query: Tensor, key: Tensor) -> None:
-    assert context.step is not None
-    batch = context.step.batch
-    for made, tokens in zip(block_mask.seq_lengths, (query.shape[2], key.shape[2]), strict=True):
-        if made not in (tokens, batch.length, batch.padded_length):
+def _check_lengths(block_mask: BlockMask, context: SequenceContext, queries: BatchInfo, keys: BatchInfo) -> None:
+    for made, sequence in zip(block_mask.seq_lengths, (queries, keys), strict=True):
+        tokens = context.tokens_of(sequence)
+        if made not in (tokens, sequence.length, sequence.padded_length):
             raise SequenceParallelError(
-                f"flex_attention with a BlockMask of {tuple(block_mask.seq_lengths)} queries and keys, on a sequence of {batch.length} tokens "
-                f"and a shard of {tokens}: it must have been made for one of them"
+                f"flex_attention with a BlockMask of {tuple(block_mask.seq_lengths)} queries and keys, on a sequence of {sequence.length} "
+                f"tokens and a shard of {tokens}: it must have been made for one of them"
             )
 
 

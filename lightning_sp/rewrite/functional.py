@@ -84,9 +84,10 @@ class AttentionInterception(AbstractContextManager[None]):
             raise SequenceParallelError(
                 f"scaled_dot_product_attention with attn_mask of shape {tuple(attn_mask.shape)} and is_causal=True: torch takes one of them"
             )
-        mask, bias = self.context.step.masks[is_causal], None
+        queries, keys = self.context.sequences(query.shape[2], key.shape[2])
+        mask, bias = self.context.step.mask(queries, keys, is_causal), None
         if attn_mask is not None:
-            mask, bias = explicit_mask(self.context, attn_mask)
+            mask, bias = explicit_mask(self.context, attn_mask, queries, keys)
         return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p)
 
 
@@ -123,16 +124,10 @@ def attend(
 ) -> Tensor:
     """Run the operator on a rewritten model's attention call, counting it.
 
-    Shapes: query (B, H, s, D), key and value (B, K, s, D) -> (B, H, s, D).
+    Shapes: query (B, H, s, D), key and value (B, K, t, D) -> (B, H, s, D), s and t of `SequenceContext.sequences`.
     """
     step = context.step
     assert step is not None
-    local = context.local_length
-    if query.shape[2] != local or key.shape[2] != local:
-        raise SequenceParallelError(
-            f"attention of {query.shape[2]} queries over {key.shape[2]} keys inside a step whose shard has {local} tokens: cross attention, a "
-            "key-value cache and whole sequences cannot be carried here; run whole sequences outside training_step and validation_step"
-        )
     if (
         not torch.compiler.is_compiling()
     ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted

@@ -8,6 +8,7 @@ whole sequence.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context import SequenceContext
+from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.functional import attend
 from lightning_sp.rewrite.hugging_face_masks import asked_mask
-from lightning_sp.rewrite.relative_bias import bias_of_whole_sequences
+from lightning_sp.rewrite.own_positions import positions_of_shards
+from lightning_sp.rewrite.relative_bias import adds_zeros, bias_of_whole_sequences
 from lightning_sp.rewrite.rotary import follow_all_positions
 from lightning_sp.rewrite.whole import whole_attention
 
@@ -88,6 +90,8 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             _wrap_generate(model, self.context, self._undo)
             follow_all_positions(model, self.context, self._undo)
             bias_of_whole_sequences(model, self.context, self._undo)
+            if is_encoder_decoder(model):
+                positions_of_shards(model, self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -131,25 +135,26 @@ def _attention(
         )
         return result
     kind = type(module).__name__
+    queries, keys = context.sequences(query.shape[2], key.shape[2])
     bias = None
     if attention_mask is not None and not isinstance(attention_mask, AttentionMask):
         if not isinstance(attention_mask, Tensor):
             raise SequenceParallelError(
                 f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
             )
-        attention_mask, bias = explicit_mask(context, attention_mask, f"{kind}'s attention mask")
+        attention_mask, bias = explicit_mask(context, attention_mask, queries, keys, f"{kind}'s attention mask")
     for argument in _REFUSED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise SequenceParallelError(
                 f"{kind} uses {argument}: it cannot be carried yet; without it the model would be silently wrong"
             )
     for argument in _BIASES:
-        if kwargs.get(argument) is not None:
-            bias = _added(bias, _bias(context, kwargs[argument], f"{kind}'s {argument}"))
+        if kwargs.get(argument) is not None and not (argument == "position_bias" and adds_zeros(module)):
+            bias = _added(bias, _bias(context, kwargs[argument], queries, keys, f"{kind}'s {argument}"))
     window = kwargs.get("sliding_window")
-    if attention_mask is None and window is not None and context.step.batch.padded_length > int(window):
+    if attention_mask is None and window is not None and keys.padded_length > int(window):
         raise SequenceParallelError(
-            f"{kind} has a sliding window of {window} tokens and the sequence {context.step.batch.padded_length}, but the model asked for no "
+            f"{kind} has a sliding window of {window} tokens and the sequence {keys.padded_length}, but the model asked for no "
             "mask with a window: which of the two this layer means is not known"
         )
     causal = kwargs.get("is_causal")
@@ -159,7 +164,7 @@ def _attention(
         raise SequenceParallelError(
             f"{kind} says is_causal={causal}, but the model asked for {'causal' if True in asked else 'full'} masks: the two must agree"
         )
-    mask = context.step.masks[causal] if attention_mask is None else attention_mask
+    mask = context.step.mask(queries, keys, causal) if attention_mask is None else attention_mask
     out = attend(
         context,
         query,
@@ -175,8 +180,10 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-def _bias(context: SequenceContext, given: Any, what: str) -> Tensor:
-    found = explicit_mask(context, given, what)[1] if isinstance(given, Tensor) else None
+def _bias(context: SequenceContext, given: Any, queries: BatchInfo, keys: BatchInfo, what: str) -> Tensor | None:
+    if isinstance(given, Tensor) and given.numel() == 1 and not given.requires_grad:
+        return None  # one number for all scores changes no weight: see `relative_bias`
+    found = explicit_mask(context, given, queries, keys, what)[1] if isinstance(given, Tensor) else None
     if found is None:
         raise SequenceParallelError(
             f"{what} {_shape(given)} is not floating point of the whole sequence: it cannot be carried; without it the model would be "
@@ -185,8 +192,8 @@ def _bias(context: SequenceContext, given: Any, what: str) -> Tensor:
     return found
 
 
-def _added(bias: Tensor | None, other: Tensor) -> Tensor:
-    return other if bias is None else bias + other
+def _added(bias: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return bias if other is None else other if bias is None else bias + other
 
 
 def _dense(
@@ -212,13 +219,42 @@ def _hand_in_positions(
     batch = context.step.batch if context.step is not None else context.reference
     if batch is None:
         return None
-    positions = batch.position_ids
-    if kwargs.get("position_ids") is None and positions is not None:
-        like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
-        kwargs["position_ids"] = positions if like is None else positions.to(like.device)
+    named = {"position_ids": batch}
+    if is_encoder_decoder(module):
+        _check_encoder_decoder(module, batch, kwargs)
+        taken = inspect.signature(module.forward).parameters
+        both = {"position_ids": batch.encoder, "decoder_position_ids": batch}
+        named = {name: sequence for name, sequence in both.items() if name in taken and sequence is not None}
+    like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+    for name, sequence in named.items():
+        if kwargs.get(name) is None and sequence.position_ids is not None:
+            kwargs[name] = sequence.position_ids if like is None else sequence.position_ids.to(like.device)
     # With a cache Hugging Face keeps every layer's keys and drops the documents of packed rows.
     kwargs["use_cache"] = False
     return args, kwargs
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Return whether a Hugging Face model reads one sequence and writes another."""
+    return bool(getattr(model.config, "is_encoder_decoder", False)) and hasattr(
+        model, "prepare_decoder_input_ids_from_labels"
+    )
+
+
+def _check_encoder_decoder(model: Any, batch: BatchInfo, kwargs: dict[str, Any]) -> None:
+    if batch.encoder is None:
+        raise SequenceParallelError(
+            f"{type(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "
+            "decoder_input_ids"
+        )
+    if kwargs.get("labels") is not None and all(
+        kwargs.get(f"decoder_{n}") is None for n in ("input_ids", "inputs_embeds")
+    ):
+        # Shifted within a shard they would lose a token at each edge.
+        raise SequenceParallelError(
+            f"{type(model).__name__} got labels and no decoder_input_ids, and would make them of this rank's part of the labels: hand on the "
+            "batch's, model(..., decoder_input_ids=batch['decoder_input_ids']), which were made of the whole"
+        )
 
 
 def _wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
@@ -228,10 +264,14 @@ def _wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         if context.step is not None:
-            if getattr(original, "__name__", "") != "ForCausalLMLoss":
+            name = getattr(original, "__name__", str(original))
+            if is_encoder_decoder(model) and name == "ForMaskedLMLoss":  # of labels as they are
+                found: Tensor = original(*args, **kwargs)
+                return found
+            if name != "ForCausalLMLoss" or is_encoder_decoder(model):
                 raise SequenceParallelError(
-                    f"{type(model).__name__} computes {getattr(original, '__name__', original)}: only ForCausalLMLoss, a mean over tokens, is "
-                    "supported under sequence parallelism; compute the loss in training_step from the logits"
+                    f"{type(model).__name__} computes {name}: only ForCausalLMLoss, and an encoder-decoder's ForMaskedLMLoss, means over "
+                    "tokens, are supported under sequence parallelism; compute the loss in training_step from the logits"
                 )
             if context.step.batch.shift_labels is None:
                 raise SequenceParallelError(

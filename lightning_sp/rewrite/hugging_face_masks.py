@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sp import comm
 from lightning_sp.attention.mask import document_ids
 from lightning_sp.context import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
@@ -42,16 +43,25 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
         args: of transformers' mask interface.
         kwargs: likewise.
 
+    Communicates: where the model hides padding one all_reduce of 8 bytes.
+
     Raises:
         SequenceParallelError: a function that reads tensors of this rank's tokens, or padding that is not the batch's.
     """
     step = context.step
     if step is None:
         return original(*args, **kwargs)
-    batch = step.batch
+    queries, batch = step.batch, step.batch
+    if batch.encoder is not None:
+        queries, batch = context.sequences(int(kwargs["q_length"]), int(kwargs["kv_length"]))
     # A window that holds the whole sequence hides nothing.
     parts = [p for p in _mask_parts(kwargs.get("mask_function")) if p.size is None or p.size < batch.padded_length]
-    hides = _hides_padding(batch, kwargs.get("attention_mask"))
+    padding = kwargs.get("attention_mask")
+    hides = padding is not None and (batch.hides_keys or not batch.mask_given)
+    if hides:
+        # The values of a shard are known to its rank alone: all ranks refuse what one refuses.
+        comm.agree(_wrong_padding(batch, padding), step.loss_group)
+        hides = batch.hides_keys
     sizes: dict[str, int] = {}
     functions: list[_MaskFunction] = []
     # Where the model is not given the batch's padding mask, transformers does not count from it.
@@ -60,7 +70,7 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
         if part.size is not None and not sizes and (part.name != _CHUNKS or counted is None):
             sizes[part.name] = part.size
         elif part.name not in (_CAUSAL, _FULL):
-            functions.append(_mask_function(context, part, counted))
+            functions.append(_mask_function(context, part, counted, queries, batch))
     causal = _CAUSAL in [part.name for part in parts]
     if not any(part.name not in _KNOWN for part in parts):
         step.causal_masks.add(causal)
@@ -68,18 +78,19 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
         return None
     left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
     window = (right, right) if right is not None else (None if left is None else left - 1, None)
-    mask = batch.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides)
+    mask = queries.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides, keys=batch)
     return replace(mask, mask_mod=_all_of(functions)) if functions else mask
 
 
-def _mask_function(context: SequenceContext, part: _Part, start: Tensor | None) -> _MaskFunction:
+def _mask_function(
+    context: SequenceContext, part: _Part, start: Tensor | None, queries: BatchInfo, batch: BatchInfo
+) -> _MaskFunction:
     """Return a part of a mask as a function of global positions, counted from `start` where transformers does so.
 
     Raises:
         SequenceParallelError: it reads tensors of this rank's tokens.
     """
-    assert context.step is not None
-    batch, size = context.step.batch, part.size
+    size = part.size
     if part.name == _CHUNKS and size is not None:
         # Transformers' own reads where the shard's padding ends.
         begun = torch.zeros(batch.rows, batch.padded_length, dtype=torch.int64) if start is None else start
@@ -91,10 +102,11 @@ def _mask_function(context: SequenceContext, part: _Part, start: Tensor | None) 
         )
     check_whole_tensors(context, part.function, f"the model's mask function {part.name}")
     if start is None or batch.mask_given or part.name in _KNOWN:
-        return of_real_tokens(part.function, batch)
+        return of_real_tokens(part.function, queries, batch)
     begins = start.to(_device(batch))
     return of_real_tokens(
         lambda row, head, query, key: part.function(row, head, query - begins[row, query], key - begins[row, key]),
+        queries,
         batch,
     )
 
@@ -138,24 +150,22 @@ def _counts_within_documents() -> bool:
     return hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
-def _hides_padding(batch: BatchInfo, padding: Tensor | None) -> bool:
-    """Return whether the model hides padding, which must be the batch's: a rank sees a part of it."""
-    if padding is None or (batch.mask_given and not batch.hides_keys):
-        return False
+def _wrong_padding(batch: BatchInfo, padding: Any) -> str | None:
+    """Return what is wrong with the padding that a model hides, of this rank's tokens: it must be the batch's, whose whole is known."""
     if not batch.hides_keys:
         if bool(padding.all()):
-            return False
-        raise SequenceParallelError(
+            return None
+        return (
             f"a padding mask of shape {tuple(padding.shape)} that hides tokens reached the model, and the batch has none: from a rank's part "
-            "alone the whole is not known; give it as the batch's attention_mask"
+            "alone the whole is not known; give it as the batch's attention_mask (a decoder's as decoder_attention_mask)"
         )
     assert batch.local_mask is not None
     if padding.shape != batch.local_mask.shape or not torch.equal(padding.bool(), batch.local_mask.bool()):
-        raise SequenceParallelError(
+        return (
             f"the padding mask of shape {tuple(padding.shape)} that reached the model is not the batch's attention_mask: one made in "
             "training_step cannot be carried; change the batch before it is sharded"
         )
-    return True
+    return None
 
 
 @dataclass(frozen=True)

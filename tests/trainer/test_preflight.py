@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.data.batch import ShardOptions
 from lightning_sp.data.crop import Crop, crop_batch, crop_extent, crop_tokens, join_crops
+from lightning_sp.data.entries import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight import traceless
 from tests.trainer import preflight_ranks as ranks

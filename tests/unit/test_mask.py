@@ -9,7 +9,8 @@ import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, boundaries_from_positions
 from lightning_sp.attention.mask import document_ids
-from lightning_sp.data.batch import ShardOptions, shard_batch
+from lightning_sp.data.batch import shard_batch
+from lightning_sp.data.entries import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from tests import masks
@@ -97,7 +98,8 @@ def test_padding_masks_with_holes_are_kept_whole_and_those_of_pairs_pass_as_they
     assert info.hides_keys
     assert info.valid is None
     assert info.mask(False).dense is None, "a model that hides no padding is not made to"
-    assert torch.equal(info.mask(False, hides_padding=True).dense, rows.bool()[:, None, None])
+    padded = torch.nn.functional.pad(rows.bool(), (0, 3))
+    assert torch.equal(info.mask(False, hides_padding=True).dense, padded[:, None, None]), "our own padding is not seen"
     assert local["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 1]], "of tokens 2 to 5, padding of ours seen"
     pairs = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     local, info = shard_batch({**batch, "attention_mask": pairs}, SequenceLayout(ring_size=2), 1, ShardOptions())

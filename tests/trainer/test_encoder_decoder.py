@@ -1,0 +1,91 @@
+"""Batches of two sequences, an encoder's and a decoder's, through the Trainer: every gradient is that of plain torch on one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
+from tests.trainer import encoder_decoder_ranks as ranks
+
+LABELS = {"keep": ()}  # the decoder's input is made of them
+# case, tolerance; float64, but T5Gemma's own loss is of float32 logits.
+EXACT = [
+    (dict(build="own"), 1e-10),
+    (dict(build="own", data={"lengths": (29, 16), "padding": "right"}), 1e-10),
+    (dict(build="own", data={"lengths": (30, 32), "padding": "holes"}), 1e-10),
+    (dict(build="own", data={"lengths": (32, 32), "padding": "both"}), 1e-10),
+    (dict(build="own", data={"lengths": (32, 32)}), 1e-10),
+    (dict(build="own", data={"lengths": (5, 40)}), 1e-10),
+    (dict(build="dense"), 1e-10),
+    (dict(build="dense of 30", data={"lengths": (30, 32)}), 1e-10),
+    (dict(build="bias"), 1e-10),
+    (dict(build="bias of 30", data={"lengths": (30, 32)}), 1e-10),
+    (dict(build="flex", data={"lengths": (29, 24)}), 1e-10),
+    (dict(build="torch"), 1e-10),
+    (dict(build="t5", kind="hf", data=LABELS), 1e-10),
+    (dict(build="t5", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
+    (dict(build="t5", kind="hf", data={"lengths": (32, 32), "padding": "both"}), 1e-10),
+    (dict(build="t5 gated", kind="hf_logits"), 1e-10),
+    (dict(build="t5", kind="hf", data={"padding": "right"}, strategy={"activation_checkpointing": True}), 1e-10),
+    (dict(build="umt5", kind="hf", data=LABELS), 1e-10),
+    (dict(build="bart", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
+    (dict(build="bart", kind="hf", data={"lengths": (30, 32)}), 1e-10),
+    (dict(build="pegasus", kind="hf", data=LABELS), 1e-10),
+    (dict(build="t5gemma", kind="hf", data={"padding": "both"}), 1e-6),
+]  # fmt: skip
+LAYOUTS = {2: [dict(ring_size=2), dict(ulysses_size=2)], 4: [dict(ulysses_size=2, ring_size=2)]}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [ranks.one_process(**case) for case, _ in EXACT]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_gradient_is_that_of_one_process(pools, expected, world):
+    for layout in LAYOUTS[world]:
+        cases = [{**case, "strategy": {**case.get("strategy", {}), **layout}, "world": world} for case, _ in EXACT]
+        for answers in pools(world).run(ranks.sharded, cases):
+            for (case, tolerance), one, answer in zip(EXACT, expected, answers, strict=True):
+                assert not answer["error"], f"{case} {layout}\n{answer['error']}"
+                assert abs(answer["losses"][-1] - one["loss"]) <= tolerance * max(1, one["loss"]), (case, layout)
+                names = sorted(one["grads"])
+                assert set(answer["grads"]) == set(names)
+                assert_sharded_equals_unsharded(
+                    [answer["grads"][n] for n in names], [one["grads"][n] for n in names], names, tolerance
+                )
+
+
+REFUSED = [
+    (dict(build="causal"), ["16 queries over 32 keys", "cross attention has no order"]),
+    (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got labels and no decoder_input_ids"]),
+    (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
+    (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),
+]  # fmt: skip
+
+
+def test_what_cannot_be_carried_is_refused_by_name(pools):
+    for answers in pools(2).run(ranks.sharded, [case for case, _ in REFUSED]):
+        for (case, parts), answer in zip(REFUSED, answers, strict=True):
+            for part in parts:
+                assert part in answer["error"], (case, answer["error"])
+            assert "NOT BY NAME" not in answer["error"]
+
+
+def test_the_cases_above_notice_the_faults_of_others(pools, expected):
+    for fault, build, data in (
+        ("decoder inputs shifted on the shard", "t5", LABELS),
+        ("the encoder's padding is seen", "own", None),
+    ):
+        case = dict(build=build, kind="hf" if build == "t5" else "own", data=data, fault=fault)
+        one = ranks.one_process(**case)
+        answer = pools(2).run(ranks.sharded, [case])[0][0]
+        assert not answer["error"], answer["error"]
+        assert max(max_error(answer["grads"][n], g) for n, g in one["grads"].items()) > 1e-7, fault
+
+
+def test_predictions_of_both_sequences_are_whole(pools):
+    data = {"lengths": (29, 16), "keep": ("decoder_input_ids",)}
+    for found, one in pools(2).run(ranks.predictions, "t5", data, {"ring_size": 2}, 2):
+        assert {n: tuple(t.shape) for n, t in found.items()} == {n: tuple(t.shape) for n, t in one.items()}
+        assert_sharded_equals_unsharded([found[n] for n in one], list(one.values()), list(one))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import DROPPED, KERNELS, LAW, NOT_CARRIED, OUT_OF_STEP, PACKED, REWRITTEN, fault
+from tests.faults.fault import DROPPED, KERNELS, LAW, NOT_CARRIED, OUT_OF_STEP, PACKED, REWRITTEN, TWO_SEQUENCES, fault
 
 ATTENTION = (
     fault(
@@ -29,22 +29,43 @@ ATTENTION = (
     fault(
         "padding mask of the batch dropped",
         "data/batch.py",
-        'valid, seen = _valid_keys(entries["attention_mask"]) if mask_given else (None, None)',
+        "valid, seen = _valid_keys(entries[masked]) if mask_given else (None, None)",
         "valid, seen = None, None",
         REWRITTEN,
     ),
     fault(
         "padding mask of the model dropped",
         "rewrite/hugging_face_masks.py",
-        "hides_padding=hides)",
-        "hides_padding=False)",
+        "hides_padding=hides, keys=batch)",
+        "hides_padding=False, keys=batch)",
         REWRITTEN,
+    ),
+    fault(
+        "an encoder's own padding seen by the decoder",
+        "context.py",
+        "valid = torch.tensor([[0, keys.length]])",
+        "valid = torch.tensor([[0, keys.padded_length]])",
+        TWO_SEQUENCES,
+    ),
+    fault(
+        "the two sequences of a batch taken for one",
+        "data/batch.py",
+        "padded += 0 if alike else layout.multiple",
+        "padded += 0",
+        TWO_SEQUENCES,
+    ),
+    fault(
+        "a decoder's positions counted from its shard's start",
+        "rewrite/own_positions.py",
+        '"position_ids": places}',
+        '"position_ids": None}',
+        TWO_SEQUENCES,
     ),
     fault(
         "mask of a shard taken for the whole",
         "rewrite/explicit_mask.py",
-        "    if keys in whole and queries in (1, *whole)",
-        "    if keys in (local, *whole) and queries in (1, local, *whole)",
+        "    if mask.shape[3] in whole and mask.shape[2] in (1, *whole_own)",
+        "    if mask.shape[3] in (other, *whole) and mask.shape[2] in (1, own, *whole_own)",
         NOT_CARRIED,
     ),
     fault(
@@ -166,8 +187,8 @@ ATTENTION = (
     fault(
         "balanced positions not given",
         "data/batch.py",
-        "local_positions = shard(position_ids, layout, rank, dim=1)",
-        "local_positions = shard(position_ids, SequenceLayout(layout.ring_size, layout.ulysses_size), rank, dim=1)",
+        "local[places] = shard(position_ids, layout, rank, dim=1)",
+        "local[places] = shard(position_ids, SequenceLayout(layout.ring_size, layout.ulysses_size), rank, dim=1)",
         "tests/trainer/test_balance.py::test_a_balanced_fit_is_that_of_one_process[llama]",
     ),
     fault(
@@ -180,14 +201,14 @@ ATTENTION = (
     fault(
         "zigzag positions not given",
         "data/batch.py",
-        "local_positions = shard(position_ids, layout, rank, dim=1)",
-        "local_positions = shard(position_ids, SequenceLayout(1, layout.size), rank, dim=1)",
+        "local[places] = shard(position_ids, layout, rank, dim=1)",
+        "local[places] = shard(position_ids, SequenceLayout(1, layout.size), rank, dim=1)",
         PACKED,
     ),
     fault(
         "positions not given to a Hugging Face model",
         "rewrite/hugging_face.py",
-        'if kwargs.get("position_ids") is None and positions is not None:',
+        "if kwargs.get(name) is None and sequence.position_ids is not None:",
         "if False:",
         REWRITTEN,
     ),
@@ -288,8 +309,8 @@ ATTENTION = (
     fault(
         "causal ignored by the rewrite",
         "rewrite/functional.py",
-        "self.context.step.masks[is_causal]",
-        "self.context.step.masks[True]",
+        "self.context.step.mask(queries, keys, is_causal)",
+        "self.context.step.mask(queries, keys, True)",
         REWRITTEN,
     ),
 )

@@ -422,7 +422,7 @@ def _local_edges() -> AbstractContextManager[Any]:
 
 
 def _no_documents() -> AbstractContextManager[Any]:
-    return patch.object(BatchInfo, "mask", lambda self, causal: AttentionMask(causal, None))
+    return patch.object(BatchInfo, "mask", lambda self, causal, **_: AttentionMask(causal, None))
 
 
 def _no_positions() -> AbstractContextManager[Any]:

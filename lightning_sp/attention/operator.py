@@ -253,7 +253,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.counts = (len(tensors), len(score_tensors))
     ctx.options = options
     # The backward looks functions up by their numbers: they live as long as it may run.
-    ctx.functions = [registered(number) for number in score_numbers[:2]]
+    # A compiled graph takes numbers that change from call to call as symbols, and keeps nothing: there the caller's mask keeps its function.
+    ctx.functions = [registered(number) for number in score_numbers[:2] if isinstance(number, int)]
     ulysses_group = options[2]
     exchanged = (packed, packed_kv) if k.shape[2] != q.shape[2] else (packed,)
     saved = (*exchanged, heads_out) if ulysses_group else (q, k, v, out)

@@ -91,6 +91,26 @@ def test_a_function_compiles():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_a_new_function_in_each_step_and_other_lengths_compile():
+    """Its number is a symbol of the compiled graph from the second step on."""
+
+    def attend(q, k, v, mask, score_mod):
+        return sequence_parallel_attention(q, k, v, mesh=None, mask=mask, score_mod=score_mod)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for step, tokens in enumerate((12, 12, 12, 16, 20)):
+        mask = AttentionMask(mask_mod=lambda row, head, query, key, step=step: (query + key) % (step + 2) > 0)
+        slopes = torch.linspace(-1, step, 4, dtype=torch.float64, requires_grad=True)
+        score_mod, results = alibi(slopes), []
+        for run in (attend, compiled):
+            slopes.grad = None
+            leaves = [t.requires_grad_(True) for t in tensors((2, 4, tokens, 8), (2, 2, tokens, 8), (2, 2, tokens, 8))]
+            out = run(*leaves, mask, score_mod)
+            out.square().sum().backward()
+            results.append([out.detach(), slopes.grad, *(t.grad for t in leaves)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), tokens
+
+
 def test_a_sink_that_takes_nothing_leaves_a_row_without_keys_at_zero():
     q, k, v = (t.requires_grad_(True) for t in tensors((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8)))
     sinks = torch.tensor([-torch.inf, 0.5], dtype=torch.float64, requires_grad=True)

@@ -95,10 +95,17 @@ PEERS = (
         note="yunchang needs a shim on a CPU: its torch kernel has no CPU operator and no backward, and its float32 sums share memory with "
         "what is summed; peers/yunchang_usp.py and _patch_yunchang put these in",
     ),
+    Peer(
+        "lucidrains, patched",
+        "ring_attention_lucidrains",
+        {w: {"ring": "ring", "striped": "striped"} for w in (2, 4)},
+        ((TORCH, "numpy", "einops", "beartype", "jaxtyping"), ("--no-deps", "ring-attention-pytorch==0.5.20")),
+        note="lucidrains' ring-attention-pytorch takes a pair for dK and dV: _patch_lucidrains makes it the first of both",
+    ),
 )  # fmt: skip
 # From the start of a process that measures a peak, as `resident.peak_growth` sets it: malloc.h's own variable.
 PEAK_ENVIRON = (("MALLOC_MMAP_THRESHOLD_", str(2**20)),)
-CONSECUTIVE = ("ring-p2p", "distflash")  # rings without zigzag
+CONSECUTIVE = ("ring-p2p", "distflash", "ring")  # rings without zigzag
 
 
 def scheme(variant: str, world: int) -> tuple[int, int, bool]:
@@ -121,8 +128,8 @@ def interpreter(peer: Peer) -> str:
         for packages in peer.packages:
             environ = {**os.environ, **dict(peer.environ)}
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, env=environ)
-        if peer.module == "yunchang_usp":
-            _patch_yunchang(folder)
+        if peer.module in _PATCHES:
+            _PATCHES[peer.module](folder)
         stamp.touch()
     return str(python)
 
@@ -133,6 +140,15 @@ def _patch_yunchang(folder: Path) -> None:
         text = file.read_text()
         text = text.replace(".to(torch.float32)", ".to(torch.float32, copy=True)")
         file.write_text(text.replace("dq.to(torch.bfloat16)", "dq.to(q.dtype)"))
+
+
+def _patch_lucidrains(folder: Path) -> None:
+    """What goes round the ring comes back with the buffer it was received in, as a pair."""
+    for file in folder.glob("lib/python*/site-packages/ring_attention_pytorch/ring_flash_attention.py"):
+        file.write_text(file.read_text().replace("dkv = ring_pass(", "dkv, _ = ring_pass("))
+
+
+_PATCHES = {"yunchang_usp": _patch_yunchang, "ring_attention_lucidrains": _patch_lucidrains}
 
 
 class Competitor:
@@ -251,7 +267,13 @@ def compare(
         is_sharded = each is not started[0]
         shared = each.peer.module == "lightning_sp_attention" and "network" not in each.variant
         fewest = (
-            fewest_sent_bytes(scheme(each.variant, world), problem, itemsize=4, shared=shared) if is_sharded else 0.0
+            (
+                math.nan
+                if each.variant == "striped"
+                else fewest_sent_bytes(scheme(each.variant, world), problem, itemsize=4, shared=shared)
+            )
+            if is_sharded
+            else 0.0
         )
         rows.append(
             {

@@ -8,7 +8,7 @@ Names that begin with "decoder_" are the decoder's, Hugging Face's standard name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,13 +143,13 @@ def split_sequences(dims: Mapping[str, int]) -> tuple[dict[str, int], dict[str, 
     return decoder, encoder
 
 
-def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Mapping[str, int] = {}) -> tuple[int, int]:
+def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable[str] = ()) -> tuple[int, int]:
     """Return (rows, tokens) of a sequence.
 
     Args:
         entries: of the batch.
         dims: of the sequence.
-        others: dims of the batch's other sequence.
+        others: entries of the batch's other sequence.
 
     Raises:
         SequenceParallelError: its entries differ in length, or another one looks as if it belonged to it.
@@ -160,14 +160,14 @@ def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Mapping[
             f"the batch's sequences have different lengths {lengths}: they must be equal to be split alike; an encoder-decoder batch names its "
             f"decoder's {DECODER}input_ids, or {DECODER}... in sequence_dims, and labels"
         )
+    known = {*dims, *others}
     name, dim = next(iter(dims.items()))
     rows = int(entries[name].shape[0]) if dim > 0 else 1
     length = lengths[name]
     unknown = {
         n: tuple(t.shape)
         for n, t in entries.items()
-        if n not in dims
-        and n not in others
+        if n not in known
         and isinstance(t, Tensor)
         and t.dim() > 1
         and t.shape[0] == rows

@@ -273,6 +273,11 @@ def _wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
                     f"{type(model).__name__} computes {name}: only ForCausalLMLoss, and an encoder-decoder's ForMaskedLMLoss, means over "
                     "tokens, are supported under sequence parallelism; compute the loss in training_step from the logits"
                 )
+            if context.step.batch.encoder is not None:
+                raise SequenceParallelError(
+                    f"{type(model).__name__} computes {name}, whose targets are the next tokens, in an encoder-decoder batch, whose labels are "
+                    "those of the decoder's own places: compute its loss in training_step from the logits"
+                )
             if context.step.batch.shift_labels is None:
                 raise SequenceParallelError(
                     "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded"

@@ -71,8 +71,8 @@ from lightning_sp.rewrite import (
     AttentionInterception,
     FlexInterception,
     HuggingFaceRewrite,
+    decoder_inputs,
     hugging_face_models,
-    is_encoder_decoder,
 )
 from lightning_sp.run_state import RunState
 from lightning_sp.steps import Steps
@@ -344,18 +344,17 @@ class SequenceParallelStrategy(ProcessStrategy):
             packed = True
         dims, shifted = dict(self.config.sequence_dims or {}), self.config.labels_shifted
         models = hugging_face_models(module)
-        writers = [each for each in models if is_encoder_decoder(each)]
-        decoder_inputs = writers[0].prepare_decoder_input_ids_from_labels if len(writers) == 1 else None
-        if decoder_inputs is not None and shifted is None:
+        of_labels = decoder_inputs(models)
+        if of_labels is not None and shifted is None:
             shifted = True  # the decoder's inputs are shifted instead
         return ShardOptions(
             dims,
             shifted,
-            bool(models) and decoder_inputs is None,
+            bool(models) and of_labels is None,
             packed,
             self.config.balance,
             self.root_device.type,
-            decoder_inputs=decoder_inputs,
+            decoder_inputs=of_labels,
         )
 
     def _query_heads(self, module: LightningModule) -> int | None:

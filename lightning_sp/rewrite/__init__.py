@@ -2,12 +2,12 @@
 
 from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.functional import AttentionInterception
-from lightning_sp.rewrite.hugging_face import HuggingFaceRewrite, hugging_face_models, is_encoder_decoder
+from lightning_sp.rewrite.hugging_face import HuggingFaceRewrite, decoder_inputs, hugging_face_models
 
 __all__ = [
     "AttentionInterception",
     "FlexInterception",
     "HuggingFaceRewrite",
+    "decoder_inputs",
     "hugging_face_models",
-    "is_encoder_decoder",
 ]

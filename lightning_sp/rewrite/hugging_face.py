@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -90,7 +90,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             _wrap_generate(model, self.context, self._undo)
             follow_all_positions(model, self.context, self._undo)
             bias_of_whole_sequences(model, self.context, self._undo)
-            if is_encoder_decoder(model):
+            if getattr(model.config, "is_encoder_decoder", False):
                 positions_of_shards(model, self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:
@@ -219,13 +219,13 @@ def _hand_in_positions(
     batch = context.step.batch if context.step is not None else context.reference
     if batch is None:
         return None
-    named = {"position_ids": batch}
-    if is_encoder_decoder(module):
-        _check_encoder_decoder(module, batch, kwargs)
-        taken = inspect.signature(module.forward).parameters
-        both = {"position_ids": batch.encoder, "decoder_position_ids": batch}
-        named = {name: sequence for name, sequence in both.items() if name in taken and sequence is not None}
     like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+    named = {"position_ids": _read_sequence(context, batch, like)}
+    if is_encoder_decoder(module):
+        taken = inspect.signature(module.forward)
+        _check_encoder_decoder(module, batch, taken.bind_partial(*args, **kwargs).arguments)
+        both = {"position_ids": batch.encoder or batch, "decoder_position_ids": batch}
+        named = {name: sequence for name, sequence in both.items() if name in taken.parameters}
     for name, sequence in named.items():
         if kwargs.get(name) is None and sequence.position_ids is not None:
             kwargs[name] = sequence.position_ids if like is None else sequence.position_ids.to(like.device)
@@ -234,26 +234,57 @@ def _hand_in_positions(
     return args, kwargs
 
 
+def _read_sequence(context: SequenceContext, batch: BatchInfo, like: Tensor | None) -> BatchInfo:
+    """Return the sequence that a model of one is given: of a batch of two, the one of so many tokens."""
+    for sequence in batch.sequences:
+        tokens = sequence.length if context.step is None else context.tokens_of(sequence)
+        if like is not None and like.dim() > 1 and like.shape[1] == tokens:
+            return sequence
+    return batch
+
+
 def is_encoder_decoder(model: Any) -> bool:
-    """Return whether a Hugging Face model reads one sequence and writes another."""
-    return bool(getattr(model.config, "is_encoder_decoder", False)) and hasattr(
-        model, "prepare_decoder_input_ids_from_labels"
+    """Return whether a Hugging Face model reads one sequence and writes another, and is no part of such a one."""
+    return (
+        bool(getattr(model.config, "is_encoder_decoder", False))
+        and "decoder_input_ids" in inspect.signature(model.forward).parameters
     )
 
 
-def _check_encoder_decoder(model: Any, batch: BatchInfo, kwargs: dict[str, Any]) -> None:
+def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes the decoder's input of whole labels, as these models would; None where none of them is an encoder-decoder.
+
+    Shapes: (B, S) -> (B, S).
+    """
+    writers = [each for each in models if is_encoder_decoder(each)]
+    if not writers:
+        return None
+    made: Callable[[Tensor], Tensor] | None = getattr(writers[0], "prepare_decoder_input_ids_from_labels", None)
+    if made is not None and len(writers) == 1:
+        return made
+    names = ", ".join(_own_class(each).__name__ for each in writers)
+
+    def unknown(labels: Tensor) -> Tensor:
+        raise SequenceParallelError(
+            f"the batch has labels of shape {tuple(labels.shape)} and no decoder_input_ids: how {names} makes these of them is not known; put "
+            "them into the batch, in the collate function, the labels shifted by one to the right behind the start token"
+        )
+
+    return unknown
+
+
+def _check_encoder_decoder(model: Any, batch: BatchInfo, given: Mapping[str, Any]) -> None:
     if batch.encoder is None:
         raise SequenceParallelError(
-            f"{type(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "
+            f"{_own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "
             "decoder_input_ids"
         )
-    if kwargs.get("labels") is not None and all(
-        kwargs.get(f"decoder_{n}") is None for n in ("input_ids", "inputs_embeds")
-    ):
+    if all(given.get(f"decoder_{name}") is None for name in ("input_ids", "inputs_embeds")):
         # Shifted within a shard they would lose a token at each edge.
         raise SequenceParallelError(
-            f"{type(model).__name__} got labels and no decoder_input_ids, and would make them of this rank's part of the labels: hand on the "
-            "batch's, model(..., decoder_input_ids=batch['decoder_input_ids']), which were made of the whole"
+            f"{_own_class(model).__name__} got no decoder_input_ids, and would make them of this rank's part of the "
+            f"{'input_ids' if given.get('labels') is None else 'labels'}: hand on the batch's, "
+            "model(..., decoder_input_ids=batch['decoder_input_ids']), which are of the whole"
         )
 
 

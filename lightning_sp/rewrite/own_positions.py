@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_sp.context import SequenceContext
+from lightning_sp.errors import SequenceParallelError
 
 _COUNTS = {"past_key_values_length", "position_ids"}
 
@@ -31,7 +32,11 @@ def _places(context: SequenceContext) -> Any:
         given: Any = args[0]
         tokens = (given.shape if isinstance(given, Tensor) else given)[1]
         sequence, _ = context.sequences(tokens, tokens)
-        # One row for all: an encoder-decoder batch has no packed documents.
+        if sequence.boundaries is not None:
+            raise SequenceParallelError(
+                f"{type(module).__name__} counts the places of its tokens itself, alike for all rows, and the batch has packed documents: give "
+                "each row one document, or packed_documents=False if attention is to see the whole row"
+            )
         places = None if sequence.position_ids is None else sequence.position_ids[0]
         return (given,), {"past_key_values_length": 0, "position_ids": places}
 

@@ -119,6 +119,44 @@ def hf(kind: str, **options: Any) -> nn.Module:
     return AutoModelForSeq2SeqLM.from_config(config)
 
 
+class Headless(nn.Module):
+    """A Hugging Face model without a head of its own, inside another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BartConfig, BartModel
+
+        self.inner, self.head = BartModel(BartConfig(**BART)), nn.Linear(DIM, VOCAB)
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor, *_: Any) -> Tensor:
+        return self.head(self.inner(input_ids, None, decoder_input_ids).last_hidden_state)
+
+
+class WithReader(nn.Module):
+    """Two Hugging Face models: one of two sequences, and a causal one that reads the encoder's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        gpt2 = dict(
+            vocab_size=VOCAB,
+            n_embd=DIM,
+            n_layer=1,
+            n_head=HEADS,
+            n_positions=64,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+        )
+        self.writer, self.reader = hf("t5", **T5), GPT2LMHeadModel(GPT2Config(**gpt2))
+
+    def forward(self, batch: Any) -> Tensor:
+        read = self.reader(input_ids=batch["input_ids"]).logits
+        own = F.cross_entropy(read.flatten(0, 1), batch["input_ids"].flatten())
+        return self.writer(**batch).loss + own
+
+
 BUILDS: dict[str, Any] = {
     "own": Translator,
     **{form: partial(Translator, form) for form in ("dense", "bias", "causal")},
@@ -131,6 +169,9 @@ BUILDS: dict[str, Any] = {
     "t5 gated": partial(hf, "t5", **T5, feed_forward_proj="gated-gelu"),
     "umt5": partial(hf, "umt5", **T5),
     "bart": partial(hf, "bart", **BART),
+    "headless": Headless,
+    "with reader": WithReader,
+    "blenderbot": partial(hf, "blenderbot", **BART),
     "pegasus": partial(hf, "pegasus", **BART),
     "t5gemma": partial(hf, "t5gemma", **GEMMA),
 }
@@ -173,7 +214,12 @@ class Model(Plain):
         held = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}  # Pegasus' positions learn nothing
         self.raw_grads.append({n: g.full_tensor().clone() for n, g in held.items()})
 
+    def _with_reader(self, batch: Any) -> Tensor:
+        return self.model(batch)
+
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(self.model, Headless):
+            return {"logits": self.model(batch["input_ids"], batch["decoder_input_ids"])}
         output = self.model(**{n: batch[n] for n in ("input_ids", "decoder_input_ids")})
         return {"logits": output.logits, "read": output.encoder_last_hidden_state, "rows": torch.ones(2)}
 

@@ -30,6 +30,9 @@ EXACT = [
     (dict(build="umt5", kind="hf", data=LABELS), 1e-10),
     (dict(build="bart", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
     (dict(build="bart", kind="hf", data={"lengths": (30, 32)}), 1e-10),
+    (dict(build="headless"), 1e-10),
+    (dict(build="with reader", kind="with_reader", data={"lengths": (32, 16), **LABELS}), 1e-10),
+    (dict(build="blenderbot", kind="hf"), 1e-10),
     (dict(build="pegasus", kind="hf", data=LABELS), 1e-10),
     (dict(build="t5gemma", kind="hf", data={"padding": "both"}), 1e-6),
 ]  # fmt: skip
@@ -58,8 +61,9 @@ def test_every_gradient_is_that_of_one_process(pools, expected, world):
 
 REFUSED = [
     (dict(build="causal"), ["16 queries over 32 keys", "cross attention has no order"]),
-    (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got labels and no decoder_input_ids"]),
+    (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the labels"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
+    (dict(build="blenderbot", kind="hf", data=LABELS), ["no decoder_input_ids: how BlenderbotForConditionalGeneration makes these"]),
     (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),
 ]  # fmt: skip
 
@@ -84,8 +88,9 @@ def test_the_cases_above_notice_the_faults_of_others(pools, expected):
         assert max(max_error(answer["grads"][n], g) for n, g in one["grads"].items()) > 1e-7, fault
 
 
-def test_predictions_of_both_sequences_are_whole(pools):
+@pytest.mark.parametrize("build", ["t5", "headless"])
+def test_predictions_of_both_sequences_are_whole(pools, build):
     data = {"lengths": (29, 16), "keep": ("decoder_input_ids",)}
-    for found, one in pools(2).run(ranks.predictions, "t5", data, {"ring_size": 2}, 2):
+    for found, one in pools(2).run(ranks.predictions, build, data, {"ring_size": 2}, 2):
         assert {n: tuple(t.shape) for n, t in found.items()} == {n: tuple(t.shape) for n, t in one.items()}
         assert_sharded_equals_unsharded([found[n] for n in one], list(one.values()), list(one))

@@ -167,7 +167,9 @@ class ScoreGradients:
         def zeros(tensor: Tensor | None) -> Tensor | None:
             if tensor is None or not wanted or not tensor.is_floating_point():
                 return None
-            return torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype))
+            # A bias may be a view of any strides (T5's is), its gradient is in order: so says the operator's fake.
+            dtype = accumulator_dtype(tensor.dtype)
+            return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
         return cls(zeros(scores.bias), [zeros(tensor) for tensor in scores.tensors])
 

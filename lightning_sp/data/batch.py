@@ -76,7 +76,7 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         return _rebuild(batch, {n: local.get(n, t) for n, t in entries.items()}), info
     if options.decoder_inputs is not None:  # a model that is handed its positions, and may not take them by name
         local = {n: t for n, t in local.items() if n in dims}
-    elif info.shift_labels is not None and options.model_shifts_labels:
+    elif info.shift_labels is not None and options.model_shifts_labels and not encoder:
         local["shift_labels"] = info.shift_labels
     return _rebuild(batch, {**given, **local}), info
 
@@ -111,7 +111,8 @@ def _shard_sequence(
     mask_given = masked in dims
     valid, seen = _valid_keys(entries[masked]) if mask_given else (None, None)
     if decoder is not None and options.apart and padded == decoder.padded_length:
-        alike = length == decoder.length and valid is None and seen is None and not decoder.hides_keys
+        # By what the batch holds and not by its values: those of data-parallel groups and of later batches are others.
+        alike = length == decoder.length and not mask_given and not decoder.mask_given
         padded += 0 if alike else layout.multiple
     boundaries = _documents(position_ids, options, entries.get(masked) is not None) if given else None
     if boundaries is not None and others:
@@ -124,7 +125,7 @@ def _shard_sequence(
     if padded > length:
         boundaries = _pad_boundaries(boundaries, padded)
         position_ids = torch.cat([position_ids, torch.arange(padded - length).expand(rows, -1)], 1)
-        _check_padding(dims, layout, length, padded)
+        _check_padding(dims, layout, length, padded, apart=padded > layout.padded_length(length))
     found = _balance(boundaries, valid, layout, padded, options)
     layout = layout if found is None else found.layout
 
@@ -286,8 +287,14 @@ def _balance(
     return found
 
 
-def _check_padding(dims: Mapping[str, int], layout: SequenceLayout, length: int, padded: int) -> None:
+def _check_padding(dims: Mapping[str, int], layout: SequenceLayout, length: int, padded: int, *, apart: bool) -> None:
     unknown = [n for n in dims if n not in STANDARD_NAMES]
+    if unknown and apart:
+        raise SequenceParallelError(
+            f"the batch's two sequences would both have {layout.padded_length(length)} tokens, by whose number attention tells them apart where "
+            f"their masks differ, and what {layout.multiple} tokens of padding more mean is not known for {unknown}: make one of them longer by "
+            f"{layout.multiple} tokens, or use standard names"
+        )
     if unknown:
         raise SequenceParallelError(
             f"sequences of {length} tokens need {padded - length} of padding to be a multiple of {layout.multiple} "

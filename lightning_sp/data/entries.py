@@ -158,7 +158,8 @@ def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable
     if len(set(lengths.values())) > 1:
         raise SequenceParallelError(
             f"the batch's sequences have different lengths {lengths}: they must be equal to be split alike; an encoder-decoder batch names its "
-            f"decoder's {DECODER}input_ids, or {DECODER}... in sequence_dims, and labels"
+            f"decoder's {DECODER}input_ids, or {DECODER}... in sequence_dims, and then labels are the decoder's too (rename what begins with "
+            f"{DECODER} and is none)"
         )
     known = {*dims, *others}
     name, dim = next(iter(dims.items()))

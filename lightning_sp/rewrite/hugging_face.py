@@ -34,6 +34,8 @@ from lightning_sp.rewrite.whole import whole_attention
 _numbers = itertools.count()
 # Added to the scores, in each model's eager attention.
 _BIASES = ("position_bias", "attn_bias", "alibi")
+# Layers skipped by a draw of each rank's own.
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _REFUSED_ARGUMENTS = (
     "sinks",
     "head_mask",
@@ -252,12 +254,12 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes the decoder's input of whole labels, as these models would; None where none of them is an encoder-decoder.
+    """Return what makes the decoder's input of whole labels, as these models would; None where not all of them are encoder-decoders.
 
     Shapes: (B, S) -> (B, S).
     """
     writers = [each for each in models if is_encoder_decoder(each)]
-    if not writers:
+    if not writers or len(writers) < len(models):
         return None
     made: Callable[[Tensor], Tensor] | None = getattr(writers[0], "prepare_decoder_input_ids_from_labels", None)
     if made is not None and len(writers) == 1:
@@ -355,6 +357,17 @@ def _own_class(module: nn.Module) -> type:
 def _check_model(model: Any) -> None:
     # Transformers reads the source file of the class to know.
     name, can_set = _own_class(model).__name__, getattr(_own_class(model), "_can_set_attn_implementation", None)
+    if getattr(model.config, "model_type", "") == "encoder-decoder":
+        raise SequenceParallelError(
+            f"{name} is made of two models that each count positions in ways of their own: it cannot be rewritten; call the two in a module of "
+            "your own, each with its position_ids, or use T5, T5Gemma or BART"
+        )
+    dropped = [n for n in _LAYER_DROPS if isinstance(p := getattr(model.config, n, None), float) and p > 0]
+    if dropped:
+        raise SequenceParallelError(
+            f"{name} has {', '.join(f'config.{n}={getattr(model.config, n)}' for n in dropped)}: each rank would skip other layers than its "
+            "peers, and wait for them; set it to 0"
+        )
     if can_set is not None and not can_set():
         raise SequenceParallelError(
             f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "

@@ -59,8 +59,9 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
     padding = kwargs.get("attention_mask")
     hides = padding is not None and (batch.hides_keys or not batch.mask_given)
     if hides:
-        # The values of a shard are known to its rank alone: all ranks refuse what one refuses.
-        comm.agree(_wrong_padding(batch, padding), step.loss_group)
+        # The values of a shard are known to its rank alone: all ranks of the sequence refuse what one refuses. Not those of others, whose batch
+        # may hide nothing.
+        comm.agree(_wrong_padding(batch, padding), context.mesh.sequence_group)
         hides = batch.hides_keys
     sizes: dict[str, int] = {}
     functions: list[_MaskFunction] = []

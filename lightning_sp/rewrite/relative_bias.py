@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_sp.context import SequenceContext
+from lightning_sp.errors import SequenceParallelError
 
 
 def bias_of_whole_sequences(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
@@ -22,7 +23,12 @@ def bias_of_whole_sequences(model: nn.Module, context: SequenceContext, undo: Ex
     Shapes: (1, H, S, S) instead of (1, H, s, s).
     """
     for module in model.modules():
-        if callable(getattr(module, "compute_bias", None)):
+        if callable(made := getattr(module, "compute_bias", None)):
+            if list(inspect.signature(made).parameters)[:2] != ["query_length", "key_length"]:
+                raise SequenceParallelError(
+                    f"{type(module).__name__} makes its bias of {inspect.signature(made)}, by blocks of its own, as LongT5: it "
+                    "cannot be rewritten; use T5 or UMT5"
+                )
             _wrap(module, context, undo)
         if _without_bias(module) and _takes_bias(module):
             undo.callback(module.register_forward_pre_hook(_one_zero(context), with_kwargs=True).remove)

@@ -119,6 +119,16 @@ def hf(kind: str, **options: Any) -> nn.Module:
     return AutoModelForSeq2SeqLM.from_config(config)
 
 
+def bert2bert() -> nn.Module:
+    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel  # fmt: skip
+
+    bert = BertConfig(
+        vocab_size=VOCAB, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=48
+    )
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(bert, bert, decoder_start_token_id=0, pad_token_id=0)
+    return EncoderDecoderModel(config=config)
+
+
 class Headless(nn.Module):
     """A Hugging Face model without a head of its own, inside another module."""
 
@@ -173,6 +183,10 @@ BUILDS: dict[str, Any] = {
     "with reader": WithReader,
     "blenderbot": partial(hf, "blenderbot", **BART),
     "pegasus": partial(hf, "pegasus", **BART),
+    "longt5": partial(hf, "longt5", **T5),
+    "m2m": partial(hf, "m2m_100", **BART, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
+    "m2m layerdrop": partial(hf, "m2m_100", **BART),
+    "bert2bert": bert2bert,
     "t5gemma": partial(hf, "t5gemma", **GEMMA),
 }
 
@@ -246,23 +260,20 @@ def rows_of(
         }
         if padding == "right":
             held["attention_mask"][lengths[0] - 5 - 6 * index :] = 0
+        if padding == "one row":
+            held["attention_mask"][: 5 * (1 - index)] = 0
         if padding == "holes":
             held["attention_mask"][1 + index :: 4] = 0
         if padding == "both":
             held["attention_mask"][: 3 + index] = 0
             held["decoder_attention_mask"][lengths[1] - 2 - 3 * index :] = 0
-        masks = {
-            "": (),
-            "right": ("attention_mask",),
-            "holes": ("attention_mask",),
-            "both": ("attention_mask", "decoder_attention_mask"),
-        }
-        rows.append({n: t for n, t in held.items() if n in ("input_ids", "labels", *keep, *masks[padding])})
+        masks = ["attention_mask"] * bool(padding) + ["decoder_attention_mask"] * (padding == "both")
+        rows.append({n: t for n, t in held.items() if n in ("input_ids", "labels", *keep, *masks)})
     return rows
 
 
-def _loader(data: Any) -> Any:
-    return DataLoader(rows_of(**(data or {})), batch_size=2)  # type: ignore[arg-type]
+def _loader(data: Any, rows: int = 2) -> Any:
+    return DataLoader(rows_of(**(data or {})), batch_size=rows)  # type: ignore[arg-type]
 
 
 def one_process(build: str, kind: str = "own", data: Any = None, **_: Any) -> dict[str, Any]:
@@ -285,7 +296,7 @@ def sharded(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sharded(
-    build: str, kind: str = "own", data: Any = None, strategy: Any = None, world: int = 2, fault: str = ""
+    build: str, kind: str = "own", data: Any = None, strategy: Any = None, world: int = 2, fault: str = "", rows: int = 2
 ) -> dict[str, Any]:  # fmt: skip
     module = Model(build, kind)
     declared = {"labels_shifted": True} if kind == "own" else {}
@@ -295,7 +306,7 @@ def _sharded(
             trainer = quiet_trainer(
                 world, strategy={"preflight": world == 2 and not fault, **declared, **(strategy or {})}, max_steps=1
             )
-            trainer.fit(module, _loader(data))
+            trainer.fit(module, _loader(data, rows))
     except SequenceParallelError as refusal:
         error = str(refusal)
     except Exception as other:

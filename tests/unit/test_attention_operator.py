@@ -60,7 +60,8 @@ def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scor
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
     table = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
     score_mod = alibi(table) if scored == "function" else None
-    bias = torch.linspace(0, 1, 144, dtype=torch.float64).view(1, 1, 12, 12).requires_grad_(True) if scored else None
+    bias = torch.linspace(0, 1, 576, dtype=torch.float64).view(1, 12, 12, 4).requires_grad_(True) if scored else None
+    bias = bias.permute(0, 3, 1, 2) if bias is not None else None  # of strides as T5's
     dropout = AttentionDropout(0.2, 3) if scored else None
     scores = Scores(bias=bias, score_mod=score_mod, tensors=(table,) if score_mod else (), dropout=dropout).arguments()
     options = (*scores, sinks, 0.3, "", "", "auto", "auto", "auto")

@@ -34,6 +34,19 @@ from lightning_sp.testing import RankPool
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def _documents(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Hide most: documents of 1,024 tokens."""
+    return query // 1024 == key // 1024
+
+
+def _heads(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Hide no block whole: every other key, by heads in turn."""
+    return (query + key + head) % 2 == 0
+
+
+FUNCTIONS = {"documents": _documents, "heads": _heads}
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention: whole sizes, dtype by name so that it travels between processes."""
@@ -46,11 +59,16 @@ class Problem:
     dtype: str = "float32"
     causal: bool = True
     window: int = 0
+    function: str = ""
 
     @property
     def mask(self) -> AttentionMask:
-        """Return the mask: the last `window` tokens, where there is one."""
-        return AttentionMask(self.causal, window_size=(self.window - 1, None) if self.window else (None, None))
+        """Return the mask: the last `window` tokens, where there is one, and a mask_mod that must be searched, likewise."""
+        return AttentionMask(
+            self.causal,
+            window_size=(self.window - 1, None) if self.window else (None, None),
+            mask_mod=FUNCTIONS[self.function] if self.function else None,
+        )
 
     @property
     def pairs(self) -> int:
@@ -95,7 +113,7 @@ def peak(problem: Problem, ulysses: int, ring: int, *ways: str) -> float:
 
 
 def step_whole(problem: Problem, threads: int) -> dict[str, float]:
-    """Run one process on whole sequences: `F.scaled_dot_product_attention`, what it does without this project; for windows our operator."""
+    """Run one process on whole sequences: `F.scaled_dot_product_attention`, what it does without this project; else our operator."""
     torch.set_num_threads(threads)
     return _cost(problem.inputs(SequenceLayout(), 0), lambda q, k, v: _attend_whole(problem, q, k, v))
 
@@ -120,7 +138,7 @@ def _attend(problem: Problem, mesh: SequenceMesh, ways: Sequence[str], q: Tensor
 
 
 def _attend_whole(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if problem.window:
+    if problem.window or problem.function:
         # Torch's function would need an S x S mask.
         return sequence_parallel_attention(q, k, v, mesh=None, mask=problem.mask)
     enable_gqa = problem.kv_heads != problem.heads
@@ -213,7 +231,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in asdict(Problem()).items():
         if name != "causal":  # --full
-            parser.add_argument(f"--{name}", type=type(default), default=default)
+            choices = ["", *FUNCTIONS] if name == "function" else None
+            parser.add_argument(f"--{name}", type=type(default), default=default, choices=choices)
     parser.add_argument("--full", action="store_true", help="full instead of causal attention")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--layouts", default="4x1,1x4,2x2", help="ulysses x ring, comma-separated")

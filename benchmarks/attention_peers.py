@@ -3,9 +3,10 @@
     python -m benchmarks.attention_peers --world 4 --lengths 8192              every competitor of this world
     python -m benchmarks.attention_peers --only lightning_sp,torch --world 2   some of them
     python -m benchmarks.attention_peers --kv-heads 2 --lengths 16384          8 query heads share 2 key-value heads; longer
+    python -m benchmarks.attention_peers --variants 2x2 --lengths 32768        one scheme of each, where all together do not fit
 
 Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, each time beginning with
-another, so that all meet the same machine; what waits takes memory, half a GiB a process at 16,384 tokens. The ratio is within a repeat, to
+another, so that all meet the same machine; what waits takes memory, half a GiB a process at 16,384 tokens and one at 32,768. The ratio is within a repeat, to
 one process with all cores: the median and the middle half. Competitors that are not here have an environment of their own, made below
 `.venv-peers/` on first use.
 
@@ -304,6 +305,20 @@ def peak_mib(like: Competitor, world: int, problem: dict[str, Any]) -> float:
             fresh.stop()
 
 
+def chosen(names: list[str], variants: list[str], world: int) -> list[Peer]:
+    """Return the competitors and of each the variants whose names begin so; an empty beginning is every name's."""
+    peers = []
+    for peer in PEERS:
+        kept = {
+            label: told for label, told in peer.variants.get(world, {}).items() if label.startswith(tuple(variants))
+        }
+        if kept and peer.name.startswith(tuple(names)):
+            peers.append(replace(peer, variants={world: kept}))
+    if not peers:
+        raise SystemExit(f"no competitor {','.join(names)} has a variant {','.join(variants)} on {world} ranks")
+    return peers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=4, choices=(2, 4))
@@ -314,9 +329,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--without-peaks", action="store_true", help="measure time alone")
     parser.add_argument("--only", default="", help="names of competitors, comma-separated")
+    parser.add_argument(
+        "--variants", default="", help="what the names of their variants begin with: ulysses, ring, 2x2"
+    )
     arguments = parser.parse_args()
-    wanted = [name for name in arguments.only.split(",") if name]
-    peers = [peer for peer in PEERS if not wanted or any(peer.name.startswith(name) for name in wanted)]
+    peers = chosen(arguments.only.split(","), arguments.variants.split(","), arguments.world)
     for length in arguments.lengths:
         problem = {"length": length, "heads": arguments.heads, "kv_heads": arguments.kv_heads, "dim": arguments.dim}
         rows = compare(peers, arguments.world, problem, arguments.repeats, peaks=not arguments.without_peaks)

@@ -28,16 +28,28 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+# What the first call of a pool takes besides: its processes start.
+_START_S = 30.0
+# How long the other ranks may still answer once one has failed.
+_OTHERS_S = 15.0
+
+
 class RankPool:
     """Processes of one gloo world that run functions together. Use as a context manager.
+
+    A call that fails ends the pool: ranks that have not answered are still in it, and their answers would be taken for those of the next call.
 
     Args:
         size: number of ranks.
         timeout_s: limit of each call and of each collective in it.
+
+    Attributes:
+        failure: why the pool has ended; None while it serves.
     """
 
     def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
         self.size, self.timeout_s = size, timeout_s
+        self.failure: str | None = None
         # The server imports once what every rank would: a rank then starts in a fraction of a second.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["lightning_sp", "lightning_sp.testing"])
@@ -69,26 +81,34 @@ class RankPool:
             args: picklable; the same on all ranks.
 
         Raises:
-            RuntimeError: with the traceback of the rank that failed first.
+            RuntimeError: with the traceback of the rank that failed first, here or in an earlier call, which has ended the pool.
         """
+        if self.failure is not None:
+            raise RuntimeError(f"an earlier call ended this pool, make another: {self.failure}")
         for tasks in self._tasks:
             tasks.put((function, args))
         results: dict[int, Any] = {}
-        failures: list[tuple[int, str]] = []
+        failures: dict[int, str] = {}
         while len(results) + len(failures) < self.size:
             try:
-                rank, ok, value = self._results.get(timeout=self.timeout_s + 30 if not failures else 15)
+                rank, ok, value = self._results.get(timeout=_OTHERS_S if failures else self.timeout_s + _START_S)
             except queue.Empty:
-                dead = [p.pid for p in self._processes if not p.is_alive()]
-                failures.append((-1, f"no answer from every rank within {self.timeout_s} s; ended: {dead}"))
                 break
-            if ok:
-                results[rank] = value
-            else:
-                failures.append((rank, value))
-        if failures:
-            raise RuntimeError(f"rank {failures[0][0]} of {self.size} failed first:\n{failures[0][1]}")
+            (results if ok else failures)[rank] = value
+        if len(results) < self.size:
+            self.failure = self._why(failures, set(range(self.size)) - results.keys() - failures.keys())
+            for process in self._processes:
+                process.kill()
+            raise RuntimeError(self.failure)
         return [results[rank] for rank in range(self.size)]
+
+    def _why(self, failures: dict[int, str], silent: set[int]) -> str:
+        first = [f"rank {rank} of {self.size} failed first:\n{text}" for rank, text in list(failures.items())[:1]]
+        ended = [rank for rank in silent if not self._processes[rank].is_alive()]
+        within = f"{_OTHERS_S} s more" if failures else f"{self.timeout_s} s"
+        return "\n".join(
+            first + [f"no answer from ranks {sorted(silent)} within {within}; of them ended: {ended}"] * bool(silent)
+        )
 
     def stop(self) -> None:
         """Tell the processes to end, without waiting for them."""

@@ -19,11 +19,11 @@ settings.register_profile("long", max_examples=2000, deadline=None)
 
 @pytest.fixture(scope="session")
 def pools():
-    """Worlds by size, started on first use and shared by all distributed tests of the session."""
+    """Worlds by size, started on first use and shared by all distributed tests of the session, until a call in them fails."""
     started: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
-        if size not in started:
+        if size not in started or started[size].failure is not None:
             started[size] = RankPool(size)
         return started[size]
 

@@ -58,7 +58,7 @@ SCORE_MODS = {
     "alibi": lambda heads: alibi(_learned(heads)),
     "t5": lambda heads: relative_position_bias(_learned(8, heads), bidirectional=True, max_distance=20),
     "bends": lambda heads: ScoreMod(
-        lambda score, row, head, query, key, held: torch.tanh(score * held[head]) + held[key % 2] * score, _learned(heads)
+        lambda score, row, head, query, key, held: torch.tanh(score * held[head]) + held[key % heads] * score, _learned(heads)
     ),
     "hides": lambda heads: ScoreMod(
         lambda score, row, head, query, key: torch.where((query + key) % 4 < 2 - row, score, -torch.inf)

@@ -96,6 +96,21 @@ def test_fewest_bytes_of_a_scheme():
     assert fewest_sent_bytes((1, 4, True), grouped, 4) == 27 * 2**20 / 4
 
 
+def test_competitors_are_chosen_by_what_they_and_their_variants_are_called():
+    every = attention_peers.chosen([""], [""], 4)
+    assert [peer.name for peer in every] == [peer.name for peer in attention_peers.PEERS]
+    ours, yunchang = attention_peers.chosen(["lightning_sp", "yunchang"], ["2x2"], 4)
+    assert list(ours.variants[4]) == ["2x2", "2x2, network"]
+    assert list(yunchang.variants[4]) == ["2x2"]
+    assert [peer.name for peer in attention_peers.chosen([""], ["ulysses"], 2)] == [
+        "lightning_sp",
+        "deepspeed",
+        "ringmaster",
+    ]
+    with pytest.raises(SystemExit, match="no competitor torch has a variant 2x2 on 4 ranks"):
+        attention_peers.chosen(["torch"], ["2x2"], 4)
+
+
 @pytest.mark.slow
 def test_attention_beside_its_peers_measures_this_project():
     (ours,) = (peer for peer in attention_peers.PEERS if peer.name == "lightning_sp")

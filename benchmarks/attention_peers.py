@@ -6,9 +6,9 @@
     python -m benchmarks.attention_peers --variants 2x2 --lengths 32768        one scheme of each, where all together do not fit
 
 Every rank of every competitor is a process that waits; a repeat lets each competitor run once, one after the other, each time beginning with
-another, so that all meet the same machine; what waits takes memory, half a GiB a process at 16,384 tokens and one at 32,768. The ratio is within a repeat, to
-one process with all cores: the median and the middle half. Competitors that are not here have an environment of their own, made below
-`.venv-peers/` on first use.
+another, so that all meet the same machine; what waits takes memory, half a GiB a process at 16,384 tokens and one at 32,768. The ratio is
+within a repeat, to one process with all cores: the median and the middle half. Competitors that are not here have an environment of their own,
+made below `.venv-peers/` on first use.
 
 Bytes are those that a rank wrote, by the kernel's own count of its process; beside them the fewest that the same scheme (Ulysses, ring in
 zigzag or consecutive order, both) can do with: a ring through shared memory sends none. Peaks are what a run adds to its inputs, in

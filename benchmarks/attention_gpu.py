@@ -127,6 +127,11 @@ def matmul_flops_per_s(size: int, dtype: str, clock: Clock) -> float:
     return float(2 * size**3 / clock.time(lambda: a @ b).median_s)
 
 
+def _token_major(tensor: Tensor) -> Tensor:
+    """Return what projections and arriving keys are in a model: (B, H, S, D) laid out as (B, S, H, D), which no kernel has to copy."""
+    return empty_token_major(tensor, tensor.dtype).copy_(tensor)
+
+
 class EmulatedRank:
     """One rank of a ring on a device that holds the whole: its part of q, and the keys that would arrive in each hop.
 
@@ -144,13 +149,15 @@ class EmulatedRank:
         self.ring = Ring(plan_of(AttentionMask(), layout, case.length, 1), rank, None)
         self.kernel = case.block_kernel()
         q, k, v, grad, out, lse = whole
-        grad, q, out, lse = (shard(t, layout, rank, dim=2) for t in (grad, q, out, lse))
-        self.saved = (grad, q, out, lse)
+        grad, q, out = (_token_major(shard(t, layout, rank, dim=2)) for t in (grad, q, out))
+        self.saved = (grad, q, out, shard(lse, layout, rank, dim=2))
         self.steps: list[tuple[list[Block], Tensor, Tensor]] = []
         for hop in range(ring_size):
             k_own, v_own = (shard(t, layout, self.ring.source(hop), dim=2) for t in (k, v))
             ranges, blocks = self.ring.arriving(hop) if hop else ([(0, k_own.shape[2])], list(self.ring.own))
-            k_hop, v_hop = (torch.cat([t[:, :, slice(*held)] for held in ranges], 2) for t in (k_own, v_own))
+            k_hop, v_hop = (
+                _token_major(torch.cat([t[:, :, slice(*held)] for held in ranges], 2)) for t in (k_own, v_own)
+            )
             self.steps.append((blocks, k_hop, v_hop))
 
     @property
@@ -254,9 +261,23 @@ def _row(case: Case, ring_size: int, pairs: int, timings: tuple[Timing, Timing],
     return row
 
 
-def measure(cases: Sequence[Case], rings: Sequence[int], clock: Clock, matmul: float) -> list[dict[str, Any]]:
-    """Return a row for each case and ring, the kernel alone first; what does not fit into memory is a row that says so."""
-    rows = []
+def measure(
+    cases: Sequence[Case],
+    rings: Sequence[int],
+    clock: Clock,
+    matmul: float,
+    keep: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Make a row for each case and ring, the kernel alone first; what does not fit into memory is a row that says so.
+
+    Args:
+        cases: the problems.
+        rings: ring sizes.
+        clock: of the device.
+        matmul: FLOP/s of a matrix product there.
+        keep: takes all rows so far, after each.
+    """
+    rows: list[dict[str, Any]] = []
     for case in cases:
         for ring_size in (1, *rings):
             try:
@@ -271,9 +292,9 @@ def measure(cases: Sequence[Case], rings: Sequence[int], clock: Clock, matmul: f
                 row = {**asdict(case), "ring_size": ring_size, "error": "out of memory"}
             rows.append(row)
             print(_line(row), flush=True)
+            keep(rows)
             if "error" in row and ring_size == 1:
                 break
-    return rows
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -326,10 +347,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
               f"load {os.getloadavg()[0]:.1f}; matrix product of {options.matmul}: {matmul / 1e12:.3g} TFLOP/s\n")  # fmt: skip
         print("| heads/kv/dim | tokens | ring | forward ms | TFLOP/s (of the product's) | backward ms | TFLOP/s | |")
         print("|---|---|---|---|---|---|---|---|")
-        rows = measure(cases, options.rings, clock, matmul)
-    result = {"device": device, "torch": torch.__version__, "matmul_flops_per_s": matmul, "rows": rows}
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1))
+        result: dict[str, Any] = {"device": device, "torch": torch.__version__, "matmul_flops_per_s": matmul}
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            # Row by row: a machine that is lent for a time may be gone before the last.
+            result["rows"] = rows
+            if options.json is not None:
+                options.json.write_text(json.dumps(result, indent=1))
+
+        measure(cases, options.rings, clock, matmul, keep)
     return result
 
 

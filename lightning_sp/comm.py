@@ -194,16 +194,16 @@ def is_gloo_on_cpu(group: ProcessGroup) -> bool:
 
 
 def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """Return the equally shaped tensors of all ranks, in rank order.
+    """Return the equally shaped tensors of all ranks, in rank order; of any dtype, for they go as bytes: no backend takes all.
 
     Communicates: one all_gather, (group size - 1) x the tensor's bytes received.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [tensor]
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
+    held = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    parts = [torch.empty_like(held) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, held, group=group)
+    return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:

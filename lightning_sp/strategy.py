@@ -223,7 +223,10 @@ class SequenceParallelStrategy(ProcessStrategy):
         if self._batch is not None:
             held = {each.padded_length // self.layout.size: each.length for each in reversed(self._batch.sequences)}
             length = held.get(tensor.shape[dim], self._batch.length)
-        return unshard(tensor, self.layout, self.sequence_mesh.sequence_group, dim=dim, length=length)
+        # On CUDA the devices' group takes nothing that a step has moved to the host.
+        on_host = tensor.device.type == "cpu"
+        group = self._host_sequence_group if on_host else self.sequence_mesh.sequence_group
+        return unshard(tensor, self.layout, group, dim=dim, length=length)
 
     # ---- mesh
 

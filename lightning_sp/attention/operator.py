@@ -7,7 +7,9 @@ An axis of size 1 has the empty group name and its step vanishes.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from lightning_sp.attention.functions import registered
 from lightning_sp.attention.gathered import gathered_backward, gathered_forward
 from lightning_sp.attention.kernel import select_kernel
 from lightning_sp.attention.mask import AttentionMask
-from lightning_sp.attention.plan import Plan, plan_of
+from lightning_sp.attention.plan import Plan, plan_of, tile_on
 from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
 from lightning_sp.attention.scores import ScoreGradients, Scores
 from lightning_sp.attention.seen_blocks import empty_map, of_map, search
@@ -46,8 +48,25 @@ from lightning_sp.attention.ulysses_cross import (
 from lightning_sp.layout import Range, SequenceLayout
 from lightning_sp.shared_memory import Arena
 
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+def _outside_autocast(body: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+    """Compute in the dtypes given: autocast holds inside an operator too, and would round the tiled kernel's float32 products."""
+
+    @wraps(body)
+    def outside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        with torch.autocast(first.device.type, enabled=False):
+            return body(*args, **kwargs)
+
+    return outside
+
 
 @torch.library.custom_op("lightning_sp::attention", mutates_args=())
+@_outside_autocast
 def attention_op(
     q: Tensor,
     k: Tensor,
@@ -145,6 +164,7 @@ def _(
 
 
 @torch.library.custom_op("lightning_sp::attention_backward", mutates_args=())
+@_outside_autocast
 def attention_backward_op(
     grad: Tensor,
     saved: list[Tensor],
@@ -373,7 +393,8 @@ def _plan(
     length, keys = (t.shape[2] * size * tokens for t in (q, k))
     layout = SequenceLayout.from_table(size, split.size, layout_table)
     blocks = None if seen is None else of_map(seen, length, keys)
-    return plan_of(AttentionMask.from_arguments(numbers, tensors), layout, length, q.shape[0], keys, blocks)
+    mask = AttentionMask.from_arguments(numbers, tensors)
+    return plan_of(mask, layout, length, q.shape[0], keys, blocks, tile_on(q.device.type))
 
 
 def _ring(plan: Plan, ring_group: str, heads: Range, scores: Scores, arena: Arena | None) -> Ring:

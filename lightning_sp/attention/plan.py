@@ -5,7 +5,7 @@ Every piece of `intervals` is at most three blocks, which any flash kernel compu
     low stands, high stands     full
     low stands, high moves      full | causal                causal: query i sees the keys up to the i-th
     low moves,  high stands     anticausal | full            anticausal: query i sees the keys from the i-th on
-    both move (a window)        anticausal | full | causal, for every TILE of its queries
+    both move (a window)        anticausal | full | causal, for every tile of its queries
 
 Zigzag makes causal steps simple. Ring rank r holds chunks early(r) < late(r), and against source rank s has one block:
 
@@ -27,9 +27,18 @@ from lightning_sp.attention.intervals import Piece, Range, SeenBlocks, local, re
 from lightning_sp.attention.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 
-# Queries of a window's block. Torch's CPU kernel computes triangles of up to 512 in full, so larger ones compute more of what is masked, and
-# takes blocks of fewer queries than this in smaller steps (docs/LOG.md, "Windows").
+# Queries of a window's block on a CPU. Torch's kernel there computes triangles of up to 512 in full, so larger ones compute more of what is
+# masked, and takes blocks of fewer queries than this in smaller steps (docs/LOG.md, "Windows").
 TILE = 192
+
+
+def tile_on(device_type: str) -> int | None:
+    """Return the queries of a window's block; None for as many as the window is wide.
+
+    CUDA's kernels skip what a triangle hides and take all blocks in one call, for which the keys of each are laid side by side: in tiles of
+    192 that would be a window of 4,096 tokens eighteen times over, in two triangles as wide as the window it is twice.
+    """
+    return TILE if device_type == "cpu" else None
 
 
 class Kind(Enum):
@@ -89,13 +98,14 @@ class Plan:
         rows: of the batch.
         key_length: global keys of cross attention; None for those of the queries.
         seen: the blocks of which a matrix or a function lets something be seen; None where there is none.
+        tile: `tile_on` the device.
     """
 
     def __init__(
         self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
-        seen: SeenBlocks | None = None,
+        seen: SeenBlocks | None = None, tile: int | None = TILE,
     ) -> None:  # fmt: skip
-        self.layout, self.length = layout, length
+        self.layout, self.length, self._tile = layout, length, tile
         self.key_length = length if key_length is None else key_length
         tensors = mask.arguments()[1]
         pieces = [
@@ -134,18 +144,18 @@ class Plan:
             for row, runs in enumerate(self._runs)
             for number, pieces in enumerate(runs)
             for piece in local(pieces, queries, keys)
-            for block in _blocks(piece, None if len(self._runs) == 1 else row)
+            for block in _blocks(piece, None if len(self._runs) == 1 else row, self._tile)
         )
 
 
 def plan_of(
     mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
-    seen: SeenBlocks | None = None,
+    seen: SeenBlocks | None = None, tile: int | None = TILE,
 ) -> Plan:  # fmt: skip
     """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
     numbers, tensors = mask.arguments()
     contents = tuple((tuple(t.shape), t.numpy().tobytes()) for t in tensors)
-    return _plan(tuple(numbers), contents, layout, length, rows, key_length, seen)
+    return _plan(tuple(numbers), contents, layout, length, rows, key_length, seen, tile)
 
 
 @lru_cache(maxsize=32)
@@ -157,6 +167,7 @@ def _plan(
     rows: int,
     key_length: int | None,
     seen: SeenBlocks | None,
+    tile: int | None,
 ) -> Plan:
     tensors = [
         torch.tensor(memoryview(held).cast("q"), dtype=torch.int64).view(shape)
@@ -164,7 +175,7 @@ def _plan(
         else torch.empty(shape, dtype=torch.int64)
         for shape, held in contents
     ]
-    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows, key_length, seen)
+    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows, key_length, seen, tile)
 
 
 def key_ranges(blocks: Iterable[Block]) -> list[Range]:
@@ -207,12 +218,13 @@ def _parts(chunks: Sequence[Range], seen: Sequence[Range]) -> tuple[tuple[Range,
     return tuple(found)
 
 
-def _blocks(piece: Piece, row: int | None) -> Iterable[Block]:
+def _blocks(piece: Piece, row: int | None, tile: int | None) -> Iterable[Block]:
     if not (piece.low_step and piece.high_step):
         yield from _tile(piece, piece.start, piece.end, row)
         return
     # As many queries as both triangles have room for side by side.
-    size = max(1, min(TILE, piece.high - piece.low - 1))
+    widest = max(1, piece.high - piece.low - 1)
+    size = widest if tile is None else min(tile, widest)
     for start in range(piece.start, piece.end, size):
         yield from _tile(piece, start, min(start + size, piece.end), row)
 

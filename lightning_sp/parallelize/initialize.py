@@ -39,8 +39,11 @@ def materialize_meta(module: nn.Module, device: torch.device) -> None:
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return references to all whole parameters and buffers, by name: taken before sharding, broadcast after it."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Return references to the memory of all whole parameters and buffers, by name: taken before sharding, broadcast after it.
+
+    Not to the parameters themselves: those FSDP2 moves to its device in place, whole, and a reference would keep them there.
+    """
+    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def tied_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:

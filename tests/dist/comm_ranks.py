@@ -37,6 +37,12 @@ def agreement_calls():
     return dict(sent.calls)
 
 
+def gathered_dtypes(names):
+    """Return, by dtype, what `gather` gives of a tensor of two elements of this rank's number, and of one without dims."""
+    made = [torch.full((1, 2), dist.get_rank(), dtype=getattr(torch, name)) for name in names]
+    return [[comm.gather(each, dist.group.WORLD) for each in (tensor, tensor[0, 0])] for tensor in made]
+
+
 def collectives():
     """Return this rank's results of each plain collective."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD

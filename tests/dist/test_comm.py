@@ -14,6 +14,7 @@ from tests.dist.comm_ranks import (
     agreement,
     agreement_calls,
     collectives,
+    gathered_dtypes,
     groups_alive,
     half_empty_transfers,
     same_batch,
@@ -73,6 +74,16 @@ def test_plain_collectives(pools):
         assert result["all_equal"] == [True, False]
         assert result["names"] == (True, 4, rank)
         assert result["none"] == (None, "", 1, 0)
+
+
+def test_a_gather_takes_every_dtype(pools):
+    names = ["bool", "uint8", "int16", "uint16", "int64", "float16", "bfloat16", "float64", "complex64"]
+    for answers in pools(2).run(gathered_dtypes, names):
+        for name, (pair, single) in zip(names, answers, strict=True):
+            dtype = getattr(torch, name)
+            for rank in (0, 1):
+                assert torch.equal(pair[rank], torch.full((1, 2), rank, dtype=dtype))
+                assert torch.equal(single[rank], torch.tensor(rank, dtype=dtype))
 
 
 def test_an_uneven_exchange(pools):

@@ -5,7 +5,7 @@ What this shows of a GPU kernel: its log-sum-exp layout, its causal alignment, i
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 
 import pytest
 import torch
@@ -21,14 +21,22 @@ NAMES = ("out", "dq", "dk", "dv")
 DEGREES = [(2, 2), (4, 1), (1, 4)]
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
 LENGTHS = [None, [[100, 3, 409], [512]]]
+WINDOW = (100, 60)
+MASKS = pytest.mark.parametrize(
+    ("lengths", "window"),
+    [*((lengths, None) for lengths in LENGTHS), (None, WINDOW)],
+    ids=["dense", "packed", "window"],
+)
 
 on_cuda = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU kernels were not run here"),
 ]
+# By its distribution: flash-attn-4 shares the import name.
+INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
 FLASH_ATTN = pytest.param(
     "flash_attn",
-    marks=pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"),
+    marks=pytest.mark.skipif(not {"flash-attn", "flash_attn"} & INSTALLED, reason="flash-attn is not installed"),
 )
 
 METHODS = ("hops", "all_gather")
@@ -43,8 +51,9 @@ def expected(whole, mask):
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def mask_of(causal, lengths):
-    return AttentionMask(causal, boundaries_from_lengths(lengths) if lengths else None)
+def mask_of(causal, lengths, window=None):
+    sides = (window[0], None if causal else window[1]) if window else (None, None)
+    return AttentionMask(causal, boundaries_from_lengths(lengths) if lengths else None, sides)
 
 
 def compare_with_unsharded(whole, degrees, mask, kernel):
@@ -63,11 +72,11 @@ def compare_with_unsharded(whole, degrees, mask, kernel):
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=["dense", "packed"])
-def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths):
+@MASKS
+def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths, window):
     for heads in [(8, 2), (6, 2)]:
         whole = inputs(*heads, 512, dim=20, dtype=torch.bfloat16)
-        compare_with_unsharded(whole, degrees, mask_of(True, lengths), "auto")
+        compare_with_unsharded(whole, degrees, mask_of(True, lengths, window), "auto")
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
@@ -75,9 +84,9 @@ def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel, method):
     for heads in HEADS:
-        for lengths in (None, [[5, 20, 7], [32]]):
+        for lengths, window in ((None, None), ([[5, 20, 7], [32]], None), (None, (6, 3))):
             for causal in (True, False):
-                whole, mask = inputs(*heads, 32), mask_of(causal, lengths)
+                whole, mask = inputs(*heads, 32), mask_of(causal, lengths, window)
                 ways = dict(local_kernel=local_kernel, method=method)
                 actual, messages = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, **ways)
                 assert messages > 0
@@ -92,11 +101,11 @@ class TestHalfPrecisionOnCuda:
     pytestmark = on_cuda
 
     @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("lengths", LENGTHS, ids=["dense", "packed"])
-    def test_error_is_at_most_twice_the_unsharded_kernels(self, degrees, kernel, dim, dtype, causal, lengths):
+    @MASKS
+    def test_error_is_at_most_twice_the_unsharded_kernels(self, degrees, kernel, dim, dtype, causal, lengths, window):
         for heads in HEADS:
             whole = [t.cuda() for t in inputs(*heads, 512, dim=dim, dtype=dtype)]
-            compare_with_unsharded(whole, degrees, mask_of(causal, lengths), kernel)
+            compare_with_unsharded(whole, degrees, mask_of(causal, lengths, window), kernel)
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
@@ -104,10 +113,10 @@ class TestExactOnCuda:
     pytestmark = on_cuda
 
     @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("lengths", LENGTHS, ids=["dense", "packed"])
+    @MASKS
     @pytest.mark.parametrize("method", METHODS)
-    def test_float64_keeps_the_law(self, degrees, causal, lengths, method):
+    def test_float64_keeps_the_law(self, degrees, causal, lengths, window, method):
         for heads in HEADS:
-            whole, mask = [t.cuda() for t in inputs(*heads, 512)], mask_of(causal, lengths)
+            whole, mask = [t.cuda() for t in inputs(*heads, 512)], mask_of(causal, lengths, window)
             actual, _ = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, method=method)
             assert_sharded_equals_unsharded(actual, expected(whole, mask), NAMES)

@@ -186,6 +186,39 @@ def test_mixed_dtypes_are_refused_outside_autocast_and_doubles_stay_apart_within
         assert sequence_parallel_attention(q, k, v, mesh=None, mask=AttentionMask()).dtype == torch.float64
 
 
+@pytest.mark.filterwarnings("ignore:torch flash")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(softcap=2.0),
+        dict(bias=torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(3))),
+        dict(score_mod=alibi(alibi_slopes(4))),
+        dict(dropout=AttentionDropout(0.2, 7, 3, torch.tensor([0]))),
+        dict(mask=AttentionMask(mask_mod=lambda row, head, query, key: (query + key) % 3 > 0)),
+        dict(sinks=torch.linspace(-1, 1, 4)),
+    ],
+    ids=["plain", "softcap", "bias", "score_mod", "dropout", "mask_mod", "sinks"],
+)
+@pytest.mark.parametrize("backward_within", [False, True])
+def test_autocast_rounds_what_it_is_given_and_no_sum_within(options, backward_within):
+    q, k, v, grad = (t.bfloat16() for t in tensors(*[(1, 4, 64, 16)] * 4, dtype=torch.float32))
+
+    def run(enabled):
+        leaves = [t.clone().requires_grad_(True) for t in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = sequence_parallel_attention(*leaves, mesh=None, **{"mask": AttentionMask(), **options})
+            if backward_within:
+                out.backward(grad)
+        if not backward_within:
+            out.backward(grad)
+        return [out, *(leaf.grad for leaf in leaves)]
+
+    for within, without in zip(run(True), run(False), strict=True):
+        assert within.dtype == torch.bfloat16
+        assert torch.equal(within, without)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_sp.attention.intervals import SeenBlocks
 from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.plan import TILE, Kind, Plan, key_ranges, plan_of, renumbered
+from lightning_sp.attention.plan import TILE, Kind, Plan, key_ranges, plan_of, renumbered, tile_on
 from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
@@ -92,13 +92,22 @@ def test_a_map_that_hides_nothing_of_a_mask_leaves_its_plan():
         assert all(cut.blocks(q, k) == plain.blocks(q, k) for q in range(4) for k in range(4))
 
 
-@given(window=st.integers(1, 3 * TILE), ring=st.integers(1, 4))
-def test_windows_larger_than_a_tile(window, ring):
+@given(window=st.integers(1, 3 * TILE), ring=st.integers(1, 4), device=st.sampled_from(["cpu", "cuda"]))
+def test_windows_larger_than_a_tile(window, ring, device):
     layout = SequenceLayout(ring)
     length = layout.padded_length(6 * TILE)
     mask = AttentionMask(window_size=(window - 1, None))
-    plan = Plan(mask, layout, length, 1)
+    plan = Plan(mask, layout, length, 1, tile=tile_on(device))
     assert torch.equal(visits(plan, 1), allowed(mask, length)[:, 0].long())
+
+
+def test_a_window_on_cuda_lays_its_keys_side_by_side_no_more_than_twice():
+    length, window = 32768, 4096
+    keys = {}
+    for device in ("cpu", "cuda"):
+        plan = plan_of(AttentionMask(window_size=(window - 1, None)), SequenceLayout(), length, 1, tile=tile_on(device))
+        keys[device] = sum(block.keys[1] - block.keys[0] for block in plan.blocks(0, 0))
+    assert keys["cuda"] < 2 * length < 17 * length < keys["cpu"]
 
 
 @pytest.mark.parametrize("ring", range(1, 9))

@@ -7,8 +7,8 @@ values may have fewer heads (GQA). `causal` blocks are always square, so top-lef
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sp.attention.merge import accumulator_dtype
 from lightning_sp.attention.places import Places
 from lightning_sp.attention.scores import ScoreGradients, Scores
 from lightning_sp.attention.tiled import TILE, TiledKernel
@@ -27,6 +28,9 @@ _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (*_HALF, torch.float32, torch.float64)
 MAX_FLASH_HEAD_DIM = 256
+# Queries that a flash kernel's sums are rounded up to, and how many elements of them int32 can number.
+_FLASH_ROWS = 128
+_FLASH_ELEMENTS = 2**31
 
 
 class Kernel(Protocol):
@@ -97,6 +101,12 @@ class TorchCudaKernel:
         places: Places | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
+        one = partial(self._backward, causal=causal, scale=scale)
+        return by_heads(one, _rows(q), (grad, q, out), (k, v), lse, 1)
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dim = q.shape[-1]
         grad, q, k, v, out = (_bshd(t) for t in (grad, q, k, v, out))
         # Dropout is 0, so the kernel reads no random state. No cum_seq: the dense form, in which the operator wants None.
@@ -133,6 +143,14 @@ class TorchCudaKernel:
         causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of many blocks from the global out and lse."""
+        rows = q.shape[0] + _FLASH_ROWS * len(segments.queries)
+        one = partial(self._backward_packed, segments=segments, causal=causal, scale=scale)
+        return by_heads(one, rows, (grad, q, out), (k, v), lse, 0)
+
+    def _backward_packed(
+        self, grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, segments: Segments,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dim = q.shape[-1]
         grad, q, k, v, out = (_padded(t) for t in (grad, q, k, v, out))
         rng = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -170,6 +188,12 @@ class FlashAttnKernel:
         places: Places | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
+        one = partial(self._backward, causal=causal, scale=scale)
+        return by_heads(one, _rows(q), (grad, q, out), (k, v), lse, 1)
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dim = q.shape[-1]
         grad, q, k, v, out = (_bshd(t).contiguous() for t in (grad, q, k, v, out))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -294,6 +318,53 @@ def _flash_attn_interface() -> Any:
             f"flash-attn {version} is installed; kernel='flash_attn' needs 2.7 or newer within 2.x, or use kernel='torch'"
         )
     return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+def by_heads(
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]], rows: int, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor],
+    lse: Tensor, lse_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) of a flash kernel's backward, in as many calls, of some heads each, as its int32 offsets ask for.
+
+    FlashAttention 2 up to 2.7 numbers the elements of its float32 sums of dQ, rows x heads x head dim, by 32 bits: beyond 2^31 of them,
+    1M tokens of 32 heads of 128, it would write somewhere else.
+
+    Args:
+        backward: (*of_queries, *of_keys, lse) -> (dq, dk, dv), all but lse with heads in dim 1.
+        rows: of those sums.
+        of_queries: the gradient of out, q, out.
+        of_keys: k and v.
+        lse: of the query heads.
+        lse_dim: its dimension of heads.
+    """
+    heads, kv_heads, dim = of_queries[0].shape[1], of_keys[0].shape[1], of_queries[0].shape[-1]
+    rounded = -(-dim // 32) * 32 if dim <= 192 else MAX_FLASH_HEAD_DIM
+    most, group = max(1, _FLASH_ELEMENTS // (rows * rounded)), heads // kv_heads
+    if heads <= most:
+        return backward(*of_queries, *of_keys, lse)
+    # Whole groups of query heads that share a key-value head, or parts of one group.
+    count = most // group * group or most
+    starts = (
+        range(0, heads, count)
+        if count >= group
+        else [s for g in range(0, heads, group) for s in range(g, g + group, count)]
+    )
+    dq = torch.empty_like(of_queries[1])
+    dk, dv = (torch.zeros_like(t, dtype=accumulator_dtype(t.dtype)) for t in of_keys)
+    for start in starts:
+        own = min(count, heads - start) if count >= group else min(count, group - start % group)
+        shared = (start // group, max(1, own // group))
+        parts = [t.narrow(1, start, own) for t in of_queries] + [t.narrow(1, *shared) for t in of_keys]
+        dq_part, dk_part, dv_part = backward(*parts, lse.narrow(lse_dim, start, own))
+        dq.narrow(1, start, own).copy_(dq_part)
+        dk.narrow(1, *shared).add_(dk_part)
+        dv.narrow(1, *shared).add_(dv_part)
+    return dq, dk.to(of_keys[0].dtype), dv.to(of_keys[1].dtype)
+
+
+def _rows(q: Tensor) -> int:
+    """Return the rows of a flash kernel's sums of dQ. Shapes: (B, H, S, D) -> ()."""
+    return q.shape[0] * -(-q.shape[2] // _FLASH_ROWS) * _FLASH_ROWS
 
 
 def _bshd(tensor: Tensor) -> Tensor:

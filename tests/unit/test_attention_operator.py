@@ -21,6 +21,7 @@ from lightning_sp.attention import (
     boundaries_from_lengths,
     sequence_parallel_attention,
 )
+from lightning_sp.attention import kernel as kernels
 from lightning_sp.attention.functions import MaskMod, registered, t5_bucket
 from lightning_sp.attention.kernel import (
     FlashAttnKernel,
@@ -29,6 +30,7 @@ from lightning_sp.attention.kernel import (
     _bhsd,
     _bshd,
     _say_once,
+    by_heads,
     check_kernel,
     select_kernel,
 )
@@ -265,6 +267,40 @@ class Called(TorchDispatchMode):
         if self.name in given:
             self.values.append(given[self.name])
         return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "most", "calls"), [(8, 8, 8, 1), (8, 8, 3, 3), (8, 2, 5, 2), (8, 2, 3, 4), (6, 2, 1, 6)]
+)
+def test_a_backward_beyond_the_kernels_numbers_is_done_by_heads(monkeypatch, heads, kv_heads, most, calls):
+    kernel, asked = TorchCpuKernel(), []
+    q, k, v, grad = tensors((2, heads, 100, 16), (2, kv_heads, 60, 16), (2, kv_heads, 60, 16), (2, heads, 100, 16))
+    out, lse = kernel.forward(q, k, v, causal=False, scale=0.2)
+    expected = kernel.backward(grad, q, k, v, out, lse, causal=False, scale=0.2)
+
+    def backward(grad, q, out, k, v, lse):
+        asked.append((q.shape[1], k.shape[1]))
+        assert len(asked) <= calls
+        return kernel.backward(grad, q, k, v, out, lse.contiguous(), causal=False, scale=0.2)
+
+    rows = 2 * 128
+    monkeypatch.setattr(kernels, "_FLASH_ELEMENTS", most * rows * 32)
+    found = by_heads(backward, rows, (grad, q, out), (k, v), lse, 1)
+    assert len(asked) == calls
+    assert max(own for own, _ in asked) <= most
+    assert sum(own for own, _ in asked) == heads
+    assert_sharded_equals_unsharded(found, expected, ["dq", "dk", "dv"])
+
+
+def test_a_million_tokens_of_32_heads_go_in_two_calls():
+    q, k = (torch.empty(1, heads, 2**20, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    lse = torch.empty(1, 32, 2**20, device="meta")
+    with Called("max_q") as called:
+        gradients = TorchCudaKernel().backward(q, q, k, k, q, lse, causal=True, scale=0.1)
+        assert called.values == [2**20] * 2
+        TorchCudaKernel().backward(*(t[:, :, : 2**19] for t in (q, q, k, k, q, lse)), causal=True, scale=0.1)
+    assert called.values == [2**20] * 2 + [2**19]
+    assert [t.shape for t in gradients] == [q.shape, k.shape, k.shape]
 
 
 @pytest.mark.parametrize("causal", [True, False])

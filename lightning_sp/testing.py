@@ -85,6 +85,8 @@ class RankPool:
         """
         if self.failure is not None:
             raise RuntimeError(f"an earlier call ended this pool, make another: {self.failure}")
+        # What interrupts a call, a test's time limit say, leaves its ranks in it.
+        self.failure = "it was interrupted"
         for tasks in self._tasks:
             tasks.put((function, args))
         results: dict[int, Any] = {}
@@ -97,9 +99,9 @@ class RankPool:
             (results if ok else failures)[rank] = value
         if len(results) < self.size:
             self.failure = self._why(failures, set(range(self.size)) - results.keys() - failures.keys())
-            for process in self._processes:
-                process.kill()
+            self._kill()
             raise RuntimeError(self.failure)
+        self.failure = None
         return [results[rank] for rank in range(self.size)]
 
     def _why(self, failures: dict[int, str], silent: set[int]) -> str:
@@ -115,9 +117,15 @@ class RankPool:
         for tasks in self._tasks:
             tasks.put(None)
 
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
     def close(self) -> None:
         """End the processes."""
         self.stop()
+        if self.failure is not None:
+            self._kill()
         for process in self._processes:
             process.join(10)
             if process.is_alive():

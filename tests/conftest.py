@@ -17,14 +17,20 @@ settings.load_profile("default")
 settings.register_profile("long", max_examples=2000, deadline=None)
 
 
+# Of a call: a minute on two idle cores. Less than a test's (pyproject.toml), so that it is the pool that says which ranks did not answer.
+TIMEOUT_S = 480.0
+
+
 @pytest.fixture(scope="session")
 def pools():
     """Worlds by size, started on first use and shared by all distributed tests of the session, until a call in them fails."""
     started: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
-        if size not in started or started[size].failure is not None:
-            started[size] = RankPool(size)
+        if size in started and started[size].failure is not None:
+            started.pop(size).close()
+        if size not in started:
+            started[size] = RankPool(size, timeout_s=TIMEOUT_S)
         return started[size]
 
     yield pool

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from threading import Timer
 
 import pytest
 
@@ -46,3 +48,21 @@ def test_a_rank_that_does_not_answer_ends_the_pool(monkeypatch):
         for process in pool._processes:
             process.join(5)
             assert process.exitcode == -signal.SIGKILL
+
+
+def test_an_interrupted_call_ends_the_pool():
+    with RankPool(1) as pool:
+        assert pool.run(rank_of) == [0]
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        try:
+            Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(late, -1, 60.0)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        with pytest.raises(RuntimeError, match="an earlier call ended this pool, make another: it was interrupted"):
+            pool.run(rank_of)
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt

@@ -308,6 +308,9 @@ def peak_mib(like: Competitor, world: int, problem: dict[str, Any]) -> float:
 def chosen(names: list[str], variants: list[str], world: int) -> list[Peer]:
     """Return the competitors and of each the variants whose names begin so; an empty beginning is every name's."""
     peers = []
+    strangers = [name for name in names if not any(peer.name.startswith(name) for peer in PEERS)]
+    if strangers:
+        raise SystemExit(f"no competitor is called {', '.join(strangers)}: {', '.join(peer.name for peer in PEERS)}")
     for peer in PEERS:
         kept = {
             label: told for label, told in peer.variants.get(world, {}).items() if label.startswith(tuple(variants))

@@ -107,7 +107,7 @@ class RankPool:
     def _why(self, failures: dict[int, str], silent: set[int]) -> str:
         first = [f"rank {rank} of {self.size} failed first:\n{text}" for rank, text in list(failures.items())[:1]]
         ended = [rank for rank in silent if not self._processes[rank].is_alive()]
-        within = f"{_OTHERS_S} s more" if failures else f"{self.timeout_s} s"
+        within = f"{_OTHERS_S:g} s more" if failures else f"{self.timeout_s + _START_S:g} s"
         return "\n".join(
             first + [f"no answer from ranks {sorted(silent)} within {within}; of them ended: {ended}"] * bool(silent)
         )

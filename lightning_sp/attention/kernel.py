@@ -324,7 +324,7 @@ def by_heads(
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]], rows: int, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor],
     lse: Tensor, lse_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv) of a flash kernel's backward, in as many calls, of some heads each, as its int32 offsets ask for.
+    """Return (dq, dk, dv) of a flash kernel's backward: in one call, or where its int32 offsets would not do, in one for each key-value head.
 
     FlashAttention 2 up to 2.7 numbers the elements of its float32 sums of dQ, rows x heads x head dim, by 32 bits: beyond 2^31 of them,
     1M tokens of 32 heads of 128, it would write somewhere else.
@@ -342,23 +342,17 @@ def by_heads(
     most, group = max(1, _FLASH_ELEMENTS // (rows * rounded)), heads // kv_heads
     if heads <= most:
         return backward(*of_queries, *of_keys, lse)
-    # Whole groups of query heads that share a key-value head, or parts of one group.
-    count = most // group * group or most
-    starts = (
-        range(0, heads, count)
-        if count >= group
-        else [s for g in range(0, heads, group) for s in range(g, g + group, count)]
-    )
     dq = torch.empty_like(of_queries[1])
     dk, dv = (torch.zeros_like(t, dtype=accumulator_dtype(t.dtype)) for t in of_keys)
-    for start in starts:
-        own = min(count, heads - start) if count >= group else min(count, group - start % group)
-        shared = (start // group, max(1, own // group))
-        parts = [t.narrow(1, start, own) for t in of_queries] + [t.narrow(1, *shared) for t in of_keys]
-        dq_part, dk_part, dv_part = backward(*parts, lse.narrow(lse_dim, start, own))
-        dq.narrow(1, start, own).copy_(dq_part)
-        dk.narrow(1, *shared).add_(dk_part)
-        dv.narrow(1, *shared).add_(dv_part)
+    for shared in range(kv_heads):
+        end = (shared + 1) * group
+        for start in range(shared * group, end, most):
+            own = min(most, end - start)
+            parts = [t.narrow(1, start, own) for t in of_queries] + [t.narrow(1, shared, 1) for t in of_keys]
+            dq_part, dk_part, dv_part = backward(*parts, lse.narrow(lse_dim, start, own))
+            dq.narrow(1, start, own).copy_(dq_part)
+            dk.narrow(1, shared, 1).add_(dk_part)
+            dv.narrow(1, shared, 1).add_(dv_part)
     return dq, dk.to(of_keys[0].dtype), dv.to(of_keys[1].dtype)
 
 

@@ -109,6 +109,8 @@ def test_competitors_are_chosen_by_what_they_and_their_variants_are_called():
     ]
     with pytest.raises(SystemExit, match="no competitor torch has a variant 2x2 on 4 ranks"):
         attention_peers.chosen(["torch"], ["2x2"], 4)
+    with pytest.raises(SystemExit, match="no competitor is called megatron: lightning_sp, torch"):
+        attention_peers.chosen(["torch", "megatron"], [""], 4)
 
 
 @pytest.mark.slow

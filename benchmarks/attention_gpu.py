@@ -27,12 +27,18 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.attention.block import BlockKernel, HeadGroup, backward_step, empty_token_major, forward_step
-from lightning_sp.attention.kernel import select_kernel
-from lightning_sp.attention.merge import accumulator_dtype, merge_into
-from lightning_sp.attention.plan import Block, Kind, plan_of
-from lightning_sp.attention.ring import Ring
-from lightning_sp.attention.scores import Scores
+from lightning_sp.attention.kernels.block_kernel import (
+    BlockKernel,
+    HeadGroup,
+    backward_step,
+    empty_token_major,
+    forward_step,
+)
+from lightning_sp.attention.kernels.kernel import select_kernel
+from lightning_sp.attention.plan.blocks import Block, Kind, plan_of
+from lightning_sp.attention.schemes.ring import Ring
+from lightning_sp.attention.spec.merge import accumulator_dtype, merge_into
+from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.layout import SequenceLayout, merge, shard
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair, head and head dim

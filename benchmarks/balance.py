@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.traffic import counted
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
-from lightning_sp.attention.balance import balance
+from lightning_sp.attention.plan.balance import balance
 from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.testing import RankPool

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sp.attention import AttentionMask, ring, sequence_parallel_attention
-from lightning_sp.attention.shared_hops import Arrival
-from lightning_sp.comm import Transfer
+from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.attention.schemes import ring
+from lightning_sp.attention.schemes.shared_memory import Arrival
+from lightning_sp.comm.point_to_point import Transfer
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.testing import RankPool

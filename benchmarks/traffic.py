@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sp.attention.ulysses import HeadSplit
+from lightning_sp.attention.schemes.ulysses import HeadSplit
 
 # Collectives that the attention has no business with; torch 2.13 has new names for two of them.
 OTHERS = tuple(
@@ -77,7 +77,7 @@ def counted() -> Iterator[Traffic]:
 def ulysses_sent_elements(split: HeadSplit, rank: int, *, batch: int, tokens: int, dim: int) -> tuple[int, int]:
     """Return what a Ulysses rank sends in a forward and in a backward, in elements; `tokens` are its own, before the exchange.
 
-    The formula of the docstring of `lightning_sp.attention.ulysses`.
+    The formula of the docstring of `lightning_sp.attention.schemes.ulysses`.
     """
     h = [end - start for start, end in map(split.queries, range(split.size))]
     k = [end - start for start, end in map(split.keys, range(split.size))]
@@ -92,7 +92,7 @@ def ulysses_sent_elements(split: HeadSplit, rank: int, *, batch: int, tokens: in
 def ring_sent_units(size: int, rank: int, *, causal: bool, kept: bool = False) -> tuple[int, int]:
     """Return what a ring rank sends in a forward and in a backward, in units of its local K (or V), for one document.
 
-    The formula of the docstring of `lightning_sp.attention.ring`; `kept`: that of "network_kept".
+    The formula of the docstring of `lightning_sp.attention.schemes.ring`; `kept`: that of "network_kept".
     """
     keys, home = (size - 1 + rank, 2 * (size - 1) - rank) if causal else (2 * (size - 1), 2 * (size - 1))
     return keys, home if kept else keys + home

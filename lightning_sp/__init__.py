@@ -16,10 +16,10 @@ from lightning_sp.attention import (
 )
 from lightning_sp.checkpoint import export_checkpoint
 from lightning_sp.data.batch import ShardedBatch, shard_batch, unshard
-from lightning_sp.data.entries import ShardOptions
+from lightning_sp.data.names import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, shard
-from lightning_sp.loss import sharded_cross_entropy
+from lightning_sp.loss.cross_entropy import sharded_cross_entropy
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.registration import register_strategy
 from lightning_sp.strategy import SequenceParallelStrategy

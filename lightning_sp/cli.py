@@ -39,8 +39,8 @@ from typing_extensions import override
 
 from lightning_sp.callbacks import MemoryMonitor, RunReport, ThroughputMonitor
 from lightning_sp.checkpoint import export_checkpoint
-from lightning_sp.data import prepare
 from lightning_sp.errors import SequenceParallelError, closest
+from lightning_sp.text.prepare import prepare
 
 CONFIG_PATH, CONFIG_NAME = "pkg://lightning_sp.conf", "train"
 SUMMARY = "summary.json"

@@ -8,7 +8,8 @@ same number of causal (query, key) pairs. Within a ring rank the U Ulysses ranks
                                ring 1:            1 1 1 1   2 2 2 2
 
 With R = 1 the zigzag vanishes and the shards are contiguous. A layout may also name the ranges of each ring rank, equally many tokens on
-each, for the documents of one batch (`attention/balance.py`). Source: zhuzilin/ring-flash-attention (zigzag), USP, arXiv:2405.07719, section 4.
+each, for the documents of one batch (`attention/plan/balance.py`).
+Source: zhuzilin/ring-flash-attention (zigzag), USP, arXiv:2405.07719, section 4.
 """
 
 from __future__ import annotations

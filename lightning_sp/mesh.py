@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_sp.comm import gather_objects, group_name, group_of, once_in_a_world, take_worlds_timeout, turns_begun
+from lightning_sp.comm.collectives import gather_objects
+from lightning_sp.comm.cpu.shared_memory import arena_of, connect
+from lightning_sp.comm.groups import group_name, group_of, once_in_a_world, take_worlds_timeout
+from lightning_sp.comm.point_to_point import turns_begun
 from lightning_sp.config import check_known_transport
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.shared_memory import arena_of, connect
 
 DATA, SEQUENCE, TENSOR = "data_parallel", "sequence_parallel", "tensor_parallel"
 

@@ -37,36 +37,31 @@ from lightning_sp.checkpoint import (
     save_checkpoint,
 )
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
-from lightning_sp.context import BatchInfo, SequenceContext
-from lightning_sp.data.agreed import agreed_shard
+from lightning_sp.context.step import BatchInfo, SequenceContext
 from lightning_sp.data.batch import unshard
+from lightning_sp.data.collective_shard import agreed_shard
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.entries import ShardOptions
-from lightning_sp.data.loader import LoaderPlace, filler_batch, same_samples
+from lightning_sp.data.loaders import LoaderPlace, filler_batch, same_samples
+from lightning_sp.data.names import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.first_batch import try_first_batch
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.loss import CrossEntropyInterception, TokenWindow
+from lightning_sp.loss.cross_entropy import CrossEntropyInterception, TokenWindow
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
     check_same_gradients,
     check_unsharded,
     checkpoint_blocks,
     materialize_meta,
-    named_query_heads,
     receive_weights,
     reshard,
     shard_model,
     start_root,
     tied_parameters,
     transformer_blocks,
-    tried_query_heads,
     whole_state,
     without_gradient_sync,
 )
-from lightning_sp.predictions import share_predictions, whole_output
-from lightning_sp.preflight import check_trainer_features, traceless
-from lightning_sp.processes import ProcessStrategy
+from lightning_sp.preflight.first_batch import try_first_batch
 from lightning_sp.rewrite import (
     AttentionInterception,
     FlexInterception,
@@ -74,8 +69,13 @@ from lightning_sp.rewrite import (
     decoder_inputs,
     hugging_face_models,
 )
-from lightning_sp.run_state import RunState
-from lightning_sp.steps import Steps
+from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
+from lightning_sp.step.isolation import traceless
+from lightning_sp.step.predictions import share_predictions, whole_output
+from lightning_sp.step.run import Steps
+from lightning_sp.step.run_state import RunState
+from lightning_sp.trainer.features import check_trainer_features
+from lightning_sp.trainer.processes import ProcessStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
 CHECKPOINT_KEY = "lightning_sp"

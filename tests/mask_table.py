@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_sp.attention.kernel import TiledKernel, kernel_for
+from lightning_sp.attention.kernels.kernel import TiledKernel, kernel_for
 from tests import masks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "masks.md"

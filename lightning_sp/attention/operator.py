@@ -15,19 +15,22 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention.block import BlockKernel, empty_token_major
-from lightning_sp.attention.cost import gathers
-from lightning_sp.attention.functions import registered
-from lightning_sp.attention.gathered import gathered_backward, gathered_forward
-from lightning_sp.attention.kernel import select_kernel
-from lightning_sp.attention.mask import AttentionMask
-from lightning_sp.attention.plan import Plan, plan_of, tile_on
-from lightning_sp.attention.ring import Ring, ring_backward, ring_forward
-from lightning_sp.attention.scores import ScoreGradients, Scores
-from lightning_sp.attention.seen_blocks import empty_map, of_map, search
-from lightning_sp.attention.shared_hops import backward_arena, forward_arena
-from lightning_sp.attention.sinks import sink_gradient
-from lightning_sp.attention.ulysses import (
+from lightning_sp.attention.kernels.block_kernel import BlockKernel, empty_token_major
+from lightning_sp.attention.kernels.kernel import select_kernel
+from lightning_sp.attention.plan.block_sparsity import empty_map, of_map, search
+from lightning_sp.attention.plan.blocks import Plan, plan_of, tile_on
+from lightning_sp.attention.schemes.all_gather import gathered_backward, gathered_forward
+from lightning_sp.attention.schemes.cost import gathers
+from lightning_sp.attention.schemes.cross_attention import (
+    cross_counts,
+    exchange_cross,
+    lay_cross_gradients,
+    pack_cross_gradients,
+    split_cross,
+)
+from lightning_sp.attention.schemes.ring import Ring, ring_backward, ring_forward
+from lightning_sp.attention.schemes.shared_memory import backward_arena, forward_arena
+from lightning_sp.attention.schemes.ulysses import (
     HeadSplit,
     exchange_gradients,
     exchange_out,
@@ -38,15 +41,12 @@ from lightning_sp.attention.ulysses import (
     pack_gradients,
     split_qkv,
 )
-from lightning_sp.attention.ulysses_cross import (
-    cross_counts,
-    exchange_cross,
-    lay_cross_gradients,
-    pack_cross_gradients,
-    split_cross,
-)
+from lightning_sp.attention.spec.mask import AttentionMask
+from lightning_sp.attention.spec.score_mod import registered
+from lightning_sp.attention.spec.scores import ScoreGradients, Scores
+from lightning_sp.attention.spec.sinks import sink_gradient
+from lightning_sp.comm.cpu.shared_memory import Arena
 from lightning_sp.layout import Range, SequenceLayout
-from lightning_sp.shared_memory import Arena
 
 _Given = ParamSpec("_Given")
 _Returned = TypeVar("_Returned")

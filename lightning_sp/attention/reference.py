@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.attention.dropout import AttentionDropout
-from lightning_sp.attention.functions import MaskMod, ScoreMod
-from lightning_sp.attention.mask import AttentionMask, document_ids
-from lightning_sp.attention.places import Places
+from lightning_sp.attention.spec.dropout import AttentionDropout
+from lightning_sp.attention.spec.mask import AttentionMask, document_ids
+from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 
 
 def reference_attention(

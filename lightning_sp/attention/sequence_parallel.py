@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention.dropout import AttentionDropout
-from lightning_sp.attention.functions import MaskMod, ScoreMod
-from lightning_sp.attention.kernel import check_kernel
-from lightning_sp.attention.mask import AttentionMask, check_whole
+from lightning_sp.attention.kernels.kernel import check_kernel
 from lightning_sp.attention.operator import attention_op
-from lightning_sp.attention.scores import Scores
+from lightning_sp.attention.spec.dropout import AttentionDropout
+from lightning_sp.attention.spec.mask import AttentionMask, check_whole
+from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
+from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.config import check_known_method
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout

@@ -2,7 +2,7 @@
 
 from lightning_sp.callbacks.flops import AttentionShape
 from lightning_sp.callbacks.memory import MemoryMonitor
-from lightning_sp.callbacks.progress import TrainingBar
+from lightning_sp.callbacks.progress_bar import TrainingBar
 from lightning_sp.callbacks.run_report import RunReport
 from lightning_sp.callbacks.throughput import ThroughputMonitor
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sp.callbacks.memory import MemoryMonitor
-from lightning_sp.callbacks.picture import draw_run
+from lightning_sp.callbacks.plot import draw_run
 from lightning_sp.callbacks.summary import RunSummary
 from lightning_sp.callbacks.throughput import ThroughputMonitor
 from lightning_sp.callbacks.unigram import add_counts, sum_counts, unigram_perplexity

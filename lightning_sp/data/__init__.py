@@ -1,16 +1,16 @@
 """Text or token files -> documents -> tokens -> windows -> an order -> batches, independent of the degrees."""
 
 from lightning_sp.data.collate import Batches, FillerAware, stack
-from lightning_sp.data.corpus import Corpus, MemoryCorpus, split_by_name, unigram_perplexity
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.documents import Document, Documents
-from lightning_sp.data.late import LateDataLoader
+from lightning_sp.data.lazy_loader import LateDataLoader
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, epoch_permutation
-from lightning_sp.data.prepare import PreparedTokens, open_prepared, prepare
-from lightning_sp.data.source import Source
-from lightning_sp.data.token_file import TokenFile, TokenFileWriter
-from lightning_sp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lightning_sp.data.windows import IGNORE_INDEX, Sample, Windows
+from lightning_sp.text.corpus import Corpus, MemoryCorpus, split_by_name, unigram_perplexity
+from lightning_sp.text.documents import Document, Documents
+from lightning_sp.text.prepare import PreparedTokens, open_prepared, prepare
+from lightning_sp.text.source import Source
+from lightning_sp.text.token_file import TokenFile, TokenFileWriter
+from lightning_sp.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightning_sp.text.windows import IGNORE_INDEX, Sample, Windows
 
 __all__ = [
     "IGNORE_INDEX",

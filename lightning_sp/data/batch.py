@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.attention.balance import Balance, balance
-from lightning_sp.attention.mask import AttentionMask, boundaries_from_positions
-from lightning_sp.context import BatchInfo
-from lightning_sp.data.entries import (
+from lightning_sp.attention.plan.balance import Balance, balance
+from lightning_sp.attention.spec.mask import AttentionMask, boundaries_from_positions
+from lightning_sp.context.step import BatchInfo
+from lightning_sp.data.names import (
     DECODER,
     IGNORE_INDEX,
     SHIFTED_BY_NAME,

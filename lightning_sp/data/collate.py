@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import Dataset
 
-from lightning_sp.data.windows import IGNORE_INDEX, Sample
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.text.windows import IGNORE_INDEX, Sample
 
 
 class FillerAware(Dataset[Sample]):

@@ -19,14 +19,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DistributedSampler
 
 from lightning_sp.data.collate import Batches, FillerAware
-from lightning_sp.data.corpus import Corpus, split_by_name, unigram_perplexity
-from lightning_sp.data.late import LateDataLoader
+from lightning_sp.data.lazy_loader import LateDataLoader
+from lightning_sp.data.loop_position import align_loop_state, sampler_position
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
-from lightning_sp.data.position import align_loop_state, sampler_position
-from lightning_sp.data.source import Source
-from lightning_sp.data.tokenizer import load_tokenizer
-from lightning_sp.data.windows import Packing, Remainder, Windows
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.text.corpus import Corpus, split_by_name, unigram_perplexity
+from lightning_sp.text.source import Source
+from lightning_sp.text.tokenizer import load_tokenizer
+from lightning_sp.text.windows import Packing, Remainder, Windows
 
 
 class SequenceShardingDataModule(LightningDataModule):

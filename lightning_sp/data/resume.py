@@ -11,9 +11,9 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.loader import BroadcastLoader, training_sampler
+from lightning_sp.data.loaders import BroadcastLoader, training_sampler
+from lightning_sp.data.loop_position import ENDLESS, align_loop_state, finished_epoch, sampler_position
 from lightning_sp.data.order import num_trained
-from lightning_sp.data.position import ENDLESS, align_loop_state, finished_epoch, sampler_position
 from lightning_sp.errors import SequenceParallelError
 
 

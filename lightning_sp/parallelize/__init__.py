@@ -11,7 +11,6 @@ from lightning_sp.parallelize.fsdp import (
     start_root,
     without_gradient_sync,
 )
-from lightning_sp.parallelize.heads import named_query_heads, tried_query_heads
 from lightning_sp.parallelize.initialize import materialize_meta, receive_weights, tied_parameters, whole_state
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "check_unsharded",
     "checkpoint_blocks",
     "materialize_meta",
-    "named_query_heads",
     "receive_weights",
     "reshard",
     "run_on_gathered",
@@ -27,7 +25,6 @@ __all__ = [
     "start_root",
     "tied_parameters",
     "transformer_blocks",
-    "tried_query_heads",
     "whole_state",
     "without_gradient_sync",
 ]

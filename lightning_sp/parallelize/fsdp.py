@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.gloo import use_direct_collectives
+from lightning_sp.parallelize.gloo_collectives import use_direct_collectives
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -147,4 +147,4 @@ def check_same_gradients(root: nn.Module | None, group: ProcessGroup | None) -> 
 
 def start_root(root: nn.Module) -> None:
     """Make `root` the FSDP root now, before a hook of the user's runs a child alone and makes that the root."""
-    comm.make_fsdp_root(root)
+    root._get_fsdp_state()._lazy_init()  # type: ignore[operator]

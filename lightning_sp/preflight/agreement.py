@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp import comm
-from lightning_sp.context import BatchInfo, SequenceContext
+from lightning_sp.context.step import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.traceless import streams, traceless
+from lightning_sp.step.isolation import streams, traceless
 
 # By the lowest precision anywhere in the step. In bfloat16 rounding alone gave up to 3e-2 (Gemma2, 24 layers; Llama and GPT 1.6e-2; no
 # growth from 2 to 4 ranks), the weakest fault of the tests 1.1e-1; in float32 8e-7.

@@ -2,7 +2,7 @@
 
 from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.functional import AttentionInterception
-from lightning_sp.rewrite.hugging_face import HuggingFaceRewrite, decoder_inputs, hugging_face_models
+from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite, decoder_inputs, hugging_face_models
 
 __all__ = [
     "AttentionInterception",

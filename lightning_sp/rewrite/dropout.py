@@ -5,8 +5,8 @@ mask = hash(seed of the run, step and number of the call, sample of the step, he
 
 from __future__ import annotations
 
-from lightning_sp.attention.dropout import AttentionDropout
-from lightning_sp.context import SequenceContext
+from lightning_sp.attention.spec.dropout import AttentionDropout
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 # Attention calls of one step, more than any model makes.

@@ -20,16 +20,16 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_sp import comm
-from lightning_sp.attention.block_table import BlockTable
-from lightning_sp.attention.functions import MaskMod
-from lightning_sp.attention.mask import document_ids
-from lightning_sp.attention.places import Places
-from lightning_sp.bound_names import rebind
-from lightning_sp.context import BatchInfo, SequenceContext
+from lightning_sp.attention.spec.block_mask import BlockTable
+from lightning_sp.attention.spec.mask import document_ids
+from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.score_mod import MaskMod
+from lightning_sp.context.step import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.captured import captured_tensors, check_whole_tensors, learned_score_mod, of_real_tokens
+from lightning_sp.rewrite.closures import captured_tensors, check_whole_tensors, learned_score_mod, of_real_tokens
 from lightning_sp.rewrite.functional import attend
-from lightning_sp.rewrite.whole import whole_attention, whole_places
+from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.reference import whole_attention, whole_places
 
 
 class FlexInterception(AbstractContextManager[None]):

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
-from lightning_sp.attention.functions import ScoreMod
-from lightning_sp.attention.mask import document_ids
-from lightning_sp.bound_names import rebind
-from lightning_sp.context import BatchInfo, SequenceContext
+from lightning_sp.attention.spec.mask import document_ids
+from lightning_sp.attention.spec.score_mod import ScoreMod
+from lightning_sp.context.step import BatchInfo, SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
-from lightning_sp.rewrite.whole import whole_attention
+from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.reference import whole_attention
 
 
 class AttentionInterception(AbstractContextManager[None]):

@@ -16,7 +16,7 @@ from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import shard_model, without_gradient_sync
-from lightning_sp.parallelize.gloo import DirectAllGather, DirectReduceScatter, use_direct_collectives
+from lightning_sp.parallelize.gloo_collectives import DirectAllGather, DirectReduceScatter, use_direct_collectives
 from lightning_sp.testing import max_error
 
 CPU = torch.device("cpu")

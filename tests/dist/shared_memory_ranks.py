@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.traffic import counted
-from lightning_sp import shared_memory
+from lightning_sp.comm.collectives.cpu import shared_memory
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
-from lightning_sp.attention import gathered, ring
-from lightning_sp.attention.kernel import TorchCpuKernel
-from lightning_sp.attention.network_hops import NetworkHops
+from lightning_sp.attention.schemes import all_gather as gathered
+from lightning_sp.attention.schemes import ring
+from lightning_sp.attention.kernels.kernel import TorchCpuKernel
+from lightning_sp.attention.schemes.network import NetworkHops
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.dist.attention_ranks import sharded

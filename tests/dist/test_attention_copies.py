@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.attention.ulysses import HeadSplit
+from lightning_sp.attention.schemes.ulysses import HeadSplit
 from tests.dist.copies_ranks import copies
 
 LENGTH, DIM = 64, 16

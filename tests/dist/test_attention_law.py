@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.balance import balance
+from lightning_sp.attention.plan.balance import balance
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests import layouts, masks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
-from lightning_sp.attention.ulysses import HeadSplit
+from lightning_sp.attention.schemes.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from tests.dist.operator_ranks import blocks_in_flight, failing_mask, peak_bytes, settled_peak_bytes, traffic, traffic_of_mask
 

@@ -9,7 +9,7 @@ DATA_MODULE = "tests/unit/test_data_datamodule.py"
 DATA = (
     fault(
         "a batch sharded twice",
-        "data/agreed.py",
+        "data/collective_shard.py",
         "if by_hand or is_sharded(batch):",
         "if by_hand:",
         "tests/trainer/test_fit.py::test_a_batch_that_the_loader_sharded_is_not_sharded_again[4-False-marked]",
@@ -30,21 +30,21 @@ DATA = (
     ),
     fault(
         "peers that read different samples",
-        "comm.py",
+        "comm/agreement.py",
         "        if len(digests) > 1:\n",
         "        if False:\n",
         f"{REFUSED}[different samples-]",
     ),
     fault(
         "a stream read by every rank",
-        "data/loader.py",
+        "data/loaders.py",
         "    )\n    return BroadcastLoader(loader, place)\n",
         "    )\n    return loader\n",
         "tests/trainer/test_fit.py::test_streams_are_read_by_one_rank_and_end_together",
     ),
     fault(
         "shuffled whatever the user said",
-        "data/loader.py",
+        "data/loaders.py",
         'shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)',
         "shuffle = True",
         "tests/trainer/test_lightning.py::test_loggers_and_checkpoints_of_one_device",
@@ -65,14 +65,14 @@ DATA = (
     ),
     fault(
         "a loader that estimated_stepping_batches starts too early",
-        "data/late.py",
+        "data/lazy_loader.py",
         "yield from super().__iter__()",
         "return super().__iter__()",
         f"{DATA_MODULE}::test_a_chain_of_resumes_with_workers_is_exact[ends]",
     ),
     fault(
         "a position lost to estimated_stepping_batches",
-        "run_state.py",
+        "step/run_state.py",
         "            take_up(loader, position)\n\n    def take_up_loader",
         "            pass\n\n    def take_up_loader",
         "tests/trainer/test_checkpoint.py::test_a_resume_is_exact_for[momentum]",
@@ -86,14 +86,14 @@ DATA = (
     ),
     fault(
         "eval_loss over the world's samples",
-        "steps.py",
+        "step/run.py",
         "step = self._begin(batch, self.context.mesh.sequence_group)",
         "step = self._begin(batch, None)",
         EVALUATED,
     ),
     fault(
         "eval_loss by sync_dist from the ranks' own means",
-        "loss.py",
+        "loss/cross_entropy.py",
         'if step is None or reduction == "none":',
         'if step is None or reduction == "none" or not torch.is_grad_enabled():',
         EVALUATED,
@@ -107,7 +107,7 @@ DATA = (
     ),
     fault(
         "an integer mean rounded down by sync_dist",
-        "processes.py",
+        "trainer/processes.py",
         "            tensor = tensor.float()\n",
         "            pass\n",
         "tests/trainer/test_lightning.py::test_a_mean_of_integers_is_not_rounded_down",

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention import AttentionMask, network_hops, operator, ulysses
-from lightning_sp.attention.kernel import Kernel
-from lightning_sp.attention.scores import Scores
+from lightning_sp.attention import AttentionMask, operator
+from lightning_sp.attention.kernels.kernel import Kernel
+from lightning_sp.attention.schemes import network as network_hops
+from lightning_sp.attention.schemes import ulysses
+from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.layout import SequenceLayout, merge, shard
 
 TIMEOUT_S = 60.0

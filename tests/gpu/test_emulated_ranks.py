@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.kernels.tiled import TiledKernel
 from lightning_sp.attention.reference import reference_attention
-from lightning_sp.attention.tiled import TiledKernel
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.dist.attention_ranks import inputs
 from tests.gpu.emulated_ranks import emulate

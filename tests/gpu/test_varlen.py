@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.kernel import TorchCpuKernel, TorchCudaKernel
-from lightning_sp.attention.varlen import PackedKernel, Segments
+from lightning_sp.attention.kernels.kernel import TorchCpuKernel, TorchCudaKernel
+from lightning_sp.attention.kernels.varlen import PackedKernel, Segments
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests import masks
 from tests.dist.attention_ranks import inputs

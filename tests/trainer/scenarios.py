@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
 from lightning_sp import SequenceLayout, SequenceParallelError, shard_batch
-from lightning_sp.data.entries import ShardOptions
+from lightning_sp.data.names import ShardOptions
 from lightning_sp.layout import shard
 from lightning_sp.models import Llama
 from tests.trainer.tiny import Plain, TokenDataset, _full, fit, quiet_trainer, tiny_gpt, tiny_llama
@@ -296,7 +296,7 @@ def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
 def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> dict[str, Any]:
     """Count kernel calls and collectives of one step, with and without activation checkpointing."""
     from lightning_sp import comm
-    from lightning_sp.attention import kernel
+    from lightning_sp.attention.kernels import kernel
 
     counts = {"kernel": 0, "exchange": 0, "transfer": 0}
 
@@ -307,8 +307,8 @@ def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> d
 
         return call
 
-    import lightning_sp.attention.network_hops as network_hops
-    import lightning_sp.attention.ulysses as ulysses
+    import lightning_sp.attention.schemes.network as network_hops
+    import lightning_sp.attention.schemes.ulysses as ulysses
 
     saved = kernel.TorchCpuKernel.forward, ulysses.exchange, network_hops.Transfer
     kernel.TorchCpuKernel.forward = counted("kernel", saved[0])

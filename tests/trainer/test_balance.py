@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.balance import balance, imbalance
+from lightning_sp.attention.plan.balance import balance, imbalance
 from lightning_sp.layout import SequenceLayout
 from tests.trainer import balance_ranks, scenarios
 from tests.trainer.test_fit import same_run

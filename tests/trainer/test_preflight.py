@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.data.crop import Crop, crop_batch, crop_extent, crop_tokens, join_crops
-from lightning_sp.data.entries import ShardOptions
+from lightning_sp.data.names import ShardOptions
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight import traceless
+from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, crop_tokens, join_crops
+from lightning_sp.step.isolation import traceless
 from tests.trainer import preflight_ranks as ranks
 
 AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"

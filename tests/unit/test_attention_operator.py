@@ -21,9 +21,8 @@ from lightning_sp.attention import (
     boundaries_from_lengths,
     sequence_parallel_attention,
 )
-from lightning_sp.attention import kernel as kernels
-from lightning_sp.attention.functions import MaskMod, registered, t5_bucket
-from lightning_sp.attention.kernel import (
+from lightning_sp.attention.kernels import kernel as kernels
+from lightning_sp.attention.kernels.kernel import (
     FlashAttnKernel,
     TorchCpuKernel,
     TorchCudaKernel,
@@ -34,11 +33,12 @@ from lightning_sp.attention.kernel import (
     check_kernel,
     select_kernel,
 )
+from lightning_sp.attention.kernels.tiled import TiledKernel
 from lightning_sp.attention.operator import attention_backward_op, attention_op
-from lightning_sp.attention.places import Places
 from lightning_sp.attention.reference import reference_attention
-from lightning_sp.attention.scores import Scores
-from lightning_sp.attention.tiled import TiledKernel
+from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.score_mod import MaskMod, registered, t5_bucket
+from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error

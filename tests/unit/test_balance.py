@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.balance import packed, standard_library
-from lightning_sp.attention.balance import LIMIT, _Split, _table, _Units, balance, imbalance
-from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.plan import Kind, Plan, key_ranges
+from lightning_sp.attention.plan.balance import LIMIT, _Split, _table, _Units, balance, imbalance
+from lightning_sp.attention.plan.blocks import Kind, Plan, key_ranges
 from lightning_sp.attention.reference import allowed
+from lightning_sp.attention.spec.mask import AttentionMask, boundaries_from_lengths
 from lightning_sp.layout import SequenceLayout, positions
 from tests import masks
 

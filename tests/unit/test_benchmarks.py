@@ -11,7 +11,7 @@ from benchmarks import attention_gpu, attention_peers
 from benchmarks.attention_gpu import Case, EmulatedRank, block_pairs, emulated_ring, whole_forward
 from benchmarks.traffic import fewest_sent_bytes
 from lightning_sp.attention import AttentionMask
-from lightning_sp.attention.plan import Block, Kind
+from lightning_sp.attention.plan.blocks import Block, Kind
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.testing import assert_sharded_equals_unsharded
 

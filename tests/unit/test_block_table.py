@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.attention.functions import MaskMod
-from lightning_sp.attention.places import Places
+from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.score_mod import MaskMod
 from lightning_sp.errors import SequenceParallelError
 from tests import masks
 

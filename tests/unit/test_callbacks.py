@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_sp.callbacks import AttentionShape, MemoryMonitor, RunReport, ThroughputMonitor
 from lightning_sp.callbacks.flops import find_attention_shape, model_flops, num_matrix_parameters, peak_flops
 from lightning_sp.callbacks.memory import describe_peak, peak_bytes, peak_resident_bytes
-from lightning_sp.callbacks.picture import read_curve
-from lightning_sp.callbacks.progress import short
+from lightning_sp.callbacks.plot import read_curve
+from lightning_sp.callbacks.progress_bar import short
 from lightning_sp.callbacks.summary import RunSummary
 from lightning_sp.callbacks.unigram import add_counts, unigram_perplexity
 from lightning_sp.errors import SequenceParallelError

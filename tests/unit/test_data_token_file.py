@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sp.data.token_file import TokenFile, TokenFileWriter
-from lightning_sp.data.tokenizer import token_dtype
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.text.token_file import TokenFile, TokenFileWriter
+from lightning_sp.text.tokenizer import token_dtype
 
 
 def pack_by_hand(

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_sp.parallelize import named_query_heads, tried_query_heads
+from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
 
 
 class Anonymous(nn.Module):

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sp.attention.intervals import SeenBlocks
-from lightning_sp.attention.mask import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.plan import TILE, Kind, Plan, key_ranges, plan_of, renumbered, tile_on
+from lightning_sp.attention.plan.blocks import WINDOW_TILE, Kind, Plan, key_ranges, plan_of, renumbered, tile_on
+from lightning_sp.attention.plan.intervals import SeenBlocks
 from lightning_sp.attention.reference import allowed
-from lightning_sp.attention.ulysses import HeadSplit
+from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.attention.spec.mask import AttentionMask, boundaries_from_lengths
 from lightning_sp.layout import SequenceLayout
 from tests import layouts, masks
 
@@ -92,10 +92,10 @@ def test_a_map_that_hides_nothing_of_a_mask_leaves_its_plan():
         assert all(cut.blocks(q, k) == plain.blocks(q, k) for q in range(4) for k in range(4))
 
 
-@given(window=st.integers(1, 3 * TILE), ring=st.integers(1, 4), device=st.sampled_from(["cpu", "cuda"]))
+@given(window=st.integers(1, 3 * WINDOW_TILE), ring=st.integers(1, 4), device=st.sampled_from(["cpu", "cuda"]))
 def test_windows_larger_than_a_tile(window, ring, device):
     layout = SequenceLayout(ring)
-    length = layout.padded_length(6 * TILE)
+    length = layout.padded_length(6 * WINDOW_TILE)
     mask = AttentionMask(window_size=(window - 1, None))
     plan = Plan(mask, layout, length, 1, tile=tile_on(device))
     assert torch.equal(visits(plan, 1), allowed(mask, length)[:, 0].long())

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from lightning_sp.bound_names import rebind
-from lightning_sp.context import AttentionCalls
+from lightning_sp.context.step import AttentionCalls
 from lightning_sp.data.order import BatchSplit, SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.heads import tried_query_heads
-from lightning_sp.rewrite.captured import captured_tensors, learned_score_mod, rebuild
+from lightning_sp.rewrite.closures import captured_tensors, learned_score_mod, rebuild
 from lightning_sp.rewrite.flex import _wrong_block
-from lightning_sp.run_state import RunState
+from lightning_sp.rewrite.query_heads import tried_query_heads
+from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.step.run_state import RunState
 from tests.trainer import mask_models
 
 TABLE = torch.randn(7)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.cost import gathers
-from lightning_sp.attention.plan import key_ranges, plan_of
-from lightning_sp.attention.ring import Ring
+from lightning_sp.attention.plan.blocks import key_ranges, plan_of
+from lightning_sp.attention.schemes.cost import gathers
+from lightning_sp.attention.schemes.ring import Ring
 from lightning_sp.layout import SequenceLayout
 
 

@@ -7,9 +7,9 @@ import torch
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.data.batch import hand_sharded_info, shard_batch
-from lightning_sp.data.crop import crop_batch, crop_extent
-from lightning_sp.data.entries import ShardOptions
+from lightning_sp.data.names import ShardOptions
 from lightning_sp.layout import SequenceLayout, merge
+from lightning_sp.preflight.crop import crop_batch, crop_extent
 
 LAYOUT = SequenceLayout(ring_size=2)  # lengths are multiples of 4
 

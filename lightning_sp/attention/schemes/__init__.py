@@ -1,0 +1,1 @@
+"""How ranks share one attention: Ulysses, ring, all-gather, and what carries their keys and values."""

@@ -1,0 +1,108 @@
+"""The ring in one go: all keys and values that a rank's queries need come first, lie in the order of their positions, and are computed at once.
+
+    hops       own block | block of r-1 | block of r-2 | ...           R blocks, each merged into the last; a hop hides behind a block
+    gathered   all keys that are needed | one block for each of the rank's chunks that meets no edge of a mask
+
+What travels is what travels in hops, byte for byte: every rank sends each other one only what it needs, and gradients go straight home. All
+of it is in memory at once: up to R - 1 local K and V more than in hops, and nothing hides behind a block. It pays where a block is short: fewer,
+larger kernel calls, no merge of partials but at a mask's edges, one wait.
+
+Communicates: as `lightning_sp.attention.schemes.ring`.
+Source: the all-gather of K and V of Llama 3, arXiv:2407.21783, section 3.3.2; here what no query needs stays, and the gradients' way home is a
+reduce-scatter by messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sp.attention.kernels.block_kernel import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.plan.intervals import Range
+from lightning_sp.attention.schemes.kv_buffer import pack, pack_into, packed_shape, unpack
+from lightning_sp.attention.schemes.ring import Ring
+from lightning_sp.attention.schemes.transport import Arriving, Hops, add_home, given_up_on_errors
+from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.positions import Places, positions_of
+from lightning_sp.attention.spec.sinks import add_sinks
+
+
+def gathered_forward(
+    ring: Ring,
+    kernel: BlockKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `ring_forward` returns. Shapes: as there."""
+    hops = ring.hops(k, v, kept)
+    with given_up_on_errors(hops):
+        keys, values = unpack(_gather(ring, hops, k, v))
+    running = forward_step(kernel, ring.gathered.blocks, q, keys, values, None, _places(ring, q))
+    out, lse = running if sinks is None else add_sinks(*running, sinks)
+    return out.to(q.dtype), lse
+
+
+def gathered_backward(
+    ring: Ring,
+    kernel: BlockKernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `ring_backward` returns. Shapes: as there."""
+    hops = ring.backward_hops(k, v, kept)
+    with given_up_on_errors(hops):
+        keys = unpack(_gather(ring, hops, k, v))
+        saved = (grad, q, out, lse)
+        dq, dk, dv = backward_step(kernel, ring.gathered.blocks, saved, keys, None, _places(ring, q))
+        del keys
+        dkv = k.new_zeros(packed_shape(k), dtype=accumulator_dtype(k.dtype))
+        for held, place in ring.gathered.parts[ring.rank]:
+            dkv[slice(*held)] = pack(dk[:, :, slice(*place)], dv[:, :, slice(*place)])
+        homeward: tuple[Arriving, list[Range]] | None = None
+        for hop in range(1, ring.size):
+            places = [place for _, place in ring.gathered.parts[ring.source(hop)]]
+            gradients = (_columns(dk, places), _columns(dv, places)) if places else None
+            add_home(dkv, homeward)
+            homeward = hops.send_home(hop, gradients), ring.leaving(hop)
+        add_home(dkv, homeward)
+    home_dk, home_dv = unpack(dkv)
+    return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
+
+
+def _gather(ring: Ring, hops: Hops, k: Tensor, v: Tensor) -> Tensor:
+    """Return all keys and values that this rank's queries see, by position. Shapes: (B, K, S, D) twice -> (n, 2, B, K, D)."""
+    flying = [hops.start_keys(hop) for hop in range(1, ring.size)]
+    gathered = k.new_empty(ring.gathered.num_keys, *packed_shape(k)[1:])
+    for held, place in ring.gathered.parts[ring.rank]:
+        pack_into(gathered[slice(*place)], k[:, :, slice(*held)], v[:, :, slice(*held)])
+    for hop, transfer in enumerate(flying, start=1):
+        places = [place for _, place in ring.gathered.parts[ring.source(hop)]]
+        arrived = transfer.wait().split_with_sizes([end - start for start, end in places])
+        for place, part in zip(places, arrived, strict=True):
+            gathered[slice(*place)] = part
+        transfer.release()
+    return gathered
+
+
+def _places(ring: Ring, q: Tensor) -> Places | None:
+    """Return where the scores lie; None where the kernel does not ask."""
+    if ring.heads is None:
+        return None
+    queries = positions_of(ring.plan.layout.ring_chunks(ring.plan.length, ring.rank), q.device)
+    return Places((0, q.shape[0]), ring.heads, queries, positions_of(ring.gathered.keys, q.device))
+
+
+def _columns(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """Return the tokens of the ranges, one after the other. Shapes: (B, K, n, D) -> (B, K, m, D)."""
+    parts = [tensor[:, :, slice(*each)] for each in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

@@ -1,0 +1,101 @@
+"""The hops of one ring pass by messages of the process group: every rank straight to every other that needs something of it.
+
+S local keys, B batch, K key-value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp.attention.schemes.kv_buffer import length, pack, taken
+from lightning_sp.attention.schemes.transport import Neighbours
+from lightning_sp.comm.point_to_point import Transfer, next_turn
+
+
+class Messengers(Neighbours, Protocol):
+    """Who needs what of whom, and by which group."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Return the ranks of the ring."""
+        ...
+
+    def held(self, kept: Tensor, hop: int) -> Tensor:
+        """Return where a hop's keys lie among those that are kept."""
+        ...
+
+
+class NetworkHops:
+    """One pass round the ring by messages of the group; a class because it is a transfer in flight.
+
+    Args:
+        ring: who holds what.
+        kv: this rank's keys and values, packed.
+        kept: where all that arrives is to stay; None where each hop has a buffer of its own.
+
+    Shapes: kv (S, 2, B, K, D), kept (n, 2, B, K, D).
+    """
+
+    def __init__(self, ring: Messengers, kv: Tensor, kept: Tensor | None = None) -> None:
+        assert ring.group is not None
+        self._ring, self._group, self._kv, self._kept = ring, ring.group, kv, kept
+        self._turn = next_turn(ring.group)
+        self._flying: list[Transfer] = []
+
+    def start_keys(self, hop: int) -> Transfer | Held:
+        """Start the hop that brings what this rank needs of the source's keys: (n, 2, B, K, D)."""
+        ring, kv = self._ring, self._kv
+        own = (
+            kv.new_empty(length(ring.needed(hop)), *kv.shape[1:]) if self._kept is None else ring.held(self._kept, hop)
+        )
+        return self._started(taken(kv, ring.leaving(hop)), ring.target(hop), own, ring.source(hop))
+
+    def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Transfer:
+        """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
+        ring, kv = self._ring, self._kv
+        sent = kv.new_empty(0) if gradients is None else pack(*gradients)
+        received = kv.new_empty(length(ring.leaving(hop)), *kv.shape[1:])
+        return self._started(sent, ring.source(hop), received, ring.target(hop))
+
+    def give_up(self) -> None:
+        """After an error, let what is in flight arrive: it belongs to no later pass. At once where all ranks failed in the same hop."""
+        # A rank that failed in an earlier hop has sent nothing: the time limit then ends the group for every later pass, loudly.
+        with contextlib.suppress(RuntimeError):
+            for transfer in self._flying:
+                transfer.wait()
+
+    def _started(self, sent: Tensor, to: int, received: Tensor, source: int) -> Transfer:
+        transfer = Transfer(sent, to, received, source, self._group, self._turn)
+        self._flying = [*(each for each in self._flying if each.in_flight), transfer]
+        return transfer
+
+
+@dataclass(frozen=True)
+class Held:
+    """What has arrived long ago, as if it came now. Shapes: tokens (n, 2, B, K, D)."""
+
+    tokens: Tensor
+
+    def wait(self) -> Tensor:
+        """Return it."""
+        return self.tokens
+
+    def release(self) -> None:
+        """Say that it was used: nothing to do."""
+
+
+class KeptHops(NetworkHops):
+    """The backward pass on keys and values that the forward kept: gradients alone travel.
+
+    Shapes: as in `NetworkHops`.
+    """
+
+    def start_keys(self, hop: int) -> Held:
+        """Return what is there already: (n, 2, B, K, D)."""
+        assert self._kept is not None
+        return Held(self._ring.held(self._kept, hop))

@@ -1,0 +1,206 @@
+"""Ring attention: keys and values come to the queries, hop by hop, while the previous block is computed.
+
+In hop i every rank receives straight from the rank i before it only the keys that its mask needs, and sends likewise; nothing is passed
+through, so nothing stale can be used and zigzag's unneeded halves never travel. The backward repeats the hops and sends each partial
+(dk, dv) straight home.
+
+    rank r:   own block | block of r-1 | block of r-2 | ...
+                hop 1 ->|   hop 2   -> |                      hop i+1 is in flight while block i is computed
+
+Communicates, sent by ring rank r of R, in units of its local K (or V, of equal size), for one document:
+
+    causal:  forward R-1 + r (K and V: both chunks to the r earlier ranks, the early chunk alone to the R-1-r later ones),
+             backward that again, and dK, dV home 2(R-1) - r; together 4(R-1) + r, on average over r 4.5(R-1)
+    full:    forward 2(R-1), backward 4(R-1)
+
+Where what arrived in the forward is kept for the backward ("network_kept") no keys travel again: causal 3(R-1), full 4(R-1), for up to R-1
+local K and V more in memory for each layer.
+Windows, chunks and packed documents send less: only the ranges of keys that some query of the receiver may see.
+Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-attention; direct hops are this project's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp.attention.kernels.block_kernel import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.plan.blocks import Block, Gathered, Plan, key_ranges, renumbered
+from lightning_sp.attention.plan.intervals import Range
+from lightning_sp.attention.schemes.kv_buffer import length, pack, packed_shape, unpack
+from lightning_sp.attention.schemes.network import KeptHops, NetworkHops
+from lightning_sp.attention.schemes.shared_memory import SharedHops
+from lightning_sp.attention.schemes.transport import Arriving, Hops, add_home, given_up_on_errors
+from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.positions import Places, positions_of
+from lightning_sp.attention.spec.sinks import add_sinks
+from lightning_sp.comm.cpu.shared_memory import Arena
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's view of the ring for one sequence: who holds what, what travels, and by what: the arena where there is one, else the group."""
+
+    plan: Plan
+    rank: int
+    group: ProcessGroup | None
+    heads: Range | None = None  # query heads of this rank, where the kernel is to know where a score lies
+    arena: Arena | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the ranks of the ring."""
+        return self.plan.layout.ring_size
+
+    @property
+    def own(self) -> tuple[Block, ...]:
+        """Return the blocks of this rank's queries against its own keys."""
+        return self.plan.blocks(self.rank, self.rank)
+
+    def source(self, hop: int) -> int:
+        """Return the rank whose keys arrive in a hop."""
+        return (self.rank - hop) % self.size
+
+    def target(self, hop: int) -> int:
+        """Return the rank to which this rank's keys go in a hop."""
+        return (self.rank + hop) % self.size
+
+    def places(self, q: Tensor, hop: int) -> Places | None:
+        """Return where the scores of a hop lie, keys numbered as they arrive; None where the kernel does not ask."""
+        if self.heads is None:
+            return None
+        layout, source = self.plan.layout, self.source(hop)
+        queries = positions_of(layout.ring_chunks(self.plan.length, self.rank), q.device)
+        held = self.arriving(hop)[0] if hop else None
+        length = self.plan.key_length
+        keys = positions_of(layout.for_length(length).ring_chunks(length, source), q.device, held)
+        return Places((0, q.shape[0]), self.heads, queries, keys)
+
+    def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:
+        """Return the ranges of the source's keys that arrive in a hop, and the blocks on them as they lie then."""
+        blocks = self.plan.blocks(self.rank, self.source(hop))
+        ranges = key_ranges(blocks)
+        return ranges, renumbered(blocks, ranges)
+
+    def leaving(self, hop: int) -> list[Range]:
+        """Return the ranges of this rank's keys that the target needs in a hop."""
+        return key_ranges(self.plan.blocks(self.target(hop), self.rank))
+
+    def needed(self, hop: int) -> list[Range]:
+        """Return the ranges of the source's keys that this rank needs in a hop."""
+        return key_ranges(self.plan.blocks(self.rank, self.source(hop)))
+
+    @property
+    def gathered(self) -> Gathered:
+        """Return the blocks of this rank's queries against all keys that they see, in the order of their positions."""
+        return self.plan.gathered(self.rank)
+
+    def hops(self, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Hops:
+        """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice; kept: see `NetworkHops`."""
+        return NetworkHops(self, pack(k, v), kept) if self.arena is None else SharedHops(self, self.arena, k, v)
+
+    def backward_hops(self, k: Tensor, v: Tensor, kept: Tensor | None) -> Hops:
+        """Begin a backward pass, for which what has arrived in the forward may have been kept. Shapes: as in `hops`."""
+        if kept is None:
+            return self.hops(k, v)
+        return KeptHops(self, k.new_empty(0, *packed_shape(k)[1:]), kept)
+
+    def held(self, kept: Tensor, hop: int) -> Tensor:
+        """Return where a hop's keys lie among those that are kept. Shapes: kept (n, 2, B, K, D), with room for all -> (m, 2, B, K, D)."""
+        first = sum(length(self.needed(earlier)) for earlier in range(1, hop))
+        return kept[first : first + length(self.needed(hop))]
+
+
+def ring_forward(
+    ring: Ring,
+    kernel: BlockKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of the local queries against the keys of all ring ranks, and the sinks.
+
+    Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,), kept: where the keys that arrive stay for the backward, ((R-1) S, 2, B, K, D) ->
+    (B, H, S, D), (B, H, S); S = this ring rank's tokens.
+    """
+    size = ring.size
+    hops = ring.hops(k, v, kept) if size > 1 else None
+    running = None
+    transfer: Arriving | None = None
+    with given_up_on_errors(hops):
+        for hop in range(size):
+            following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
+            if hop == 0:
+                running = forward_step(kernel, ring.own, q, k, v, None, ring.places(q, 0))
+            elif transfer is not None:
+                keys, values = unpack(transfer.wait())
+                running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.places(q, hop))
+                transfer.release()
+            transfer = following
+    assert running is not None
+    out, lse = running if sinks is None else add_sinks(*running, sinks)
+    return out.to(q.dtype), lse
+
+
+def ring_backward(
+    ring: Ring,
+    kernel: BlockKernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of the local tokens, from the global (out, lse) of the local queries.
+
+    Shapes: as in `ring_forward`.
+    """
+    size = ring.size
+    saved = (grad, q, out, lse)
+    if size == 1:
+        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
+        return dq.to(q.dtype), dk, dv
+    hops = ring.backward_hops(k, v, kept)
+    homeward: tuple[Arriving, list[Range]] | None = None
+    with given_up_on_errors(hops):
+        transfer: Arriving | None = hops.start_keys(1)
+        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
+        dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
+        del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
+        for hop in range(1, size):
+            assert transfer is not None
+            arrived = transfer
+            received = arrived.wait()
+            transfer = hops.start_keys(hop + 1) if hop + 1 < size else None
+            dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
+            arrived.release()
+            del arrived, received
+            add_home(dkv, homeward)
+            homeward = None
+            homeward = hops.send_home(hop, gradients), ring.leaving(hop)
+            del gradients
+        add_home(dkv, homeward)
+    home_dk, home_dv = unpack(dkv)
+    return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
+
+
+def _hop_backward(
+    kernel: BlockKernel,
+    blocks: Sequence[Block],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    received: Tensor,
+    dq: Tensor,
+    places: Places | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return dq with the hop's part added, and (dk, dv) of the keys received; None where no query saw them."""
+    if not blocks:
+        return dq, None
+    dq, dk, dv = backward_step(kernel, blocks, saved, unpack(received), dq, places)
+    return dq, (dk, dv)

@@ -1,0 +1,234 @@
+"""What changes the scores of an attention between q k^T and the softmax's weights, tile by tile, and the gradients of what of it is learned.
+
+    x = scale q k^T      cap: c tanh(x / c)      + bias      score_mod(x, ...)      -inf where the mask hides      softmax      dropout
+
+in this order. The tiled kernel applies it; an operator takes it as numbers and tensors (`arguments`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_sp.attention.spec.dropout import AttentionDropout
+from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.positions import Places, of_rows_or_heads
+from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod, registered
+
+# Queries and keys of a tile: as many scores a head are in memory at once.
+SCORE_TILE = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The changes of the scores, each None (or 0) for none.
+
+    Args:
+        softcap: bound of the scores.
+        bias: added, whole: (rows or 1, heads or 1, S or 1, T), by global positions; beyond its S and T there is padding, whose bias is 0.
+        score_mod: a function of the score and its place.
+        tensors: what `score_mod` reads, in its stead: the operator's own arguments.
+        dense: which keys a query sees, whole, bool, shaped as `bias`; beyond its S and T nothing is seen.
+        mask_mod: the same as a function of places.
+        dropout: of the weights.
+    """
+
+    softcap: float = 0.0
+    bias: Tensor | None = None
+    score_mod: ScoreMod | None = None
+    tensors: tuple[Tensor, ...] = ()
+    dense: Tensor | None = None
+    mask_mod: MaskMod | None = None
+    dropout: AttentionDropout | None = None
+
+    def names(self) -> list[str]:
+        """Return what of it there is, in words."""
+        found = {
+            "softcap": self.softcap,
+            "bias": self.bias is not None,
+            "score_mod": self.score_mod,
+            "dense mask": self.dense is not None,
+            "mask_mod": self.mask_mod,
+            "dropout": self.dropout,
+        }
+        return [name for name, there in found.items() if there]
+
+    @property
+    def hides(self) -> bool:
+        """Whether a query may see no key of a tile: by a mask, or by -inf in a bias or out of a function."""
+        return any(each is not None for each in (self.dense, self.mask_mod, self.bias, self.score_mod))
+
+    def arguments(self) -> tuple[list[int], list[float], list[Tensor]]:
+        """Return it as an operator takes it; `from_arguments` is the inverse."""
+        drop = self.dropout
+        samples = drop.samples if drop is not None else None
+        given = (self.bias, self.dense, samples)
+        integers = [
+            self.score_mod.number if self.score_mod is not None else 0,
+            self.mask_mod.number if self.mask_mod is not None else 0,
+            drop.seed if drop is not None else 0,
+            drop.call if drop is not None else 0,
+            *[int(tensor is not None) for tensor in given],
+        ]
+        return (
+            integers,
+            [self.softcap, drop.probability if drop is not None else 0.0],
+            [*[tensor for tensor in given if tensor is not None], *self.tensors],
+        )
+
+    @classmethod
+    def from_arguments(cls, integers: Sequence[int], factors: Sequence[float], tensors: Sequence[Tensor]) -> Scores:
+        """Return what `arguments` described."""
+        score_mod, mask_mod, seed, call, *given = (int(n) for n in integers)
+        softcap, probability = factors
+        rest = list(tensors)
+        bias, dense, samples = (rest.pop(0) if there else None for there in given)
+        return cls(
+            softcap=softcap,
+            bias=bias,
+            score_mod=registered(score_mod),
+            tensors=tuple(rest),
+            dense=dense,
+            mask_mod=registered(mask_mod),
+            dropout=AttentionDropout(probability, seed, call, samples) if probability else None,
+        )
+
+    @staticmethod
+    def searched(integers: Sequence[int]) -> bool:
+        """Return whether `arguments` described a matrix or a function that hides keys; where a compiler traces, no number is read for that."""
+        return bool(integers[1] != 0) or bool(integers[5] != 0)
+
+    def hidden(self, places: Places) -> Tensor | None:
+        """Return which keys of a tile the dense mask or the function hides; None where there is neither.
+
+        Shapes: () -> (rows or 1, heads or 1, Sq or 1, Sk).
+        """
+        found = None if self.dense is None else ~_taken(self.dense, places, False)
+        if self.mask_mod is None:
+            return found
+        other = ~self.mask_mod.seen(places)
+        return other if found is None else found | other
+
+    def apply(self, raw: Tensor, places: Places, hidden: Tensor | None) -> Tensor:
+        """Return the scores of a tile, -inf where a key is `hidden`. Shapes: raw (B, H, Sq, Sk) -> the same."""
+        scores = self._before(raw, places)
+        if self.score_mod is not None:
+            scores = self.score_mod.apply(scores, places, self._held(raw))
+        return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
+
+    def backward(self, grad: Tensor, raw: Tensor, places: Places, gradients: ScoreGradients) -> Tensor:
+        """Return the gradient of the raw scores from that of the changed ones, and add those of what is learned.
+
+        Args:
+            grad: of the changed scores, 0 where the mask hides.
+            raw: the scores as q k^T gives them.
+            places: of the tile.
+            gradients: to add to.
+
+        Shapes: (B, H, Sq, Sk) -> the same.
+        """
+        if self.score_mod is not None:
+            before = self._before(raw, places)
+            grad, learned = self.score_mod.gradients(grad, before, places, self._held(raw))
+            gradients.add_tensors(learned)
+        if gradients.bias is not None:
+            _add(gradients.bias, grad, places)
+        if self.softcap:
+            grad = grad * (1 - torch.tanh(raw / self.softcap).square())
+        return grad
+
+    def _before(self, raw: Tensor, places: Places) -> Tensor:
+        """Return the scores as `score_mod` takes them."""
+        if self.softcap:
+            raw = torch.tanh(raw / self.softcap) * self.softcap
+        return raw if self.bias is None else raw + _taken(self.bias, places, 0.0).to(raw.dtype)
+
+    def _held(self, like: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.to(like.dtype) if t.is_floating_point() else t for t in self.tensors)
+
+
+@dataclass
+class ScoreGradients:
+    """Gradients of a bias and of a score function's tensors, in the making; a class because tiles add to them.
+
+    Args:
+        bias: of the bias, None where none is asked.
+        tensors: of each of the function's tensors, None where it takes none.
+    """
+
+    bias: Tensor | None = None
+    tensors: list[Tensor | None] = field(default_factory=list)
+
+    @classmethod
+    def like(cls, scores: Scores, wanted: bool) -> ScoreGradients:
+        """Return zeros in the accumulator's dtype for all that can have a gradient; none where none is wanted."""
+
+        def zeros(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or not wanted or not tensor.is_floating_point():
+                return None
+            # A bias may be a view of any strides (T5's is), its gradient is in order: so says the operator's fake.
+            dtype = accumulator_dtype(tensor.dtype)
+            return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+        return cls(zeros(scores.bias), [zeros(tensor) for tensor in scores.tensors])
+
+    def as_arguments(self, scores: Scores, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return them in the order of the tensors of `Scores.arguments`, in their dtypes, empty for those without one."""
+        samples = scores.dropout.samples if scores.dropout is not None else None
+        given = [(scores.bias, self.bias), (scores.dense, None), (samples, None)]
+        parts = [part for tensor, part in given if tensor is not None] + self.tensors
+        return [
+            like.new_empty(0) if part is None else part.to(like.dtype)
+            for like, part in zip(tensors, parts, strict=True)
+        ]
+
+    def add_tensors(self, parts: Sequence[Tensor | None]) -> None:
+        """Add a tile's."""
+        for held, part in zip(self.tensors, parts, strict=True):
+            if held is not None and part is not None:
+                held += part
+
+
+def _taken(whole: Tensor, places: Places, beyond: float | bool) -> Tensor:
+    """Return a tile of a whole bias or mask, with `beyond` where its queries and keys have ended.
+
+    Shapes: (rows or 1, heads or 1, S or 1, T) -> (rows or 1, heads or 1, Sq or 1, Sk).
+    """
+    part = _of_heads(whole, places)
+    queries, keys = _inside(whole, places)
+    queries_there, keys_there = queries < whole.shape[2], keys < whole.shape[3]
+    taken = part[:, :, queries.clamp(max=whole.shape[2] - 1)[:, None], keys.clamp(max=whole.shape[3] - 1)]
+    if bool(queries_there.all()) and bool(keys_there.all()):
+        return taken
+    return taken.masked_fill(~(queries_there[:, None] & keys_there), beyond)
+
+
+def _add(whole: Tensor, tile: Tensor, places: Places) -> None:
+    """Add a tile's gradient to that of the whole, summed over what was broadcast; the mirror of `_taken`."""
+    queries, keys = _inside(whole, places)
+    there_q, there_k = queries < whole.shape[2], keys < whole.shape[3]
+    if whole.shape[2] == 1:
+        tile = tile.sum(2, keepdim=True)
+    else:
+        tile, queries = tile[:, :, there_q], queries[there_q]
+    tile, keys = tile[..., there_k], keys[there_k]
+    for dim in (0, 1):
+        if whole.shape[dim] == 1:
+            tile = tile.sum(dim, keepdim=True)
+    part = _of_heads(whole, places)
+    # No place comes twice within a tile.
+    part[:, :, queries[:, None], keys] += tile.to(whole.dtype)
+
+
+def _inside(whole: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    queries = places.queries.new_zeros(1) if whole.shape[2] == 1 else places.queries
+    return queries, places.keys
+
+
+def _of_heads(whole: Tensor, places: Places) -> Tensor:
+    """Return a view of the rows and heads of a call."""
+    return whole[of_rows_or_heads(whole.shape[0], places.rows), of_rows_or_heads(whole.shape[1], places.heads)]

@@ -1,0 +1,63 @@
+"""Communication between ranks: every collective, each with an explicit group. What CPU ranks alone use is in `comm.cpu`."""
+
+from lightning_sp.comm.agreement import Spread, agree, all_equal, check_same_batch
+from lightning_sp.comm.collectives import (
+    barrier,
+    broadcast,
+    broadcast_object,
+    exchange,
+    gather,
+    gather_objects,
+    largest,
+    reduce_sum,
+    sum_over_ranks,
+)
+from lightning_sp.comm.groups import (
+    group_by_name,
+    group_name,
+    group_of,
+    is_gloo_on_cpu,
+    is_on_hosts,
+    is_registered,
+    once_in_a_world,
+    rank_in,
+    size_of,
+    take_worlds_timeout,
+    timeout_s,
+    when_destroyed,
+    world,
+)
+from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_turn, turns_begun
+
+__all__ = [
+    "ALL_PAIRS_TAG",
+    "Spread",
+    "Transfer",
+    "agree",
+    "all_equal",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "check_same_batch",
+    "exchange",
+    "gather",
+    "gather_objects",
+    "group_by_name",
+    "group_name",
+    "group_of",
+    "is_gloo_on_cpu",
+    "is_on_hosts",
+    "is_registered",
+    "largest",
+    "next_turn",
+    "once_in_a_world",
+    "rank_in",
+    "reduce_sum",
+    "size_of",
+    "sum_over_ranks",
+    "take_worlds_timeout",
+    "timeout_s",
+    "turns_begun",
+    "when_destroyed",
+    "world",
+]

@@ -1,0 +1,115 @@
+"""Every collective of the project but what FSDP2 is given (`direct`), each with an explicit group.
+
+Private or renamed torch names live here and in the kernel file alone. Owns transport, not meaning: what a buffer
+holds is the caller's concern. No collective stands under `if rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send `sent[i]` leading elements of a flat buffer to rank i and return the flat buffer of `received[i]` from each rank i.
+
+    Shapes: (sum(sent),) -> (sum(received),). Communicates: one all_to_all_single, sum(sent) - sent[own rank] elements leave this rank.
+    """
+    output = buffer.new_empty(sum(received))
+    dist.all_to_all_single(output, buffer, list(received), list(sent), group=group)
+    return output
+
+
+def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Return the equally shaped tensors of all ranks, in rank order; of any dtype, for they go as bytes: no backend takes all.
+
+    Communicates: one all_gather, (group size - 1) x the tensor's bytes received.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [tensor]
+    held = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    parts = [torch.empty_like(held) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, held, group=group)
+    return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
+
+
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Return the picklable values of all ranks, in rank order; small ones only, outside a step."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def barrier(device: torch.device) -> None:
+    """Wait for the whole world. On NCCL it runs on `device`, this rank's own, and not on a guess."""
+    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+
+
+def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) -> Any:
+    """Return rank `source`'s picklable value (its rank within the group) on all ranks of the group."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup | None = None, source: int = 0) -> Tensor:
+    """Overwrite `tensor` with that of rank `source` within the group and return it."""
+    dist.broadcast(tensor, group=group, group_src=source)
+    return tensor
+
+
+def reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the sum over a group's ranks (the world for None), not differentiable; the tensor itself without processes."""
+    if not dist.is_initialized():
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the elementwise largest over a group's ranks (the world for None); the tensor itself without processes.
+
+    Communicates: one all_reduce of the tensor.
+    """
+    if not dist.is_initialized():
+        return tensor
+    found = tensor.detach().clone()
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks whose mirror is the sum of the cotangents: equal on all ranks, hence a product with the group's size."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.size = dist.get_world_size(group)
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0] * ctx.size, None
+
+
+def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the differentiable sum over a group's ranks (the world for None).
+
+    The result takes part in a loss that is the same number on every rank, so the mirror of the sum, the sum of equal cotangents, is a
+    product with the number of ranks and needs no communication. FSDP's averaging over the same ranks then undoes exactly that factor.
+
+    Communicates: one all_reduce of the tensor in the forward, nothing in the backward.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return tensor
+    total: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total

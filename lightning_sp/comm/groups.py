@@ -1,0 +1,126 @@
+"""Process groups: by name, of a partition of the world, shared where equal, with the world's time limit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+_P = ParamSpec("_P")
+
+
+_T = TypeVar("_T")
+
+
+def group_by_name(name: str) -> ProcessGroup | None:
+    """Return the process group of that name, None for the empty name (an axis of size 1)."""
+    if not name:
+        return None
+    group: ProcessGroup = _c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    return group
+
+
+def group_name(group: ProcessGroup | None) -> str:
+    """Return the name under which `group_by_name` finds a group; empty for a group of one rank, whose steps vanish."""
+    return "" if group is None or dist.get_world_size(group) == 1 else str(group.group_name)
+
+
+def group_of(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
+    """Return this rank's group of a partition of the world into blocks of ranks; None for blocks of one rank.
+
+    Every rank must call it with the same blocks. Equal partitions share their groups.
+    """
+    if len(blocks[0]) == 1:
+        return None
+    if len(blocks) == 1 and len(blocks[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    return _new_groups(blocks)
+
+
+def once_in_a_world(make: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make each thing once for equal arguments in a world, and let it go with that: a process group has threads that wake the process up."""
+    worlds: dict[weakref.ref[ProcessGroup], dict[Any, _T]] = {}
+
+    @wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        world = dist.group.WORLD
+        if world is None or kwargs:
+            return make(*args, **kwargs)
+        key = weakref.ref(world)
+        if key not in worlds:
+            worlds[key] = {}
+            when_destroyed(world, partial(worlds.pop, key, None))
+        if args not in worlds[key]:
+            worlds[key][args] = make(*args, **kwargs)
+        return worlds[key][args]
+
+    return made
+
+
+@once_in_a_world
+def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
+    """Make the groups of a partition and return this rank's."""
+    own = None
+    for ranks in blocks:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own = group
+            take_worlds_timeout(group)
+    return own
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Return whether a group still exists: `destroy_process_group` ends it, whoever holds it."""
+    return group in _c10d._world.pg_map  # type: ignore[attr-defined,unused-ignore]
+
+
+def when_destroyed(group: ProcessGroup, function: Callable[[], object]) -> None:
+    """Call a function when `destroy_process_group` has ended a group.
+
+    torch has no hook for that. Its table of groups is what holds a group's store, while a group is held by caches and users too.
+    """
+    weakref.finalize(_c10d._world.pg_map[group][1], function).atexit = False  # type: ignore[attr-defined,unused-ignore]
+
+
+def timeout_s() -> float:
+    """Return the time limit of the world's collectives."""
+    world: Any = dist.group.WORLD
+    return min(float(world._get_backend(each).options._timeout.total_seconds()) for each in world._device_types)
+
+
+def take_worlds_timeout(group: ProcessGroup) -> None:
+    """Give a group the time limit of the world: torch gives each new one its own default of 10 or 30 minutes."""
+    _c10d._set_pg_timeout(timedelta(seconds=timeout_s()), group)
+
+
+def is_on_hosts(group: ProcessGroup) -> bool:
+    """Return whether a group is gloo's: its tensors lie in the memory of the ranks' hosts."""
+    return bool(dist.get_backend(group) == "gloo")
+
+
+def world() -> ProcessGroup | None:
+    """Return the group of all ranks, None without processes."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def size_of(group: ProcessGroup | None) -> int:
+    """Return the number of ranks of a group, 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """Return this rank's place in a group, 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def is_gloo_on_cpu(group: ProcessGroup) -> bool:
+    """Return whether a group moves host tensors by gloo."""
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"

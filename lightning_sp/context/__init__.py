@@ -1,0 +1,1 @@
+"""What a step in progress knows: the sharded batch, its masks, the attention calls and the losses so far."""

@@ -1,0 +1,52 @@
+"""Sharding a batch on all ranks or on none: what is wrong on one is raised on every one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.context.step import BatchInfo
+from lightning_sp.data.batch import digest, hand_sharded_info, is_sharded, shard_batch
+from lightning_sp.data.names import ShardOptions
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.mesh import SequenceMesh
+
+
+def agreed_shard(
+    batch: Any, mesh: SequenceMesh, options: ShardOptions, group: ProcessGroup | None, *, by_hand: bool
+) -> tuple[Any, BatchInfo]:
+    """Return this rank's part of a batch, and what was whole. Every rank must call it.
+
+    Args:
+        batch: whole, or this rank's part if it carries the mark of one.
+        mesh: this rank's place.
+        options: which tensors carry the sequence.
+        group: the world, on a backend for host tensors.
+        by_hand: the batch is this rank's part already, mark or none.
+
+    Communicates: one all_reduce of a digest of the batch.
+
+    Raises:
+        SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.
+    """
+    fault: Exception | None = None
+    local, info = batch, None
+    try:
+        if by_hand or is_sharded(batch):
+            info = hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options)
+        else:
+            local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, options)
+    except Exception as caught:  # told to the other ranks, which would wait for ever
+        fault = caught
+    named = fault is None or isinstance(fault, SequenceParallelError)
+    error = str(fault) if named else f"{type(fault).__name__}: {fault}"
+    whole = digest(batch) if fault is None and local is not batch else 0
+    try:
+        place = (mesh.data_parallel_rank, mesh.sequence_rank)
+        comm.check_same_batch(error if fault else None, whole, place, mesh.passes_begun, group)
+    except SequenceParallelError as agreed:
+        raise agreed from fault
+    assert info is not None
+    return local, info

@@ -1,0 +1,195 @@
+"""What a batch holds: its entries by name, which of them carry a sequence, and which one: an encoder-decoder batch holds two.
+
+    input_ids, attention_mask, ...                               one sequence, or the encoder's
+    decoder_input_ids, decoder_..., and then labels, targets     the decoder's
+
+Names that begin with "decoder_" are the decoder's, Hugging Face's standard names or declared ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sp.context.step import AttentionKind
+from lightning_sp.errors import SequenceParallelError
+
+IGNORE_INDEX = -100
+DECODER = "decoder_"
+# Standard names -> (dimension of the sequence, value of padding). Hugging Face's, nanoGPT's and torchtune's.
+STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
+    "input_ids": (1, 0),
+    "inputs_embeds": (1, 0.0),
+    "tokens": (1, 0),
+    "labels": (1, IGNORE_INDEX),
+    "shift_labels": (1, IGNORE_INDEX),
+    "targets": (1, IGNORE_INDEX),
+    "position_ids": (1, 0),
+    "input_pos": (1, 0),
+    "attention_mask": (1, 1),
+    "token_type_ids": (1, 0),
+    "loss_mask": (1, 0),
+    "decoder_input_ids": (1, 0),
+    "decoder_inputs_embeds": (1, 0.0),
+    "decoder_position_ids": (1, 0),
+    "decoder_attention_mask": (1, 1),
+}
+SHIFTED_BY_NAME = ("shift_labels", "targets")
+_OF_TARGETS = ("labels", *SHIFTED_BY_NAME, "loss_mask")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How to find and read the sequence in a batch; see the options of the same names in `config`.
+
+    `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
+    `decoder_inputs` makes a Hugging Face decoder's input of whole labels, where the batch has none. `apart` is whether the sequences of an
+    encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does.
+    """
+
+    sequence_dims: Mapping[str, int] = field(default_factory=dict)
+    labels_shifted: bool | None = None
+    model_shifts_labels: bool = False
+    packed_documents: bool | None = None
+    balance: str = "zigzag"
+    device: str = "cpu"
+    attention: tuple[AttentionKind, ...] = ()
+    decoder_inputs: Callable[[Tensor], Tensor] | None = None
+    apart: bool = True
+
+
+def plain_entries(batch: Any) -> dict[str, Any]:
+    """Return a batch's entries by name, a tuple's by index.
+
+    Raises:
+        SequenceParallelError: it is no mapping, tuple, list or tensor.
+    """
+    if isinstance(batch, Mapping):
+        return {str(name): value for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return {str(index): value for index, value in enumerate(batch)}
+    if isinstance(batch, Tensor):
+        return {"input_ids": batch}
+    raise SequenceParallelError(
+        f"a batch of type {type(batch).__name__} cannot be sharded: it must be a mapping, tuple or list of tensors, or a tensor; "
+        "return a dict from the collate function, or shard by hand and pass shard_batch=False"
+    )
+
+
+def batch_entries(batch: Any, options: ShardOptions) -> dict[str, Any]:
+    """Return a whole batch's entries by name, with the decoder's inputs that its model would make of the labels.
+
+    Made of a shard's they would lack a token at each edge.
+    """
+    entries = plain_entries(batch)
+    given = any(isinstance(entries.get(f"{DECODER}{name}"), Tensor) for name in ("input_ids", "inputs_embeds"))
+    labels = entries.get("labels")
+    if options.decoder_inputs is not None and not given and isinstance(labels, Tensor):
+        entries[f"{DECODER}input_ids"] = options.decoder_inputs(labels)
+    return entries
+
+
+def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:
+    """Return the dimension of the sequence in each entry that carries one.
+
+    Raises:
+        SequenceParallelError: there is none, or a declared one that the batch does not have.
+    """
+    known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
+    # A mask of queries and keys passes whole: the model hands it to its attention as it is.
+    dims = {n: STANDARD_NAMES[n][0] for n, t in known.items() if not (n.endswith("attention_mask") and t.dim() == 4)}
+    for name, dim in options.sequence_dims.items():
+        tensor = entries.get(name)
+        if not isinstance(tensor, Tensor) or tensor.dim() <= dim:
+            held = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise SequenceParallelError(
+                f"sequence_dims[{name!r}]={dim}: the batch holds {held} there; it has {shapes_of(entries)}"
+            )
+        dims[name] = dim
+    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _holds_tensors(value)]
+    if not dims and nested:
+        raise SequenceParallelError(
+            f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
+            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, or return one flat dict"
+        )
+    short = [n for n, d in dims.items() if entries[n].dim() <= d]
+    if not dims or short:
+        raise SequenceParallelError(
+            f"the batch has no sequence dimension{f' in {short}' if short else ''}: it holds {shapes_of(entries)}; known names are "
+            f"{', '.join(STANDARD_NAMES)} with the sequence along dim 1; name others by sequence_dims={{'name': dim}} (tuples by index, "
+            "{'0': 1, '1': 1}), or shard by hand and pass shard_batch=False"
+        )
+    return dims
+
+
+def split_sequences(dims: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the dimensions of the sequence that is trained on and of the encoder's: none where the batch holds one sequence.
+
+    Raises:
+        SequenceParallelError: a decoder's without an encoder's.
+    """
+    if not any(name.startswith(DECODER) for name in dims):
+        return dict(dims), {}
+    decoder = {n: d for n, d in dims.items() if n.startswith(DECODER) or n in _OF_TARGETS}
+    encoder = {n: d for n, d in dims.items() if n not in decoder}
+    if not encoder:
+        raise SequenceParallelError(
+            f"the batch has {', '.join(decoder)}, which are a decoder's, and no sequence of an encoder: give that one, input_ids or a name in "
+            f"sequence_dims, or, for a model of one sequence, drop {DECODER!r} from the names"
+        )
+    return decoder, encoder
+
+
+def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable[str] = ()) -> tuple[int, int]:
+    """Return (rows, tokens) of a sequence.
+
+    Args:
+        entries: of the batch.
+        dims: of the sequence.
+        others: entries of the batch's other sequence.
+
+    Raises:
+        SequenceParallelError: its entries differ in length, or another one looks as if it belonged to it.
+    """
+    lengths = {n: int(entries[n].shape[d]) for n, d in dims.items()}
+    if len(set(lengths.values())) > 1:
+        raise SequenceParallelError(
+            f"the batch's sequences have different lengths {lengths}: they must be equal to be split alike; an encoder-decoder batch names its "
+            f"decoder's {DECODER}input_ids, or {DECODER}... in sequence_dims, and then labels are the decoder's too (rename what begins with "
+            f"{DECODER} and is none)"
+        )
+    known = {*dims, *others}
+    name, dim = next(iter(dims.items()))
+    rows = int(entries[name].shape[0]) if dim > 0 else 1
+    length = lengths[name]
+    unknown = {
+        n: tuple(t.shape)
+        for n, t in entries.items()
+        if n not in known
+        and isinstance(t, Tensor)
+        and t.dim() > 1
+        and t.shape[0] == rows
+        and t.shape[1] == length
+        and length > 1
+    }
+    if unknown:
+        raise SequenceParallelError(
+            f"{unknown} of the batch look like sequences of {length} tokens, but their names are not known: passing them whole would be "
+            f"silently wrong; say sequence_dims={{{', '.join(f'{n!r}: 1' for n in unknown)}}}, or rename them"
+        )
+    return rows, length
+
+
+def shapes_of(entries: Mapping[str, Any]) -> str:
+    """Return the names and shapes of a batch's entries, for errors."""
+    return ", ".join(
+        f"{n}: {tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__}" for n, t in entries.items()
+    )
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value
+    return any(isinstance(part, Tensor) for part in parts)

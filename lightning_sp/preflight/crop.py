@@ -1,0 +1,272 @@
+"""A small piece of a batch for the preflight: a few rows, one window of tokens that holds targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.attention.spec.mask import boundaries_from_positions
+from lightning_sp.data.batch import shifted_labels
+from lightning_sp.data.names import (
+    IGNORE_INDEX,
+    ShardOptions,
+    batch_entries,
+    extent,
+    plain_entries,
+    sequence_dims,
+    split_sequences,
+)
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout, merge
+
+# Two rows, so that what mixes rows shows; more would only cost.
+ROWS = 2
+LEAST_TOKENS = 64
+# Groups whose crops differ: each adds its rows to what every rank runs whole.
+MOST_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Part of a whole batch.
+
+    Args:
+        batch: of the same structure as the batch it was cut from, in memory of its own.
+        rows: samples in it.
+        tokens: length of its sequences.
+        num_targets: tokens with a target; None where the labels are not known.
+    """
+
+    batch: Any
+    rows: int
+    tokens: int
+    num_targets: int | None
+
+
+def crop_tokens(length: int, layout: SequenceLayout, wanted: int | None = None) -> int:
+    """Return the length of a crop: about `wanted`, short of a multiple by as much as the sequence itself, so that it is padded alike.
+
+    Args:
+        length: tokens of the whole sequence.
+        layout: the degrees.
+        wanted: rounded up to what the degrees divide; None chooses.
+    """
+    padded = layout.padded_length(wanted or max(8 * layout.multiple, LEAST_TOKENS))
+    return min(length, padded - (layout.padded_length(length) - length))
+
+
+def crop_extent(
+    batch: Any, options: ShardOptions, layout: SequenceLayout, wanted: int | None = None
+) -> tuple[int, ...]:
+    """Return the (rows, tokens) of a whole batch's crops, and the tokens of the encoder's where it holds two sequences."""
+    entries = batch_entries(batch, options)
+    own, encoder = split_sequences(sequence_dims(entries, options))
+    rows, length = extent(entries, own, encoder)
+    lengths = [length, *([extent(entries, encoder, own)[1]] if encoder else [])]
+    return min(rows, ROWS), *(crop_tokens(each, layout, wanted) for each in lengths)
+
+
+def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop:
+    """Return the first crop of a whole batch that holds a target; where none does, the first one, whose `num_targets` is 0.
+
+    Windows across the edge of two documents come first. Of an encoder's sequence it is the window that padding leaves most of.
+
+    Args:
+        batch: a whole batch.
+        options: of sharding.
+        size: rows and tokens of the crop, no more than the batch has, as `crop_extent` returns them.
+    """
+    entries = batch_entries(batch, options)
+    dims = sequence_dims(entries, options)
+    own, encoder = split_sequences(dims)
+    rows, length = extent(entries, own, encoder)
+    height, tokens, *encoder_tokens = size
+    labels = shifted_labels(entries, options)
+    places = entries.get("position_ids") if not encoder else None
+    first: Crop | None = None
+    for last in (min(rows, row + height) for row in range(0, rows, height)):
+        row = last - height
+        read = _encoder_window(entries, encoder, (row, last), encoder_tokens[0]) if encoder else None
+        for start in _starts(places[row:last] if isinstance(places, Tensor) else None, length, tokens):
+            targets = None if labels is None else labels[row:last, start : start + tokens]
+            count = None if targets is None else int((targets != IGNORE_INDEX).sum())
+            if count == 0 and first is not None:
+                continue
+            windows = {**dict.fromkeys(own, (start, tokens)), **dict.fromkeys(encoder, read[1] if read else (0, 0))}
+            of_lengths = {length: (start, tokens)} if read is None else {read[0]: read[1], length: (start, tokens)}
+            found = {}
+            for name, value in entries.items():
+                cut = _cut(value, dims.get(name), rows, (row, last), windows.get(name))
+                found[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
+            crop = Crop(_rebuild_plain(batch, found), height, tokens, count)
+            if count != 0:
+                return crop
+            first = crop
+    assert first is not None
+    return first
+
+
+def _encoder_window(
+    entries: Mapping[str, Any], dims: Mapping[str, int], row_range: tuple[int, int], tokens: int
+) -> tuple[int, tuple[int, int]]:
+    """Return the encoder's length and the (start, tokens) that most is left of by padding in the row that keeps least."""
+    name, dim = next(iter(dims.items()))
+    length = int(entries[name].shape[dim])
+    mask = entries.get("attention_mask")
+    starts = [*range(0, length - tokens + 1, tokens), length - tokens]
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return length, (0, tokens)
+    left = mask[slice(*row_range)] != 0
+    return length, (max(starts, key=lambda start: int(left[:, start : start + tokens].sum(1).min())), tokens)
+
+
+def whole_batch(batch: Any, options: ShardOptions, layout: SequenceLayout, group: ProcessGroup) -> Any:
+    """Return the whole batch of which every rank of a sequence holds a part that was sharded by hand, on the CPU.
+
+    Communicates: one all_gather for each tensor that carries the sequence, over a group that takes CPU tensors.
+    """
+    entries = plain_entries(batch)
+    dims = sequence_dims(entries, options)
+    merged = {
+        n: merge(comm.gather(v.cpu(), group), layout, dim=dims[n]) if n in dims else v for n, v in entries.items()
+    }
+    return _rebuild_plain(batch, merged)
+
+
+def shared_crop(
+    batch: Any,
+    options: ShardOptions,
+    layout: SequenceLayout,
+    *,
+    wanted: int | None,
+    hand_sharded: bool,
+    place: tuple[int, int],
+    sequence_group: ProcessGroup,
+    control_group: ProcessGroup | None,
+) -> tuple[Crop, Crop]:
+    """Return the crops of all data-parallel groups' batches as one, the same on every rank, and that of this rank's group.
+
+    Args:
+        batch: this rank's, whole; its part of it where `hand_sharded`.
+        options: of sharding.
+        layout: the degrees.
+        wanted: see `crop_tokens`.
+        hand_sharded: whether the parts must be merged first.
+        place: (data-parallel rank, rank within the sequence's group).
+        sequence_group: ranks that share the sequence.
+        control_group: the world. Both on a backend for the host.
+
+    Raises:
+        SequenceParallelError: the groups' crops cannot be made into one batch.
+    """
+    if hand_sharded:
+        batch = whole_batch(batch, options, layout, sequence_group)
+    # The groups' batches may have other lengths; their crops are as large as all can give.
+    extents = comm.gather_objects(crop_extent(batch, options, layout, wanted), control_group)
+    own = crop_batch(batch, options, tuple(min(each) for each in zip(*extents, strict=True)))
+    gathered = comm.gather_objects(own if place[1] == 0 else None, control_group)
+    crops: list[Crop] = [crop for crop in gathered if crop is not None]
+    # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
+    kept = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
+    return join_crops(crops[:kept], options), crops[place[0] % kept]
+
+
+def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
+    """Return crops of equal extent as one: the rows of all. What has no rows is the first's.
+
+    Raises:
+        SequenceParallelError: they hold different entries, or their sequences lie along dim 0 and have no rows.
+    """
+    first = crops[0]
+    if len(crops) == 1:
+        return first
+    held = [plain_entries(crop.batch) for crop in crops]
+    dims = sequence_dims(held[0], options)
+    kinds = [{name: _kind(value) for name, value in entries.items()} for entries in held]
+    for group, other in enumerate(kinds):
+        if other != kinds[0]:
+            raise SequenceParallelError(
+                f"preflight: the first batches of data-parallel groups 0 and {group} cannot be joined into the one that a single device would "
+                f"train on: cut to {first.rows} x {first.tokens} tokens they hold {kinds[0]} and {other}; make the loader give all groups "
+                "the same entries, or preflight=False trains without the check"
+            )
+    if 0 in dims.values():
+        raise SequenceParallelError(
+            f"preflight: the batches of {len(crops)} data-parallel groups cannot be joined: {[n for n, d in dims.items() if d == 0]} carry the "
+            "sequence along dim 0 and have no rows; put the rows first, or preflight=False trains without the check"
+        )
+    joined = {name: _join([entries[name] for entries in held], dims.get(name), first.rows) for name in held[0]}
+    counts = [crop.num_targets for crop in crops if crop.num_targets is not None]
+    targets = sum(counts) if len(counts) == len(crops) else None
+    return Crop(_rebuild_plain(first.batch, joined), first.rows * len(crops), first.tokens, targets)
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _join(values: list[Any], dim: int | None, rows: int) -> Any:
+    if dim is not None and values[0].shape[0] == 1:  # one row for all, as position_ids may be
+        values = [value.expand(rows, *value.shape[1:]) for value in values]
+    if not all(_has_rows(value, dim, rows) for value in values):
+        return values[0]
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    if isinstance(values[0], np.ndarray):
+        return np.concatenate(values)
+    joined = [each for value in values for each in value]
+    return tuple(joined) if isinstance(values[0], tuple) else joined
+
+
+def _starts(position_ids: Tensor | None, length: int, tokens: int) -> Iterator[int]:
+    boundaries = None if position_ids is None or position_ids.dim() != 2 else boundaries_from_positions(position_ids)
+    if boundaries is not None:
+        edge = min(int(e) for e in boundaries.flatten() if e > 0)
+        yield max(0, min(edge - tokens // 2, length - tokens))
+    yield from range(0, length - tokens + 1, tokens)
+    yield length - tokens
+
+
+def _cut(value: Any, dim: int | None, rows: int, row_range: tuple[int, int], window: tuple[int, int] | None) -> Any:
+    """Cut rows and window; a copy, for a view would carry the whole batch along when it is sent."""
+    if _has_rows(value, dim, rows):
+        value = value[row_range[0] : row_range[1]]
+    if dim is not None and window is not None:
+        value = value.narrow(dim, *window)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_mask(value: Any, windows: Mapping[int, tuple[int, int]]) -> bool:
+    """Return whether an entry says of queries and keys, or keys, of whole sequences: (rows or 1, heads or 1, S or 1, S)."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return False
+    return value.shape[3] in windows and (value.shape[2] == 1 or value.shape[2] in windows)
+
+
+def _cut_mask(value: Tensor, windows: Mapping[int, tuple[int, int]]) -> Tensor:
+    queries, keys = value.shape[2:]
+    value = value.narrow(3, *windows[keys])
+    return (value if queries == 1 else value.narrow(2, *windows[queries])).clone()
+
+
+def _has_rows(value: Any, dim: int | None, rows: int) -> bool:
+    if dim == 0 or isinstance(value, (str, bytes, dict, set)) or (isinstance(value, Tensor) and value.dim() == 0):
+        return False
+    return hasattr(value, "__len__") and len(value) == rows
+
+
+def _rebuild_plain(batch: Any, entries: dict[str, Any]) -> Any:
+    """Rebuild the structure of a batch, without the mark of a sharded one."""
+    if isinstance(batch, Mapping):
+        return entries
+    if isinstance(batch, Tensor):
+        return entries["input_ids"]
+    values = list(entries.values())
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

@@ -1,0 +1,1 @@
+"""Hugging Face models: their attention interface, masks, positions, biases."""

@@ -1,0 +1,379 @@
+"""Hugging Face models, through their attention interface, with a mask function of ours; nothing of the model is edited.
+
+Each strategy registers its own pair of functions under its own name, bound to its context, and takes them back. A custom attention without
+a registered mask function gets no mask at all, silently: ours receives every mask the model asks for. Windows, chunks and padding it hands
+on as a value, and what it cannot carry it refuses by name. Positions are always handed in, the loss gets the labels that were shifted on the
+whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_sp.attention import AttentionMask
+from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.dropout import attention_dropout
+from lightning_sp.rewrite.explicit_mask import explicit_mask
+from lightning_sp.rewrite.functional import attend
+from lightning_sp.rewrite.hugging_face.masks import asked_mask
+from lightning_sp.rewrite.hugging_face.positions import positions_of_shards
+from lightning_sp.rewrite.hugging_face.relative_bias import adds_zeros, bias_of_whole_sequences
+from lightning_sp.rewrite.hugging_face.rotary import follow_all_positions
+from lightning_sp.rewrite.reference import whole_attention
+
+_numbers = itertools.count()
+# Added to the scores, in each model's eager attention.
+_BIASES = ("position_bias", "attn_bias", "alibi")
+# Layers skipped by a draw of each rank's own.
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+_REFUSED_ARGUMENTS = (
+    "sinks",
+    "head_mask",
+    "layer_head_mask",
+    "cache",
+)
+
+
+def hugging_face_models(module: nn.Module) -> list[Any]:
+    """Return the outermost Hugging Face models inside a module; empty without transformers."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    found: list[Any] = []
+
+    def visit(each: nn.Module) -> None:
+        if isinstance(each, transformers.PreTrainedModel):
+            found.append(each)
+            return
+        for child in each.children():
+            visit(child)
+
+    visit(module)
+    return found
+
+
+class HuggingFaceRewrite(AbstractContextManager[None]):
+    """Routes the attention, masks, positions and loss of a module's Hugging Face models through the context, until it exits.
+
+    A class because it holds what it replaces until it is put back.
+    """
+
+    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
+        self.context = context
+        self.models = hugging_face_models(module)
+        self._undo = ExitStack()
+
+    def __enter__(self) -> None:
+        if not self.models:
+            return
+        # The interface refuses names with "sdpa", "flash", "flex" or "/".
+        for model in self.models:
+            _check_model(model)
+            previous = model.config._attn_implementation
+            name = f"sequence_parallel_{next(_numbers)}"
+            _register(name, self.context, previous, self._undo)
+            model.set_attn_implementation(name)
+            self._undo.callback(model.set_attn_implementation, previous)
+            hook = model.register_forward_pre_hook(
+                partial(_hand_in_positions, self.context), with_kwargs=True, prepend=True
+            )
+            self._undo.callback(hook.remove)
+            _wrap_loss(model, self.context, self._undo)
+            _wrap_generate(model, self.context, self._undo)
+            follow_all_positions(model, self.context, self._undo)
+            bias_of_whole_sequences(model, self.context, self._undo)
+            if getattr(model.config, "is_encoder_decoder", False):
+                positions_of_shards(model, self.context, self._undo)
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+
+def _register(name: str, context: SequenceContext, previous: str, undo: ExitStack) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
+    from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
+
+    masks = AttentionMaskInterface()
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if context.reference is not None:
+            own = ("s_aux", "softcap", *_BIASES)
+            if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in own):
+                # Torch's function would drop these, silently, and draw dropout of its own.
+                return _dense(context, module, *args, **kwargs)
+            # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
+            return sdpa_attention_forward(module, *args, **kwargs)
+        eager = getattr(sys.modules[_own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+        return AttentionInterface().get_interface(previous, eager)(module, *args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return (sdpa_mask if context.reference is not None else masks[previous])(*args, **kwargs)
+
+    AttentionInterface.register(name, partial(_attention, context, attention))
+    AttentionMaskInterface.register(name, partial(asked_mask, context, mask))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        undo.callback(interface._global_mapping.pop, name, None)
+
+
+def _attention(
+    context: SequenceContext, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any, scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """One layer's attention. Shapes: query (B, H, s, D), key and value (B, K, s, D) -> (B, s, H, D)."""
+    if context.step is None:
+        result: tuple[Tensor, None] = original(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return result
+    kind = type(module).__name__
+    queries, keys = context.sequences(query.shape[2], key.shape[2])
+    bias = None
+    if attention_mask is not None and not isinstance(attention_mask, AttentionMask):
+        if not isinstance(attention_mask, Tensor):
+            raise SequenceParallelError(
+                f"{kind} built an attention mask {_shape(attention_mask)} of its own: it cannot be carried"
+            )
+        attention_mask, bias = explicit_mask(context, attention_mask, queries, keys, f"{kind}'s attention mask")
+    for argument in _REFUSED_ARGUMENTS:
+        if kwargs.get(argument) is not None:
+            raise SequenceParallelError(
+                f"{kind} uses {argument}: it cannot be carried yet; without it the model would be silently wrong"
+            )
+    for argument in _BIASES:
+        if kwargs.get(argument) is not None and not (argument == "position_bias" and adds_zeros(module)):
+            bias = _added(bias, _bias(context, kwargs[argument], queries, keys, f"{kind}'s {argument}"))
+    window = kwargs.get("sliding_window")
+    if attention_mask is None and window is not None and keys.padded_length > int(window):
+        raise SequenceParallelError(
+            f"{kind} has a sliding window of {window} tokens and the sequence {keys.padded_length}, but the model asked for no "
+            "mask with a window: which of the two this layer means is not known"
+        )
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
+    asked = context.step.causal_masks
+    if asked and causal not in asked:
+        raise SequenceParallelError(
+            f"{kind} says is_causal={causal}, but the model asked for {'causal' if True in asked else 'full'} masks: the two must agree"
+        )
+    mask = context.step.mask(queries, keys, causal) if attention_mask is None else attention_mask
+    out = attend(
+        context,
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scaling,
+        sinks=kwargs.get("s_aux"),
+        softcap=kwargs.get("softcap"),
+        bias=bias,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2), None
+
+
+def _bias(context: SequenceContext, given: Any, queries: BatchInfo, keys: BatchInfo, what: str) -> Tensor | None:
+    if isinstance(given, Tensor) and given.numel() == 1 and not given.requires_grad:
+        return None  # one number for all scores changes no weight: see `relative_bias`
+    found = explicit_mask(context, given, queries, keys, what)[1] if isinstance(given, Tensor) else None
+    if found is None:
+        raise SequenceParallelError(
+            f"{what} {_shape(given)} is not floating point of the whole sequence: it cannot be carried; without it the model would be "
+            "silently wrong"
+        )
+    return found
+
+
+def _added(bias: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return bias if other is None else other if bias is None else bias + other
+
+
+def _dense(
+    context: SequenceContext, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, s_aux: Tensor | None = None,
+    softcap: float | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """One layer's attention on a short whole sequence, by its definition. Shapes: as in `_attention`."""
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    bias = None
+    for name in _BIASES:
+        bias = bias if others.get(name) is None else _added(bias, others[name])
+    out = whole_attention(
+        query, key, value, attention_mask, bias=bias, causal=causal and attention_mask is None, scale=scaling, sinks=s_aux, softcap=softcap,
+        dropout=attention_dropout(context, dropout),
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+def _hand_in_positions(
+    context: SequenceContext, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    batch = context.step.batch if context.step is not None else context.reference
+    if batch is None:
+        return None
+    like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+    named = {"position_ids": _read_sequence(context, batch, like)}
+    if is_encoder_decoder(module):
+        taken = inspect.signature(module.forward)
+        _check_encoder_decoder(module, batch, taken.bind_partial(*args, **kwargs).arguments)
+        both = {"position_ids": batch.encoder or batch, "decoder_position_ids": batch}
+        named = {name: sequence for name, sequence in both.items() if name in taken.parameters}
+    for name, sequence in named.items():
+        if kwargs.get(name) is None and sequence.position_ids is not None:
+            kwargs[name] = sequence.position_ids if like is None else sequence.position_ids.to(like.device)
+    # With a cache Hugging Face keeps every layer's keys and drops the documents of packed rows.
+    kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _read_sequence(context: SequenceContext, batch: BatchInfo, like: Tensor | None) -> BatchInfo:
+    """Return the sequence that a model of one is given: of a batch of two, the one of so many tokens."""
+    for sequence in batch.sequences:
+        tokens = sequence.length if context.step is None else context.tokens_of(sequence)
+        if like is not None and like.dim() > 1 and like.shape[1] == tokens:
+            return sequence
+    return batch
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Return whether a Hugging Face model reads one sequence and writes another, and is no part of such a one."""
+    return (
+        bool(getattr(model.config, "is_encoder_decoder", False))
+        and "decoder_input_ids" in inspect.signature(model.forward).parameters
+    )
+
+
+def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes the decoder's input of whole labels, as these models would; None where not all of them are encoder-decoders.
+
+    Shapes: (B, S) -> (B, S).
+    """
+    writers = [each for each in models if is_encoder_decoder(each)]
+    if not writers or len(writers) < len(models):
+        return None
+    made: Callable[[Tensor], Tensor] | None = getattr(writers[0], "prepare_decoder_input_ids_from_labels", None)
+    if made is not None and len(writers) == 1:
+        return made
+    names = ", ".join(_own_class(each).__name__ for each in writers)
+
+    def unknown(labels: Tensor) -> Tensor:
+        raise SequenceParallelError(
+            f"the batch has labels of shape {tuple(labels.shape)} and no decoder_input_ids: how {names} makes these of them is not known; put "
+            "them into the batch, in the collate function, the labels shifted by one to the right behind the start token"
+        )
+
+    return unknown
+
+
+def _check_encoder_decoder(model: Any, batch: BatchInfo, given: Mapping[str, Any]) -> None:
+    if batch.encoder is None:
+        raise SequenceParallelError(
+            f"{_own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "
+            "decoder_input_ids"
+        )
+    if all(given.get(f"decoder_{name}") is None for name in ("input_ids", "inputs_embeds")):
+        # Shifted within a shard they would lose a token at each edge.
+        raise SequenceParallelError(
+            f"{_own_class(model).__name__} got no decoder_input_ids, and would make them of this rank's part of the "
+            f"{'input_ids' if given.get('labels') is None else 'labels'}: hand on the batch's, "
+            "model(..., decoder_input_ids=batch['decoder_input_ids']), which are of the whole"
+        )
+
+
+def _wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
+    if "loss_function" not in dir(type(model)):
+        return
+    original = model.loss_function
+
+    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
+        if context.step is not None:
+            name = getattr(original, "__name__", str(original))
+            if is_encoder_decoder(model) and name == "ForMaskedLMLoss":  # of labels as they are
+                found: Tensor = original(*args, **kwargs)
+                return found
+            if name != "ForCausalLMLoss" or is_encoder_decoder(model):
+                raise SequenceParallelError(
+                    f"{type(model).__name__} computes {name}: only ForCausalLMLoss, and an encoder-decoder's ForMaskedLMLoss, means over "
+                    "tokens, are supported under sequence parallelism; compute the loss in training_step from the logits"
+                )
+            if context.step.batch.encoder is not None:
+                raise SequenceParallelError(
+                    f"{type(model).__name__} computes {name}, whose targets are the next tokens, in an encoder-decoder batch, whose labels are "
+                    "those of the decoder's own places: compute its loss in training_step from the logits"
+                )
+            if context.step.batch.shift_labels is None:
+                raise SequenceParallelError(
+                    "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded"
+                )
+            # Shifting a shard would lose the target at its edge: these were shifted on the whole sequence.
+            kwargs["shift_labels"] = context.step.batch.shift_labels
+        loss: Tensor = original(*args, **kwargs)
+        return loss
+
+    had = "_loss_function" in vars(model)
+    model.loss_function = loss_function
+    undo.callback(setattr, model, "_loss_function", original) if had else undo.callback(
+        _delete, model, "_loss_function"
+    )
+
+
+def _wrap_generate(model: Any, context: SequenceContext, undo: ExitStack) -> None:
+    if not hasattr(model, "generate"):
+        return
+    original = model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if context.step is not None:
+            raise SequenceParallelError(
+                "model.generate inside a step would continue this rank's shard: call it on whole sequences from a hook such as "
+                "on_validation_epoch_end, on all ranks alike"
+            )
+        return original(*args, **kwargs)
+
+    model.generate = generate
+    undo.callback(_delete, model, "generate")
+
+
+def _delete(target: Any, name: str) -> None:
+    if name in vars(target):
+        delattr(target, name)
+
+
+def _own_class(module: nn.Module) -> type:
+    """Return a module's class from before FSDP2 put a subclass of its own, in torch's own source file, in its place."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+
+
+def _check_model(model: Any) -> None:
+    # Transformers reads the source file of the class to know.
+    name, can_set = _own_class(model).__name__, getattr(_own_class(model), "_can_set_attn_implementation", None)
+    if getattr(model.config, "model_type", "") == "encoder-decoder":
+        raise SequenceParallelError(
+            f"{name} is made of two models that each count positions in ways of their own: it cannot be rewritten; call the two in a module of "
+            "your own, each with its position_ids, or use T5, T5Gemma or BART"
+        )
+    dropped = [n for n in _LAYER_DROPS if isinstance(p := getattr(model.config, n, None), float) and p > 0]
+    if dropped:
+        raise SequenceParallelError(
+            f"{name} has {', '.join(f'config.{n}={getattr(model.config, n)}' for n in dropped)}: each rank would skip other layers than its "
+            "peers, and wait for them; set it to 0"
+        )
+    if can_set is not None and not can_set():
+        raise SequenceParallelError(
+            f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "
+            "use a model whose modeling file calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
+        )
+
+
+def _shape(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"

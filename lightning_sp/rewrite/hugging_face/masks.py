@@ -1,0 +1,195 @@
+"""The masks that a Hugging Face model asks for, as values: their functions taken apart, and what is no window or chunk given global positions.
+
+intersection of: causal, full, windows, chunks      -> an interval for each query
+                 any other function of positions    -> a mask_mod; it must read nothing of this rank's tokens
+                 padding                            -> the batch's own, whole; packed documents are the context's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.attention.spec.mask import document_ids
+from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.closures import check_whole_tensors, of_real_tokens
+
+# Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
+_CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
+_WINDOW, _BOTH_WAYS = (
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+)
+_CHUNKS = "chunked_overlay.<locals>.inner_mask"
+_SIZED = (_WINDOW, _BOTH_WAYS, _CHUNKS)
+_KNOWN = (_CAUSAL, _FULL, *_SIZED)
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
+_WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
+
+
+def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Receive every mask the model asks for: return it as a value, None where causal or full says it all.
+
+    Args:
+        context: with or without a step in progress.
+        original: what is asked outside of one.
+        args: of transformers' mask interface.
+        kwargs: likewise.
+
+    Communicates: where the model hides padding one all_reduce of 8 bytes.
+
+    Raises:
+        SequenceParallelError: a function that reads tensors of this rank's tokens, or padding that is not the batch's.
+    """
+    step = context.step
+    if step is None:
+        return original(*args, **kwargs)
+    queries, batch = step.batch, step.batch
+    if batch.encoder is not None:
+        queries, batch = context.sequences(int(kwargs["q_length"]), int(kwargs["kv_length"]))
+    # A window that holds the whole sequence hides nothing.
+    parts = [p for p in _mask_parts(kwargs.get("mask_function")) if p.size is None or p.size < batch.padded_length]
+    padding = kwargs.get("attention_mask")
+    hides = padding is not None and (batch.hides_keys or not batch.mask_given)
+    if hides:
+        # The values of a shard are known to its rank alone: all ranks of the sequence refuse what one refuses. Not those of others, whose batch
+        # may hide nothing.
+        comm.agree(_wrong_padding(batch, padding), context.mesh.sequence_group)
+        hides = batch.hides_keys
+    sizes: dict[str, int] = {}
+    functions: list[_MaskFunction] = []
+    # Where the model is not given the batch's padding mask, transformers does not count from it.
+    counted = _counted_from(batch) if hides or not batch.mask_given else None
+    for part in parts:
+        if part.size is not None and not sizes and (part.name != _CHUNKS or counted is None):
+            sizes[part.name] = part.size
+        elif part.name not in (_CAUSAL, _FULL):
+            functions.append(_mask_function(context, part, counted, queries, batch))
+    causal = _CAUSAL in [part.name for part in parts]
+    if not any(part.name not in _KNOWN for part in parts):
+        step.causal_masks.add(causal)
+    if not sizes and not hides and not functions:
+        return None
+    left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
+    window = (right, right) if right is not None else (None if left is None else left - 1, None)
+    mask = queries.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides, keys=batch)
+    return replace(mask, mask_mod=_all_of(functions)) if functions else mask
+
+
+def _mask_function(
+    context: SequenceContext, part: _Part, start: Tensor | None, queries: BatchInfo, batch: BatchInfo
+) -> _MaskFunction:
+    """Return a part of a mask as a function of global positions, counted from `start` where transformers does so.
+
+    Raises:
+        SequenceParallelError: it reads tensors of this rank's tokens.
+    """
+    size = part.size
+    if part.name == _CHUNKS and size is not None:
+        # Transformers' own reads where the shard's padding ends.
+        begun = torch.zeros(batch.rows, batch.padded_length, dtype=torch.int64) if start is None else start
+        begun = begun.to(_device(batch))
+        return lambda row, head, query, key: (query - begun[row, query]) // size == (key - begun[row, key]) // size
+    if part.name in _SIZED and size is None:
+        raise SequenceParallelError(
+            f"the model asks for a mask made of {part.name} of unknown size: it cannot be carried; without it the model would be silently wrong"
+        )
+    check_whole_tensors(context, part.function, f"the model's mask function {part.name}")
+    if start is None or batch.mask_given or part.name in _KNOWN:
+        return of_real_tokens(part.function, queries, batch)
+    begins = start.to(_device(batch))
+    return of_real_tokens(
+        lambda row, head, query, key: part.function(row, head, query - begins[row, query], key - begins[row, key]),
+        queries,
+        batch,
+    )
+
+
+def _all_of(functions: list[_MaskFunction]) -> _MaskFunction:
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = functions[0](row, head, query, key)
+        for function in functions[1:]:
+            seen = seen & function(row, head, query, key)
+        return seen
+
+    return mask_mod
+
+
+def _device(batch: BatchInfo) -> torch.device:
+    """Return where the step computes."""
+    return torch.device("cpu") if batch.position_ids is None else batch.position_ids.device
+
+
+def _counted_from(batch: BatchInfo) -> Tensor | None:
+    """Return where each token's positions are counted from, None for the row's start: its document, or what padding leaves.
+
+    Shapes: () -> (rows, S), int64, on the CPU.
+    """
+    if batch.boundaries is not None and not batch.mask_given and _counts_within_documents():
+        starts = batch.boundaries.gather(1, document_ids(batch.boundaries, batch.padded_length))
+        return starts.expand(batch.rows, -1)
+    if batch.seen is not None:
+        first = batch.seen.cpu().long().argmax(1)
+    elif batch.valid is not None:
+        first = batch.valid[:, 0]
+    else:
+        return None
+    return first[:, None].expand(batch.rows, batch.padded_length) if bool(first.any()) else None
+
+
+def _counts_within_documents() -> bool:
+    """Whether this transformers gives mask functions the positions within a packed document."""
+    from transformers import masking_utils  # noqa: PLC0415
+
+    return hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+
+def _wrong_padding(batch: BatchInfo, padding: Any) -> str | None:
+    """Return what is wrong with the padding that a model hides, of this rank's tokens: it must be the batch's, whose whole is known."""
+    if not batch.hides_keys:
+        if bool(padding.all()):
+            return None
+        return (
+            f"a padding mask of shape {tuple(padding.shape)} that hides tokens reached the model, and the batch has none: from a rank's part "
+            "alone the whole is not known; give it as the batch's attention_mask (a decoder's as decoder_attention_mask)"
+        )
+    assert batch.local_mask is not None
+    if padding.shape != batch.local_mask.shape or not torch.equal(padding.bool(), batch.local_mask.bool()):
+        return (
+            f"the padding mask of shape {tuple(padding.shape)} that reached the model is not the batch's attention_mask: one made in "
+            "training_step cannot be carried; change the batch before it is sharded"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An elementary mask function: its name, itself, and the size of its window or chunk."""
+
+    name: str
+    function: Any
+    size: int | None = None
+
+
+def _mask_parts(function: Any) -> list[_Part]:
+    """Return the elementary masks that a mask function is the intersection of."""
+    name = getattr(function, "__qualname__", repr(function))
+    if name in _PACKED:
+        return []
+    inner: list[Any] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        inner += list(content) if isinstance(content, tuple) else [content]
+    if name in _SIZED:
+        sizes = [each for each in inner if isinstance(each, int)]
+        return [_Part(name, function, sizes[0] if len(sizes) == 1 else None)]
+    if not name.startswith(_WRAPPERS):
+        return [_Part(name, function)]
+    return [each for content in inner if callable(content) for each in _mask_parts(content)]

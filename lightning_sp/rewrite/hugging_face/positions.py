@@ -1,0 +1,61 @@
+"""Position embeddings of encoder-decoders that count the tokens they are given: they are handed this rank's places instead.
+
+BART's and its kin's (`forward(input_ids, past_key_values_length=0, position_ids=None)`) count from 0 by their input's length, or are given such
+a count by the model, a shard's as if it were the sequence. Nothing else of the model takes positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.errors import SequenceParallelError
+
+_PAST = "past_key_values_length"
+_COUNTS = [_PAST, "position_ids"]
+
+
+def positions_of_shards(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
+    """Hand each such module of a model the places of its tokens. `undo` takes that back.
+
+    One that counts in a way of its own (M2M-100's by padding tokens, BERT's as a part of another model) is refused once a step calls it.
+    """
+    for module in model.modules():
+        taken = list(inspect.signature(module.forward).parameters)
+        if _PAST in taken:
+            known = taken[1:] == _COUNTS and taken[0] in ("input_ids", "input_ids_shape")
+            hook = _places(context, taken[0]) if known else _refusal(context)
+            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _places(context: SequenceContext, name: str) -> Any:
+    def hand_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if context.step is None:
+            return None
+        given: Any = args[0] if args else kwargs[name]
+        tokens = (given.shape if isinstance(given, Tensor) else given)[1]
+        sequence, _ = context.sequences(tokens, tokens)
+        if sequence.boundaries is not None:
+            raise SequenceParallelError(
+                f"{type(module).__name__} counts the places of its tokens itself, alike for all rows, and the batch has packed documents: give "
+                "each row one document, or packed_documents=False if attention is to see the whole row"
+            )
+        places = None if sequence.position_ids is None else sequence.position_ids[0]
+        return (), {name: given, _PAST: 0, "position_ids": places}
+
+    return hand_in
+
+
+def _refusal(context: SequenceContext) -> Any:
+    def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if context.step is not None and context.mesh.layout.size > 1:
+            raise SequenceParallelError(
+                f"{type(module).__name__} counts the places of its tokens in a way of its own, of this rank's part alone: it cannot be handed "
+                "those of the whole sequence; use a model that takes position_ids, or counts as BART does"
+            )
+
+    return refuse

@@ -1,0 +1,112 @@
+"""How many query heads a model has: what its modules and configs name, else what reaches attention in a forward on fake tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._pytree import tree_map_only
+
+from lightning_sp.rewrite.rebind import rebind
+
+_HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
+_TOKEN_NAMES = ("input_ids", "input", "inputs", "tokens", "token_ids", "ids", "idx", "x")
+_POSITION_NAMES = ("position_ids", "positions")
+_TRIAL_TOKENS = 8
+
+
+def named_query_heads(module: nn.Module) -> int | None:
+    """Return the smallest number of query heads that the model's modules or configs name, None if none does."""
+    found = []
+    for each in module.modules():
+        for holder in (each, getattr(each, "config", None)):
+            for name in _HEAD_NAMES:
+                value = getattr(holder, name, None) if holder is not None else None
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    found.append(value)
+    return min(found) if found else None
+
+
+def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
+    """Return the smallest number of query heads that reach `F.scaled_dot_product_attention` or `flex_attention` in a forward without data.
+
+    Nothing is computed: the tensors are fake, and parameters on the meta device do as well. The input is the module's
+    `example_input_array` (Lightning's name for it), else a few token ids. What the forward keeps in the module is the caller's concern.
+
+    Returns:
+        The number, None where it cannot be found, and then why.
+    """
+    target = _with_forward(module)
+    if target is None:
+        return None, f"{type(module).__name__} has no forward, and not one submodule that has"
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _seen_heads(target) as seen:
+            args, kwargs = _trial_input(module, target)
+            named = [*target.named_parameters(), *target.named_buffers()]
+            state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
+            functional_call(target, state, args, kwargs)
+    except Exception as error:  # whatever a user's forward raises on a made-up input: then the heads are not known
+        return None, f"a forward of {type(target).__name__} without data failed: {type(error).__name__}: {error}"
+    if not seen:
+        return None, f"a forward of {type(target).__name__} made no call of F.scaled_dot_product_attention"
+    return min(seen), ""
+
+
+def _with_forward(module: nn.Module) -> nn.Module | None:
+    """Return the module itself, or, for a LightningModule that leaves `forward` out, the one submodule it holds."""
+    has_forward = type(module).forward not in (LightningModule.forward, nn.Module.forward)
+    if has_forward or getattr(module, "example_input_array", None) is not None:
+        return module
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    return children[0] if len(children) == 1 else None
+
+
+def _trial_input(module: nn.Module, target: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of a forward; tensors are made in the fake mode that is active."""
+    example = getattr(module, "example_input_array", None)
+    if example is not None:
+        example = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), example)
+        if isinstance(example, Mapping):
+            return (), dict(example)
+        return (example if isinstance(example, tuple) else (example,)), {}
+    kwargs = {}
+    for name, parameter in inspect.signature(target.forward).parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+            parameter.POSITIONAL_ONLY,
+        )
+        if name in _TOKEN_NAMES and (required or name == "input_ids"):
+            kwargs[name] = torch.zeros(1, _TRIAL_TOKENS, dtype=torch.long)
+        elif name in _POSITION_NAMES and required:
+            kwargs[name] = torch.arange(_TRIAL_TOKENS)[None]
+        elif required:
+            raise TypeError(f"what forward's argument {name!r} takes is not known; set example_input_array")
+    return (), kwargs
+
+
+@contextmanager
+def _seen_heads(model: nn.Module) -> Iterator[list[int]]:
+    """Collect the head counts of attention calls (B, H, S, D), answering with an output of the right shape."""
+    seen: list[int] = []
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(query.shape[-3])
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+    with ExitStack() as undo:
+        for holder, name in ((F, "scaled_dot_product_attention"), (torch_flex, "flex_attention")):
+            original = getattr(holder, name)
+            setattr(holder, name, attention)
+            undo.callback(setattr, holder, name, original)
+            rebind(model, original, lambda _: attention, undo)
+        yield seen

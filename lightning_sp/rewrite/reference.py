@@ -1,0 +1,62 @@
+"""A whole sequence's attention by its definition, for the preflight's short crops, where torch's own function cannot do it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_sp.attention.reference import dense_attention
+from lightning_sp.attention.spec.dropout import AttentionDropout
+from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.score_mod import ScoreMod
+
+
+def whole_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout: AttentionDropout | None = None,
+) -> Tensor:
+    """Return the attention of a short whole sequence.
+
+    Args:
+        q: queries.
+        k: keys, of as many heads or fewer.
+        v: values.
+        mask: bool, or floating point, added to the scores; None for all.
+        bias: added to the scores, besides.
+        causal: whether a query sees no key after its own place, besides.
+        scale: of q k^T; None for 1 / sqrt(D).
+        sinks: see `sequence_parallel_attention`, as the rest.
+        softcap: of the scores.
+        score_mod: of the scores, after the mask's numbers.
+        dropout: of the weights.
+
+    Shapes: q (B, H, S, D), k and v (B, K, T, D), mask (..., S or 1, T) -> (B, H, S, D).
+    """
+    shape = (1, 1, q.shape[2], k.shape[2])
+    seen = torch.ones(shape, dtype=torch.bool, device=q.device)
+    seen = seen.tril() if causal else seen
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        bias = mask if bias is None else bias + mask
+    places = whole_places(q, k)
+    change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)
+    kept = None if dropout is None else dropout.kept(places).to(q.dtype) / (1.0 - dropout.probability)
+    return dense_attention(q, k, v, seen, scale, sinks, softcap, bias=bias, change=change, kept=kept)
+
+
+def whole_places(q: Tensor, k: Tensor) -> Places:
+    """Return the places of all scores of a whole attention."""
+    return Places((0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k)))

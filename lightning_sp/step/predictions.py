@@ -1,0 +1,106 @@
+"""Predictions as one device would return them: whole sequences, of all samples, each once, in the order of the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.context.step import BatchInfo
+from lightning_sp.data.batch import digest
+from lightning_sp.data.loaders import filler_batch
+from lightning_sp.mesh import SequenceMesh
+
+# Elements of which a digest is made at once: the copies it needs stay small beside the logits of a long sequence.
+DIGEST_ELEMENTS = 1 << 22
+
+
+def whole_output(
+    output: Any,
+    batch: BatchInfo,
+    unshard: Callable[[Tensor], Tensor],
+    sequence_group: ProcessGroup,
+    control_group: ProcessGroup | None,
+) -> Any:
+    """Return what a predict step returned, with every tensor whole that carries this rank's tokens. Every rank must call it.
+
+    A tensor that all ranks of a sequence hold alike is whole already, unless it may be a constant for each token.
+
+    Args:
+        output: tensors in any nest of tuples, lists and dicts.
+        batch: what was whole before it was sharded.
+        unshard: gathers the tokens of a tensor of shape (rows, tokens of this rank, ...).
+        sequence_group: the ranks that share the sequence, on a backend for host objects.
+        control_group: the world, on such a backend.
+
+    Communicates: shapes and digests of all tensors over the sequence's ranks; one all_gather for each tensor of tokens.
+
+    Raises:
+        SequenceParallelError: a tensor that differs between the ranks of a sequence and is not one of tokens.
+    """
+    size = comm.size_of(sequence_group)
+    if size == 1:
+        return output
+    tensors: list[Tensor] = []
+    apply_to_collection(output, Tensor, tensors.append)
+    held = comm.gather_objects([_digest(each) for each in tensors], sequence_group)
+    tokens = {(batch.rows, each.padded_length // size) for each in batch.sequences}
+    comm.agree(_fault(held, tokens), control_group)
+    alike = iter([all(other[index] == own for other in held) for index, own in enumerate(held[0])])
+
+    def whole(tensor: Tensor) -> Tensor:
+        kept = next(alike) and not _is_constant(tensor)
+        return tensor if kept or tuple(tensor.shape[:2]) not in tokens else unshard(tensor)
+
+    return apply_to_collection(output, Tensor, whole)
+
+
+def _digest(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a tensor's shape, and numbers that differ, almost surely, where its elements do."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+    return tuple(tensor.shape), tuple(digest(part) for part in torch.split(flat, DIGEST_ELEMENTS))
+
+
+def _fault(held: list[list[tuple[tuple[int, ...], tuple[int, ...]]]], tokens: set[tuple[int, int]]) -> str | None:
+    """Return what cannot be made whole, the same on all ranks of the sequence; None where all can."""
+    counts = [len(each) for each in held]
+    if len(set(counts)) > 1:
+        return f"predict_step returns {counts} tensors on the {len(held)} ranks of one sequence: it must return as many on each"
+    for index, parts in enumerate(zip(*held, strict=True)):
+        shapes = [shape for shape, _ in parts]
+        if len(set(parts)) > 1 and any(shape[:2] not in tokens or shape[2:] != shapes[0][2:] for shape in shapes):
+            told = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
+            return (
+                f"predict_step returns as tensor {index} of {counts[0]} one of shape {told} that differs between the {len(held)} ranks of one "
+                f"sequence: it was computed from each rank's part of the tokens, and only tensors of shape (rows, tokens, ...), here "
+                f"{' or '.join(map(str, sorted(tokens)))}, can be gathered; make the tensor that has the tokens whole first, "
+                "self.trainer.strategy.unshard(tensor), and compute from that"
+            )
+    return None
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Return whether all tokens of a tensor (rows, tokens, ...) have the same."""
+    return tensor.dim() >= 2 and bool((tensor == tensor[:, :1]).all())
+
+
+def share_predictions(loop: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
+    """Give every rank the predictions of all data-parallel ranks, in place: batch i came from rank i % data_parallel_size.
+
+    Args:
+        loop: the trainer's prediction loop, at its end.
+        mesh: this rank's place.
+        group: the world, on a backend for host objects.
+    """
+    if mesh.data_parallel_size == 1 or not loop.return_predictions or loop._combined_loader is None:
+        return
+    for predictions, loader in zip(loop._predictions, loop._combined_loader.flattened, strict=True):
+        own = [p for index, p in enumerate(predictions) if not filler_batch(loader, index)]
+        lists = dict(comm.gather_objects((mesh.data_parallel_rank, own), group))
+        longest = max(len(each) for each in lists.values())
+        predictions[:] = [lists[rank][i] for i in range(longest) for rank in sorted(lists) if i < len(lists[rank])]

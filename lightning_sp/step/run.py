@@ -1,0 +1,117 @@
+"""A user's steps on sharded batches: attention and loss are intercepted from a step's start until its backward has ended.
+
+training: its loss is the mean over the world, checked          evaluation: over this sample's ranks alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import distributed as dist
+
+from lightning_sp.context.step import BatchInfo, SequenceContext, Step
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.check import LossCheck
+from lightning_sp.loss.cross_entropy import loss_of
+from lightning_sp.parallelize import run_on_gathered
+from lightning_sp.step.isolation import traceless
+
+
+class Steps:
+    """Runs the steps of one model; a class because attention is looked for once and losses are compared from step to step.
+
+    Args:
+        context: what the interceptions share.
+        compiled: whether the model's blocks are, so that attention calls are counted in a first step that runs eagerly.
+        control_group: the world, on a backend for host tensors.
+    """
+
+    def __init__(self, context: SequenceContext, *, compiled: bool, control_group: dist.ProcessGroup | None) -> None:
+        self.context = context
+        self._compiled = compiled
+        self._control_group = control_group
+        self._attention_reached = False
+        self._loss_check = LossCheck()
+
+    def start_run(self) -> None:
+        """Compare the next loss as the first one, before its backward."""
+        self._loss_check = LossCheck()
+
+    def end_run(self) -> None:
+        """Read the answer about the last loss. Every rank must call it."""
+        self._loss_check.finish(self._control_group)
+
+    def train(self, batch: BatchInfo, run: Callable[[], Any]) -> Any:
+        """Run training_step and leave the step open for its backward; `end` closes it.
+
+        Args:
+            batch: what was sharded.
+            run: the user's training_step on this rank's part.
+
+        Returns:
+            What the step returned, its loss a mean over the world's tokens.
+
+        Raises:
+            SequenceParallelError: attention was not reached, the loss is no mean over tokens, or a parameter was used where it is not whole.
+        """
+        step = self._begin(batch, None)
+        with self._counted():
+            output = run_on_gathered(run)
+        self._check_reached(step)
+        output, counts = loss_of(output, None)
+        if counts is not None:
+            step.token_counts = counts
+        if self.context.mesh.base.size() > 1:
+            self._loss_check.check(step, output, self._control_group)
+        return output
+
+    def evaluate(
+        self, batch: BatchInfo, run: Callable[[], Any], module: LightningModule, device: torch.device, *, filler: bool
+    ) -> Any:
+        """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
+
+        Args:
+            batch: what was sharded.
+            run: the user's step on this rank's part.
+            module: the model.
+            device: where it is.
+            filler: the batch only keeps other ranks' collectives company: it must not reach a log or a metric.
+        """
+        step = self._begin(batch, self.context.mesh.sequence_group)
+        try:
+            with traceless(module, device) if filler else nullcontext(), self._counted():
+                output = run_on_gathered(run)
+        finally:
+            self.end()
+        self._check_reached(step)
+        return output
+
+    def end(self) -> None:
+        """Give every intercepted function back its own behaviour."""
+        self.context.step = None
+
+    def _begin(self, batch: BatchInfo, loss_group: dist.ProcessGroup | None) -> Step:
+        self.context.step = Step(batch, loss_group)
+        return self.context.step
+
+    def _counted(self) -> AbstractContextManager[Any]:
+        """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""
+        eager = self._compiled and not self._attention_reached
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+
+    def _check_reached(self, step: Step) -> None:
+        """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
+        if self._compiled and self._attention_reached:
+            return
+        self.context.kinds = tuple(step.kinds)
+        self._attention_reached = step.num_attention_calls > 0
+        if not self._attention_reached and self.context.mesh.layout.size > 1:
+            raise SequenceParallelError(
+                "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "
+                "model must call F.scaled_dot_product_attention or flex_attention, use torch's nn.MultiheadAttention with need_weights=False, "
+                "or be a Hugging Face model with the attention interface"
+            )

@@ -1,0 +1,1 @@
+"""Where Lightning's own machinery is adapted: processes, and the features of its Trainer."""

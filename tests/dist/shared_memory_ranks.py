@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.traffic import counted
-from lightning_sp.comm.collectives.cpu import shared_memory
+from lightning_sp.comm.cpu import shared_memory
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.schemes import all_gather as gathered
 from lightning_sp.attention.schemes import ring

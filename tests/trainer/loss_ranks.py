@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, comm, sharded_cross_entropy
+from lightning_sp.loss import cross_entropy as loss
 from lightning_sp.loss.check import LossCheck
-from lightning_sp.loss.cross_entropy import cross_entropy as loss
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 WEIGHTS = torch.linspace(0.001, 0.009, VOCAB, dtype=torch.float64)

@@ -37,7 +37,8 @@ from lightning_sp.checkpoint import (
     save_checkpoint,
 )
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch import unshard
 from lightning_sp.data.collective_shard import agreed_shard
 from lightning_sp.data.datamodule import SequenceShardingDataModule
@@ -45,7 +46,8 @@ from lightning_sp.data.loaders import LoaderPlace, filler_batch, same_samples
 from lightning_sp.data.names import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.loss.cross_entropy import CrossEntropyInterception, TokenWindow
+from lightning_sp.loss.interception import CrossEntropyInterception
+from lightning_sp.loss.token_weighting import TokenWindow
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
     check_same_gradients,

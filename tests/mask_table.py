@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_sp.attention.kernels.kernel import TiledKernel, kernel_for
+from lightning_sp.attention.kernels.select import kernel_for
+from lightning_sp.attention.kernels.tiled import TiledKernel
 from tests import masks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "masks.md"

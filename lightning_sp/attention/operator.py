@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention.kernels.block_kernel import BlockKernel, empty_token_major
-from lightning_sp.attention.kernels.kernel import select_kernel
+from lightning_sp.attention.kernels.accumulate import empty_token_major
+from lightning_sp.attention.kernels.block_kernel import BlockKernel
+from lightning_sp.attention.kernels.select import select_kernel
 from lightning_sp.attention.plan.block_sparsity import empty_map, of_map, search
 from lightning_sp.attention.plan.blocks import Plan, plan_of, tile_on
 from lightning_sp.attention.schemes.all_gather import gathered_backward, gathered_forward

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.dropout import AttentionDropout
-from lightning_sp.attention.spec.mask import AttentionMask, document_ids
+from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.attention.spec.positions import Places
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 

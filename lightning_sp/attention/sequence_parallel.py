@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention.kernels.kernel import check_kernel
+from lightning_sp.attention.kernels.select import check_kernel
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.mask import AttentionMask, check_whole

@@ -11,17 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.attention.plan.balance import Balance, balance
-from lightning_sp.attention.spec.mask import AttentionMask, boundaries_from_positions
-from lightning_sp.context.step import BatchInfo
+from lightning_sp.attention.spec.documents import boundaries_from_positions
+from lightning_sp.attention.spec.mask import AttentionMask
+from lightning_sp.context.batch import BatchInfo
 from lightning_sp.data.names import (
     DECODER,
-    IGNORE_INDEX,
     SHIFTED_BY_NAME,
     STANDARD_NAMES,
     ShardOptions,
@@ -30,6 +29,7 @@ from lightning_sp.data.names import (
     plain_entries,
     sequence_dims,
     shapes_of,
+    shifted_labels,
     split_sequences,
 )
 from lightning_sp.errors import SequenceParallelError
@@ -237,30 +237,6 @@ def _valid_keys(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     tokens = torch.arange(mask.shape[1])
     holes = ((valid[:, :1] <= tokens) & (tokens < valid[:, 1:])) != left
     return (None, left) if bool(holes.any()) else (valid, None)
-
-
-def shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
-    """Return the target of each position of a whole batch, None where it has none.
-
-    Raises:
-        SequenceParallelError: whether its labels are shifted is not known.
-    """
-    for name in SHIFTED_BY_NAME:
-        if isinstance(entries.get(name), Tensor):
-            found: Tensor = entries[name]
-            return found
-    labels = entries.get("labels")
-    if not isinstance(labels, Tensor):
-        return None
-    if options.labels_shifted is None and not options.model_shifts_labels:
-        raise SequenceParallelError(
-            "the batch has 'labels', and nothing says whether they are shifted: pass labels_shifted=True when labels[t] is the target of "
-            "position t, labels_shifted=False when it is input_ids[t] (Hugging Face's convention; the model then shifts), "
-            "or name them 'shift_labels'"
-        )
-    if options.labels_shifted:
-        return labels
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
 
 
 def _pad_boundaries(boundaries: Tensor | None, padded: int) -> Tensor | None:

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.text.windows import IGNORE_INDEX, Sample
+from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.text.windows import Sample
 
 
 class FillerAware(Dataset[Sample]):

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context.step import BatchInfo
+from lightning_sp.context.batch import BatchInfo
 from lightning_sp.data.batch import digest, hand_sharded_info, is_sharded, shard_batch
 from lightning_sp.data.names import ShardOptions
 from lightning_sp.errors import SequenceParallelError

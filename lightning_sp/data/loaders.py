@@ -36,7 +36,7 @@ from lightning_sp.data.order import (
     SequentialGlobalBatchSampler,
 )
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.text.windows import IGNORE_INDEX
+from lightning_sp.labels import IGNORE_INDEX
 
 TARGETS = ("shift_labels", "labels", "targets")
 LOSS_MASKS = ("loss_mask", "target_mask", "loss_weights")

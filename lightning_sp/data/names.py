@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.context.step import AttentionKind
+from lightning_sp.context.batch import AttentionKind
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import IGNORE_INDEX, shift_labels
 
-IGNORE_INDEX = -100
 DECODER = "decoder_"
 # Standard names -> (dimension of the sequence, value of padding). Hugging Face's, nanoGPT's and torchtune's.
 STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
@@ -193,3 +193,27 @@ def shapes_of(entries: Mapping[str, Any]) -> str:
 def _holds_tensors(value: Any) -> bool:
     parts = value.values() if isinstance(value, Mapping) else value
     return any(isinstance(part, Tensor) for part in parts)
+
+
+def shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
+    """Return the target of each position of a whole batch, None where it has none.
+
+    Raises:
+        SequenceParallelError: whether its labels are shifted is not known.
+    """
+    for name in SHIFTED_BY_NAME:
+        if isinstance(entries.get(name), Tensor):
+            found: Tensor = entries[name]
+            return found
+    labels = entries.get("labels")
+    if not isinstance(labels, Tensor):
+        return None
+    if options.labels_shifted is None and not options.model_shifts_labels:
+        raise SequenceParallelError(
+            "the batch has 'labels', and nothing says whether they are shifted: pass labels_shifted=True when labels[t] is the target of "
+            "position t, labels_shifted=False when it is input_ids[t] (Hugging Face's convention; the model then shifts), "
+            "or name them 'shift_labels'"
+        )
+    if options.labels_shifted:
+        return labels
+    return shift_labels(labels)

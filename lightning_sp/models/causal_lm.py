@@ -21,11 +21,11 @@ from torchmetrics.text import Perplexity
 from typing_extensions import override
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.models.gpt import GPTConfig
 from lightning_sp.models.hugging_face import HuggingFaceConfig
 from lightning_sp.models.llama import LlamaConfig
 
-IGNORE_INDEX = -100
 # Perplexity's update makes several (tokens, vocabulary) tensors: at most this many logits go in at once.
 MAX_METRIC_LOGITS = 2**24
 

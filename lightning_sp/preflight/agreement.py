@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp import comm
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.step.isolation import streams, traceless
 

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.attention.spec.mask import boundaries_from_positions
-from lightning_sp.data.batch import shifted_labels
+from lightning_sp.attention.spec.documents import boundaries_from_positions
 from lightning_sp.data.names import (
-    IGNORE_INDEX,
     ShardOptions,
     batch_entries,
     extent,
     plain_entries,
     sequence_dims,
+    shifted_labels,
     split_sequences,
 )
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout, merge
 
 # Two rows, so that what mixes rows shows; more would only cost.

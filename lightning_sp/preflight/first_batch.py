@@ -12,7 +12,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import ProcessGroup
 
-from lightning_sp.context.step import BatchInfo, DropoutSource
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.data.batch import is_sharded, shard_batch
 from lightning_sp.data.names import ShardOptions
 from lightning_sp.layout import SequenceLayout

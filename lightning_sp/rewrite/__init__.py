@@ -2,7 +2,9 @@
 
 from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.functional import AttentionInterception
-from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite, decoder_inputs, hugging_face_models
+from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs
+from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
+from lightning_sp.rewrite.hugging_face.models import hugging_face_models
 
 __all__ = [
     "AttentionInterception",

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_sp.attention.spec.positions import Places
 from lightning_sp.attention.spec.score_mod import ScoreMod
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 

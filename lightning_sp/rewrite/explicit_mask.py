@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 # What a padding mask adds to a score to hide a key: -inf, the dtype's lowest, or the -1e4 of half precision; exp of it is 0.

@@ -21,10 +21,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_sp import comm
 from lightning_sp.attention.spec.block_mask import BlockTable
-from lightning_sp.attention.spec.mask import document_ids
+from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.positions import Places
 from lightning_sp.attention.spec.score_mod import MaskMod
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import captured_tensors, check_whole_tensors, learned_score_mod, of_real_tokens
 from lightning_sp.rewrite.functional import attend

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
-from lightning_sp.attention.spec.mask import document_ids
+from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.score_mod import ScoreMod
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context.step import BatchInfo
+from lightning_sp.context.batch import BatchInfo
 from lightning_sp.data.batch import digest
 from lightning_sp.data.loaders import filler_batch
 from lightning_sp.mesh import SequenceMesh

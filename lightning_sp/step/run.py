@@ -13,10 +13,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import distributed as dist
 
-from lightning_sp.context.step import BatchInfo, SequenceContext, Step
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
-from lightning_sp.loss.cross_entropy import loss_of
+from lightning_sp.loss.reduction import loss_of
 from lightning_sp.parallelize import run_on_gathered
 from lightning_sp.step.isolation import traceless
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import derived_seed, random_state, restore_random_state
-from lightning_sp.context.step import DropoutSource
+from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, take_up
 from lightning_sp.mesh import SequenceMesh
 

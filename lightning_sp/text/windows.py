@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_sp.errors import SequenceParallelError, closest
+from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.corpus import Corpus
 
-IGNORE_INDEX = -100
 Packing = Literal["document", "packed"]
 Remainder = Literal["drop", "pad"]
 Sample = dict[str, Tensor]

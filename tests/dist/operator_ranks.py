@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.resident import peak_growth
 from benchmarks.traffic import counted
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
-from lightning_sp.attention.kernels.kernel import TorchCpuKernel
+from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.comm.point_to_point import Transfer
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import shard

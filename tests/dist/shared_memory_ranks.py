@@ -23,7 +23,7 @@ from lightning_sp.comm.cpu import shared_memory
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.schemes import all_gather as gathered
 from lightning_sp.attention.schemes import ring
-from lightning_sp.attention.kernels.kernel import TorchCpuKernel
+from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.attention.schemes.network import NetworkHops
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh

@@ -93,7 +93,7 @@ DATA = (
     ),
     fault(
         "eval_loss by sync_dist from the ranks' own means",
-        "loss/cross_entropy.py",
+        "loss/interception.py",
         'if step is None or reduction == "none":',
         'if step is None or reduction == "none" or not torch.is_grad_enabled():',
         EVALUATED,

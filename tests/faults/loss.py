@@ -26,14 +26,14 @@ LOSS = (
     ),
     fault(
         "labels shifted inside the model, on a shard",
-        "loss/cross_entropy.py",
+        "loss/interception.py",
         "if target.numel() == rows * (local - 1) and local > 1:",
         "if False:",
         "tests/trainer/test_loss.py::test_a_loss_that_is_no_mean_over_tokens_is_refused",
     ),
     fault(
         "the mean of the ranks' means",
-        "loss/cross_entropy.py",
+        "loss/interception.py",
         "        both = comm.sum_over_ranks(torch.stack([total, count]), group)\n        if step",
         "        both = comm.sum_over_ranks(torch.stack([total / _or_one(count), torch.ones_like(count)]), group)\n"
         "        if step",
@@ -41,7 +41,7 @@ LOSS = (
     ),
     fault(
         "the mean of the ranks' means, of a sum that the step returns",
-        "loss/cross_entropy.py",
+        "loss/reduction.py",
         "    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)\n",
         '    if reduction == "mean":\n'
         "        total, count = total / _or_one(count), torch.ones_like(count)\n"
@@ -65,14 +65,14 @@ LOSS = (
     ),
     fault(
         "nan where all tokens of a rank are masked",
-        "loss/cross_entropy.py",
+        "loss/reduction.py",
         "    return each.to(dtype).sum(), count.to(dtype)\n",
         "    return each.to(dtype).sum() / valid.sum() * valid.sum(), count.to(dtype)\n",
         LOSSES,
     ),
     fault(
         "nan where all tokens of all ranks are masked",
-        "loss/cross_entropy.py",
+        "loss/reduction.py",
         "    return torch.where(count == 0, torch.ones_like(count), count)\n",
         "    return count\n",
         LOSSES,

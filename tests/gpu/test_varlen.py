@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.kernels.kernel import TorchCpuKernel, TorchCudaKernel
+from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 from lightning_sp.attention.kernels.varlen import PackedKernel, Segments
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests import masks

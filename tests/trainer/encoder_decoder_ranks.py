@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.context.step import BatchInfo
+from lightning_sp.context.batch import BatchInfo
 from lightning_sp.data import batch as data_batch
 from tests.trainer.mask_models import plain_flex
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer

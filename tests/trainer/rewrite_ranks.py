@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context.step import BatchInfo
+from lightning_sp.context.batch import BatchInfo
 from lightning_sp.rewrite.hugging_face import interface as hugging_face
 from tests.trainer import mask_models
 from tests.trainer.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from lightning_sp import sharded_cross_entropy
-from lightning_sp.loss.cross_entropy import TokenWindow, loss_of
+from lightning_sp.loss.reduction import loss_of
+from lightning_sp.loss.token_weighting import TokenWindow
 from lightning_sp.testing import max_error
 from tests.trainer import loss_ranks as ranks
 

@@ -22,22 +22,16 @@ from lightning_sp.attention import (
     sequence_parallel_attention,
 )
 from lightning_sp.attention.kernels import kernel as kernels
-from lightning_sp.attention.kernels.kernel import (
-    FlashAttnKernel,
-    TorchCpuKernel,
-    TorchCudaKernel,
-    _bhsd,
-    _bshd,
-    _say_once,
-    by_heads,
-    check_kernel,
-    select_kernel,
-)
+from lightning_sp.attention.kernels.flash_attn import FlashAttnKernel
+from lightning_sp.attention.kernels.flash_layout import by_heads, to_bhsd, to_bshd
+from lightning_sp.attention.kernels.select import _say_once, check_kernel, select_kernel
 from lightning_sp.attention.kernels.tiled import TiledKernel
+from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 from lightning_sp.attention.operator import attention_backward_op, attention_op
 from lightning_sp.attention.reference import reference_attention
+from lightning_sp.attention.spec.position_bias import t5_bucket
 from lightning_sp.attention.spec.positions import Places
-from lightning_sp.attention.spec.score_mod import MaskMod, registered, t5_bucket
+from lightning_sp.attention.spec.score_mod import MaskMod, registered
 from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -348,10 +342,10 @@ def test_causal_reaches_flash_attn_and_no_window_does(causal):
 @pytest.mark.parametrize(("dim", "taken"), [(64, 64), (20, 24), (3, 8)])
 def test_head_dims_are_padded_with_zeros_to_what_flash_takes(dim, taken):
     (q,) = tensors((2, 4, 10, dim))
-    padded = _bshd(q)
+    padded = to_bshd(q)
     assert padded.shape == (2, 10, 4, taken)
     assert torch.equal(padded[..., dim:], torch.zeros(2, 10, 4, taken - dim, dtype=q.dtype))
-    assert torch.equal(_bhsd(padded, dim), q)
+    assert torch.equal(to_bhsd(padded, dim), q)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8])

@@ -12,7 +12,8 @@ from benchmarks.balance import packed, standard_library
 from lightning_sp.attention.plan.balance import LIMIT, _Split, _table, _Units, balance, imbalance
 from lightning_sp.attention.plan.blocks import Kind, Plan, key_ranges
 from lightning_sp.attention.reference import allowed
-from lightning_sp.attention.spec.mask import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.spec.documents import boundaries_from_lengths
+from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout, positions
 from tests import masks
 

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from lightning_sp.data.collate import Batches, FillerAware, stack
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.corpus import MemoryCorpus
-from lightning_sp.text.windows import IGNORE_INDEX, Windows
+from lightning_sp.text.windows import Windows
 
 PAD = 99_999
 sizes_of_documents = st.lists(st.integers(0, 23), min_size=1, max_size=8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, boundaries_from_positions
-from lightning_sp.attention.spec.mask import document_ids
+from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.data.batch import shard_batch
 from lightning_sp.data.names import ShardOptions
 from lightning_sp.errors import SequenceParallelError

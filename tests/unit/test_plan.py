@@ -11,7 +11,8 @@ from lightning_sp.attention.plan.blocks import WINDOW_TILE, Kind, Plan, key_rang
 from lightning_sp.attention.plan.intervals import SeenBlocks
 from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.schemes.ulysses import HeadSplit
-from lightning_sp.attention.spec.mask import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.spec.documents import boundaries_from_lengths
+from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 from tests import layouts, masks
 

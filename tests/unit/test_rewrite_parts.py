@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from lightning_sp.context.step import AttentionCalls
+from lightning_sp.context.dropout import AttentionCalls
 from lightning_sp.data.order import BatchSplit, SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import captured_tensors, learned_score_mod, rebuild

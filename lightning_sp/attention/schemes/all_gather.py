@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.kernels.block_kernel import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.kernels.accumulate import backward_step, forward_step
+from lightning_sp.attention.kernels.block_kernel import BlockKernel
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.kv_buffer import pack, pack_into, packed_shape, unpack
 from lightning_sp.attention.schemes.ring import Ring

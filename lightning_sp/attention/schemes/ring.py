@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_sp.attention.kernels.block_kernel import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.kernels.accumulate import backward_step, forward_step
+from lightning_sp.attention.kernels.block_kernel import BlockKernel
 from lightning_sp.attention.plan.blocks import Block, Gathered, Plan, key_ranges, renumbered
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.kv_buffer import length, pack, packed_shape, unpack

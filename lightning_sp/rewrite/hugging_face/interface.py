@@ -11,21 +11,25 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.functional import attend
+from lightning_sp.rewrite.hugging_face.encoder_decoder import check_encoder_decoder, is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.generation import wrap_generate
+from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import asked_mask
+from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
 from lightning_sp.rewrite.hugging_face.positions import positions_of_shards
 from lightning_sp.rewrite.hugging_face.relative_bias import adds_zeros, bias_of_whole_sequences
 from lightning_sp.rewrite.hugging_face.rotary import follow_all_positions
@@ -34,32 +38,12 @@ from lightning_sp.rewrite.reference import whole_attention
 _numbers = itertools.count()
 # Added to the scores, in each model's eager attention.
 _BIASES = ("position_bias", "attn_bias", "alibi")
-# Layers skipped by a draw of each rank's own.
-_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _REFUSED_ARGUMENTS = (
     "sinks",
     "head_mask",
     "layer_head_mask",
     "cache",
 )
-
-
-def hugging_face_models(module: nn.Module) -> list[Any]:
-    """Return the outermost Hugging Face models inside a module; empty without transformers."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    found: list[Any] = []
-
-    def visit(each: nn.Module) -> None:
-        if isinstance(each, transformers.PreTrainedModel):
-            found.append(each)
-            return
-        for child in each.children():
-            visit(child)
-
-    visit(module)
-    return found
 
 
 class HuggingFaceRewrite(AbstractContextManager[None]):
@@ -78,7 +62,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             return
         # The interface refuses names with "sdpa", "flash", "flex" or "/".
         for model in self.models:
-            _check_model(model)
+            check_model(model)
             previous = model.config._attn_implementation
             name = f"sequence_parallel_{next(_numbers)}"
             _register(name, self.context, previous, self._undo)
@@ -88,8 +72,8 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
                 partial(_hand_in_positions, self.context), with_kwargs=True, prepend=True
             )
             self._undo.callback(hook.remove)
-            _wrap_loss(model, self.context, self._undo)
-            _wrap_generate(model, self.context, self._undo)
+            wrap_loss(model, self.context, self._undo)
+            wrap_generate(model, self.context, self._undo)
             follow_all_positions(model, self.context, self._undo)
             bias_of_whole_sequences(model, self.context, self._undo)
             if getattr(model.config, "is_encoder_decoder", False):
@@ -114,7 +98,7 @@ def _register(name: str, context: SequenceContext, previous: str, undo: ExitStac
                 return _dense(context, module, *args, **kwargs)
             # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
             return sdpa_attention_forward(module, *args, **kwargs)
-        eager = getattr(sys.modules[_own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+        eager = getattr(sys.modules[own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
         return AttentionInterface().get_interface(previous, eager)(module, *args, **kwargs)
 
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +209,7 @@ def _hand_in_positions(
     named = {"position_ids": _read_sequence(context, batch, like)}
     if is_encoder_decoder(module):
         taken = inspect.signature(module.forward)
-        _check_encoder_decoder(module, batch, taken.bind_partial(*args, **kwargs).arguments)
+        check_encoder_decoder(module, batch, taken.bind_partial(*args, **kwargs).arguments)
         both = {"position_ids": batch.encoder or batch, "decoder_position_ids": batch}
         named = {name: sequence for name, sequence in both.items() if name in taken.parameters}
     for name, sequence in named.items():
@@ -243,136 +227,6 @@ def _read_sequence(context: SequenceContext, batch: BatchInfo, like: Tensor | No
         if like is not None and like.dim() > 1 and like.shape[1] == tokens:
             return sequence
     return batch
-
-
-def is_encoder_decoder(model: Any) -> bool:
-    """Return whether a Hugging Face model reads one sequence and writes another, and is no part of such a one."""
-    return (
-        bool(getattr(model.config, "is_encoder_decoder", False))
-        and "decoder_input_ids" in inspect.signature(model.forward).parameters
-    )
-
-
-def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes the decoder's input of whole labels, as these models would; None where not all of them are encoder-decoders.
-
-    Shapes: (B, S) -> (B, S).
-    """
-    writers = [each for each in models if is_encoder_decoder(each)]
-    if not writers or len(writers) < len(models):
-        return None
-    made: Callable[[Tensor], Tensor] | None = getattr(writers[0], "prepare_decoder_input_ids_from_labels", None)
-    if made is not None and len(writers) == 1:
-        return made
-    names = ", ".join(_own_class(each).__name__ for each in writers)
-
-    def unknown(labels: Tensor) -> Tensor:
-        raise SequenceParallelError(
-            f"the batch has labels of shape {tuple(labels.shape)} and no decoder_input_ids: how {names} makes these of them is not known; put "
-            "them into the batch, in the collate function, the labels shifted by one to the right behind the start token"
-        )
-
-    return unknown
-
-
-def _check_encoder_decoder(model: Any, batch: BatchInfo, given: Mapping[str, Any]) -> None:
-    if batch.encoder is None:
-        raise SequenceParallelError(
-            f"{_own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "
-            "decoder_input_ids"
-        )
-    if all(given.get(f"decoder_{name}") is None for name in ("input_ids", "inputs_embeds")):
-        # Shifted within a shard they would lose a token at each edge.
-        raise SequenceParallelError(
-            f"{_own_class(model).__name__} got no decoder_input_ids, and would make them of this rank's part of the "
-            f"{'input_ids' if given.get('labels') is None else 'labels'}: hand on the batch's, "
-            "model(..., decoder_input_ids=batch['decoder_input_ids']), which are of the whole"
-        )
-
-
-def _wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
-    if "loss_function" not in dir(type(model)):
-        return
-    original = model.loss_function
-
-    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
-        if context.step is not None:
-            name = getattr(original, "__name__", str(original))
-            if is_encoder_decoder(model) and name == "ForMaskedLMLoss":  # of labels as they are
-                found: Tensor = original(*args, **kwargs)
-                return found
-            if name != "ForCausalLMLoss" or is_encoder_decoder(model):
-                raise SequenceParallelError(
-                    f"{type(model).__name__} computes {name}: only ForCausalLMLoss, and an encoder-decoder's ForMaskedLMLoss, means over "
-                    "tokens, are supported under sequence parallelism; compute the loss in training_step from the logits"
-                )
-            if context.step.batch.encoder is not None:
-                raise SequenceParallelError(
-                    f"{type(model).__name__} computes {name}, whose targets are the next tokens, in an encoder-decoder batch, whose labels are "
-                    "those of the decoder's own places: compute its loss in training_step from the logits"
-                )
-            if context.step.batch.shift_labels is None:
-                raise SequenceParallelError(
-                    "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded"
-                )
-            # Shifting a shard would lose the target at its edge: these were shifted on the whole sequence.
-            kwargs["shift_labels"] = context.step.batch.shift_labels
-        loss: Tensor = original(*args, **kwargs)
-        return loss
-
-    had = "_loss_function" in vars(model)
-    model.loss_function = loss_function
-    undo.callback(setattr, model, "_loss_function", original) if had else undo.callback(
-        _delete, model, "_loss_function"
-    )
-
-
-def _wrap_generate(model: Any, context: SequenceContext, undo: ExitStack) -> None:
-    if not hasattr(model, "generate"):
-        return
-    original = model.generate
-
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        if context.step is not None:
-            raise SequenceParallelError(
-                "model.generate inside a step would continue this rank's shard: call it on whole sequences from a hook such as "
-                "on_validation_epoch_end, on all ranks alike"
-            )
-        return original(*args, **kwargs)
-
-    model.generate = generate
-    undo.callback(_delete, model, "generate")
-
-
-def _delete(target: Any, name: str) -> None:
-    if name in vars(target):
-        delattr(target, name)
-
-
-def _own_class(module: nn.Module) -> type:
-    """Return a module's class from before FSDP2 put a subclass of its own, in torch's own source file, in its place."""
-    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
-
-
-def _check_model(model: Any) -> None:
-    # Transformers reads the source file of the class to know.
-    name, can_set = _own_class(model).__name__, getattr(_own_class(model), "_can_set_attn_implementation", None)
-    if getattr(model.config, "model_type", "") == "encoder-decoder":
-        raise SequenceParallelError(
-            f"{name} is made of two models that each count positions in ways of their own: it cannot be rewritten; call the two in a module of "
-            "your own, each with its position_ids, or use T5, T5Gemma or BART"
-        )
-    dropped = [n for n in _LAYER_DROPS if isinstance(p := getattr(model.config, n, None), float) and p > 0]
-    if dropped:
-        raise SequenceParallelError(
-            f"{name} has {', '.join(f'config.{n}={getattr(model.config, n)}' for n in dropped)}: each rank would skip other layers than its "
-            "peers, and wait for them; set it to 0"
-        )
-    if can_set is not None and not can_set():
-        raise SequenceParallelError(
-            f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "
-            "use a model whose modeling file calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
-        )
 
 
 def _shape(value: Any) -> str:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention.spec.mask import document_ids
-from lightning_sp.context.step import BatchInfo, SequenceContext
+from lightning_sp.attention.spec.documents import document_ids
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import check_whole_tensors, of_real_tokens
 

@@ -1,0 +1,60 @@
+"""Sums and counts of each rank made into one mean over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+
+CrossEntropy = Callable[..., Tensor]
+
+
+def reduce_loss(total: Tensor, count: Tensor, group: ProcessGroup | None, reduction: str = "mean") -> Tensor:
+    """Return the mean (or sum) over ranks from each rank's sum and count of tokens.
+
+    Communicates: one all_reduce of two numbers. A count of zero everywhere gives exactly 0.
+    """
+    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)
+    return both[0] if reduction == "sum" else both[0] / or_one(both[1].detach())
+
+
+def or_one(count: Tensor) -> Tensor:
+    """Return the count, 1 where it is zero: what no token adds to is exactly 0. Class weights may add up to less than 1."""
+    return torch.where(count == 0, torch.ones_like(count), count)
+
+
+def sum_and_count(
+    original: CrossEntropy,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    """Per token, then summed in float32 or more: a bfloat16 sum over a long shard would lose digits; an empty shard sums to exact zero."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    each = original(
+        logits, target, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    valid = target != ignore_index
+    count = valid.sum() if weight is None else weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
+    return each.to(dtype).sum(), count.to(dtype)
+
+
+def loss_of(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Tensor] | None]:
+    """Return a step's output with a returned sum and count made into the mean, and the counts if it had them.
+
+    Args:
+        output: what training_step returned: a tensor, or a mapping with "loss" and perhaps "num_tokens" (then "loss" is a local sum).
+        loss_group: the ranks whose tokens make up the mean.
+    """
+    if not isinstance(output, Mapping) or "num_tokens" not in output:
+        return output, None
+    count = torch.as_tensor(output["num_tokens"], device=output["loss"].device).to(output["loss"].dtype)
+    total_count = comm.reduce_sum(count, loss_group)
+    return {**output, "loss": reduce_loss(output["loss"], count, loss_group)}, [total_count]

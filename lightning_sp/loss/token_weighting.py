@@ -1,0 +1,57 @@
+"""Gradient accumulation: each micro-batch weighs as much as it has tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.reduction import or_one
+
+
+class TokenWindow:
+    """Makes an optimizer step's gradient the mean over all tokens of its micro-batches, however many each holds.
+
+    Each micro-batch's loss L_m is a mean over its n_m tokens. Backward sees w_m L_m / A, with w_m = n_m / n_0 and A Lightning's
+    accumulate_grad_batches; before clipping the gradients are multiplied by A n_0 / sum n_m. Together: sum n_m L_m / sum n_m.
+    With A = 1 nothing is multiplied. Counts stay tensors: no host sync. A class because a window spans several steps.
+    """
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None
+        self._total: Tensor | None = None
+        self._micro_batches = 0
+
+    def weigh(self, loss: Tensor, token_counts: list[Tensor]) -> Tensor:
+        """Return w_m L_m for the loss of a micro-batch.
+
+        Raises:
+            SequenceParallelError: several losses with different counts: which one weighs the micro-batch would be a guess.
+        """
+        self._micro_batches += 1
+        if not token_counts:
+            raise SequenceParallelError(
+                "gradient accumulation needs the token count of each micro-batch, and this loss came from no mean cross_entropy: "
+                "return {'loss': sum over this rank's tokens, 'num_tokens': their count} from training_step, or accumulate_grad_batches=1"
+            )
+        if len(token_counts) > 1 and not all(bool(torch.equal(c, token_counts[0])) for c in token_counts):
+            raise SequenceParallelError(
+                f"{len(token_counts)} cross entropies with different token counts {[int(c) for c in token_counts]} in one micro-batch: with "
+                "gradient accumulation their weights are ambiguous; use accumulate_grad_batches=1, or give them the same ignored labels"
+            )
+        count = token_counts[0]
+        if self._first is None or self._total is None:
+            # A first micro-batch without tokens weighs nothing, but divides the others by 1 and not by 0.
+            self._first, self._total = or_one(count), count
+            return loss * (count / self._first)
+        self._total = self._total + count
+        return loss * (count / self._first)
+
+    def close(self, accumulate: int) -> Tensor | None:
+        """End the window and return the factor of the gradients, None for 1."""
+        first, total = self._first, self._total
+        self._first = self._total = None
+        self._micro_batches = 0
+        if first is None or total is None or accumulate == 1:
+            return None
+        return accumulate * first / or_one(total)

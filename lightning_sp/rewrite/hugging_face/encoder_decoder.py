@@ -1,0 +1,59 @@
+"""Encoder-decoder models of Hugging Face: which they are, and their decoder's inputs, the labels shifted by one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.hugging_face.models import own_class
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Return whether a Hugging Face model reads one sequence and writes another, and is no part of such a one."""
+    return (
+        bool(getattr(model.config, "is_encoder_decoder", False))
+        and "decoder_input_ids" in inspect.signature(model.forward).parameters
+    )
+
+
+def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes the decoder's input of whole labels, as these models would; None where not all of them are encoder-decoders.
+
+    Shapes: (B, S) -> (B, S).
+    """
+    writers = [each for each in models if is_encoder_decoder(each)]
+    if not writers or len(writers) < len(models):
+        return None
+    made: Callable[[Tensor], Tensor] | None = getattr(writers[0], "prepare_decoder_input_ids_from_labels", None)
+    if made is not None and len(writers) == 1:
+        return made
+    names = ", ".join(own_class(each).__name__ for each in writers)
+
+    def unknown(labels: Tensor) -> Tensor:
+        raise SequenceParallelError(
+            f"the batch has labels of shape {tuple(labels.shape)} and no decoder_input_ids: how {names} makes these of them is not known; put "
+            "them into the batch, in the collate function, the labels shifted by one to the right behind the start token"
+        )
+
+    return unknown
+
+
+def check_encoder_decoder(model: Any, batch: BatchInfo, given: Mapping[str, Any]) -> None:
+    """Refuse a model of one sequence in an encoder-decoder batch's place, and inputs that are not the batch's own."""
+    if batch.encoder is None:
+        raise SequenceParallelError(
+            f"{own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "
+            "decoder_input_ids"
+        )
+    if all(given.get(f"decoder_{name}") is None for name in ("input_ids", "inputs_embeds")):
+        # Shifted within a shard they would lose a token at each edge.
+        raise SequenceParallelError(
+            f"{own_class(model).__name__} got no decoder_input_ids, and would make them of this rank's part of the "
+            f"{'input_ids' if given.get('labels') is None else 'labels'}: hand on the batch's, "
+            "model(..., decoder_input_ids=batch['decoder_input_ids']), which are of the whole"
+        )

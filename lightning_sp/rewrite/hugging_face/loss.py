@@ -1,0 +1,51 @@
+"""The loss of a Hugging Face model: the batch's own shifted labels, and the mean over all ranks' tokens."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.generation import delete_attribute
+
+
+def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
+    """Give the model's own loss function the labels that were shifted on the whole sequence; `undo` takes that back."""
+    if "loss_function" not in dir(type(model)):
+        return
+    original = model.loss_function
+
+    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
+        if context.step is not None:
+            name = getattr(original, "__name__", str(original))
+            if is_encoder_decoder(model) and name == "ForMaskedLMLoss":  # of labels as they are
+                found: Tensor = original(*args, **kwargs)
+                return found
+            if name != "ForCausalLMLoss" or is_encoder_decoder(model):
+                raise SequenceParallelError(
+                    f"{type(model).__name__} computes {name}: only ForCausalLMLoss, and an encoder-decoder's ForMaskedLMLoss, means over "
+                    "tokens, are supported under sequence parallelism; compute the loss in training_step from the logits"
+                )
+            if context.step.batch.encoder is not None:
+                raise SequenceParallelError(
+                    f"{type(model).__name__} computes {name}, whose targets are the next tokens, in an encoder-decoder batch, whose labels are "
+                    "those of the decoder's own places: compute its loss in training_step from the logits"
+                )
+            if context.step.batch.shift_labels is None:
+                raise SequenceParallelError(
+                    "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded"
+                )
+            # Shifting a shard would lose the target at its edge: these were shifted on the whole sequence.
+            kwargs["shift_labels"] = context.step.batch.shift_labels
+        loss: Tensor = original(*args, **kwargs)
+        return loss
+
+    had = "_loss_function" in vars(model)
+    model.loss_function = loss_function
+    undo.callback(setattr, model, "_loss_function", original) if had else undo.callback(
+        delete_attribute, model, "_loss_function"
+    )

@@ -1,0 +1,59 @@
+"""Which modules are Hugging Face models, and whether their attention can be reached."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_sp.errors import SequenceParallelError
+
+# Layers skipped by a draw of each rank's own.
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def hugging_face_models(module: nn.Module) -> list[Any]:
+    """Return the outermost Hugging Face models inside a module; empty without transformers."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    found: list[Any] = []
+
+    def visit(each: nn.Module) -> None:
+        if isinstance(each, transformers.PreTrainedModel):
+            found.append(each)
+            return
+        for child in each.children():
+            visit(child)
+
+    visit(module)
+    return found
+
+
+def own_class(module: nn.Module) -> type:
+    """Return a module's class from before FSDP2 put a subclass of its own, in torch's own source file, in its place."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose attention cannot be reached, or whose layers are skipped by a draw."""
+    # Transformers reads the source file of the class to know.
+    name, can_set = own_class(model).__name__, getattr(own_class(model), "_can_set_attn_implementation", None)
+    if getattr(model.config, "model_type", "") == "encoder-decoder":
+        raise SequenceParallelError(
+            f"{name} is made of two models that each count positions in ways of their own: it cannot be rewritten; call the two in a module of "
+            "your own, each with its position_ids, or use T5, T5Gemma or BART"
+        )
+    dropped = [n for n in _LAYER_DROPS if isinstance(p := getattr(model.config, n, None), float) and p > 0]
+    if dropped:
+        raise SequenceParallelError(
+            f"{name} has {', '.join(f'config.{n}={getattr(model.config, n)}' for n in dropped)}: each rank would skip other layers than its "
+            "peers, and wait for them; set it to 0"
+        )
+    if can_set is not None and not can_set():
+        raise SequenceParallelError(
+            f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "
+            "use a model whose modeling file calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
+        )

@@ -40,9 +40,9 @@ from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_s
 from lightning_sp.context.batch import BatchInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch import unshard
-from lightning_sp.data.collective_shard import agreed_shard
+from lightning_sp.data.collective_shard import collective_shard
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.loaders import LoaderPlace, filler_batch, same_samples
+from lightning_sp.data.loaders import DataCoordinates, filler_batch, same_samples
 from lightning_sp.data.names import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -72,8 +72,8 @@ from lightning_sp.rewrite import (
     hugging_face_models,
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
-from lightning_sp.step.isolation import traceless
-from lightning_sp.step.predictions import share_predictions, whole_output
+from lightning_sp.step.isolation import isolated
+from lightning_sp.step.predictions import share_predictions, unsharded_output
 from lightning_sp.step.run import Steps
 from lightning_sp.step.run_state import RunState
 from lightning_sp.trainer.features import check_trainer_features
@@ -369,7 +369,7 @@ class SequenceParallelStrategy(ProcessStrategy):
             return heads
         found: tuple[int | None, str] = (None, "")
         if self.global_rank == 0:
-            with traceless(module, self.root_device):
+            with isolated(module, self.root_device):
                 found = tried_query_heads(module)
         heads, reason = self.broadcast(found)
         if heads is None and (self.config.ulysses_size, self.config.ring_size) == ("auto", "auto"):
@@ -412,14 +412,14 @@ class SequenceParallelStrategy(ProcessStrategy):
         dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size
         loader = same_samples(
             dataloader,
-            LoaderPlace(dp_rank, dp_size, self._host_sequence_group, self._control_group),
+            DataCoordinates(dp_rank, dp_size, self._host_sequence_group, self._control_group),
             training=training,
             accumulation=self._accumulate,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             by_hand=not self.config.shard_batch,
         )
         if training:
-            self._run_state.take_up_loader(loader)
+            self._run_state.resume_loader(loader)
         return loader
 
     @override
@@ -427,7 +427,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         by_hand = not self.config.shard_batch
         assert self._mesh is not None
         options = replace(self._options, attention=self._steps.context.kinds)
-        local, info = agreed_shard(batch, self._mesh, options, self._control_group, by_hand=by_hand)
+        local, info = collective_shard(batch, self._mesh, options, self._control_group, by_hand=by_hand)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._preflight_due and trainer.training:
@@ -510,7 +510,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._evaluate(super().predict_step, *args, **kwargs)
         assert self._batch is not None
-        return whole_output(output, self._batch, self.unshard, self._host_sequence_group, self._control_group)
+        return unsharded_output(output, self._batch, self.unshard, self._host_sequence_group, self._control_group)
 
     @override
     def on_predict_end(self) -> None:
@@ -650,7 +650,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         )
         if fitting:
             stored = checkpoint.get(CHECKPOINT_KEY) or {}
-            self._run_state.take_up_position(
+            self._run_state.resume_position(
                 stored.get("position"), checkpoint["loops"]["fit_loop"], module.trainer, dp_size=self.data_parallel_size
             )
         return checkpoint

@@ -20,7 +20,7 @@ from lightning_sp.attention.kernels.block_kernel import BlockKernel
 from lightning_sp.attention.kernels.select import select_kernel
 from lightning_sp.attention.plan.block_sparsity import empty_map, of_map, search
 from lightning_sp.attention.plan.blocks import Plan, plan_of, tile_on
-from lightning_sp.attention.schemes.all_gather import gathered_backward, gathered_forward
+from lightning_sp.attention.schemes.all_gather import all_gather_backward, all_gather_forward
 from lightning_sp.attention.schemes.cost import gathers
 from lightning_sp.attention.schemes.cross_attention import (
     cross_counts,
@@ -43,7 +43,7 @@ from lightning_sp.attention.schemes.ulysses import (
     split_qkv,
 )
 from lightning_sp.attention.spec.mask import AttentionMask
-from lightning_sp.attention.spec.score_mod import registered
+from lightning_sp.attention.spec.score_mod import function_by_number
 from lightning_sp.attention.spec.scores import ScoreGradients, Scores
 from lightning_sp.attention.spec.sinks import sink_gradient
 from lightning_sp.comm.cpu.shared_memory import Arena
@@ -117,7 +117,7 @@ def attention_op(
     block_kernel = BlockKernel(local_kernel, scale, split.head_groups(rank))
     own_sinks = None if sinks is None else sinks[slice(*split.queries(rank))]
     kept = _empty_kept(k, ring.size, ring_transport)
-    forward = gathered_forward if gathers(ring_method, ring, k) else ring_forward
+    forward = all_gather_forward if gathers(ring_method, ring, k) else ring_forward
     out, lse = forward(ring, block_kernel, q, k, v, own_sinks, kept if kept.numel() else None)
     if ulysses is not None:
         heads_out = out
@@ -216,7 +216,7 @@ def attention_backward_op(
         own = slice(*split.queries(rank))
         dsinks = torch.zeros_like(sinks)
         dsinks[own] = sink_gradient(sinks[own], grad, out, lse)
-    backward = gathered_backward if gathers(ring_method, ring, k) else ring_backward
+    backward = all_gather_backward if gathers(ring_method, ring, k) else ring_backward
     gradients_of_heads = backward(ring, block_kernel, grad, q, k, v, out, lse, kept if kept.numel() else None)
     dq, dk, dv = map(_token_major, gradients_of_heads)
     return dq, dk, dv, dsinks, gradients.as_arguments(scores, score_tensors)
@@ -275,7 +275,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.options = options
     # The backward looks functions up by their numbers: they live as long as it may run.
     # A compiled graph takes numbers that change from call to call as symbols, and keeps nothing: there the caller's mask keeps its function.
-    ctx.functions = [registered(number) for number in score_numbers[:2] if isinstance(number, int)]
+    ctx.functions = [function_by_number(number) for number in score_numbers[:2] if isinstance(number, int)]
     ulysses_group = options[2]
     exchanged = (packed, packed_kv) if k.shape[2] != q.shape[2] else (packed,)
     saved = (*exchanged, heads_out) if ulysses_group else (q, k, v, out)

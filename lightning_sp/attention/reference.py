@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.mask import AttentionMask
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 
 
@@ -34,7 +34,9 @@ def reference_attention(
     Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), sinks (H,), bias (B or 1, H or 1, S or 1, T) -> (B, H, S, E).
     """
     seen = allowed(mask, q.shape[2], k.shape[2]).to(q.device)
-    places = Places((0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k)))
+    places = ScorePositions(
+        (0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k))
+    )
     if isinstance(mask.mask_mod, MaskMod):
         seen = seen & mask.mask_mod.seen(places)
     change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)

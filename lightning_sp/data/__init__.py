@@ -2,7 +2,7 @@
 
 from lightning_sp.data.collate import Batches, FillerAware, stack
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.lazy_loader import LateDataLoader
+from lightning_sp.data.lazy_loader import LazyDataLoader
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, epoch_permutation
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.corpus import Corpus, MemoryCorpus, split_by_name, unigram_perplexity
@@ -24,7 +24,7 @@ __all__ = [
     "EvaluationBatchSampler",
     "FillerAware",
     "GlobalBatchSampler",
-    "LateDataLoader",
+    "LazyDataLoader",
     "MemoryCorpus",
     "PreparedTokens",
     "Sample",

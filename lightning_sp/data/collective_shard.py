@@ -14,7 +14,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
 
 
-def agreed_shard(
+def collective_shard(
     batch: Any, mesh: SequenceMesh, options: ShardOptions, group: ProcessGroup | None, *, by_hand: bool
 ) -> tuple[Any, BatchInfo]:
     """Return this rank's part of a batch, and what was whole. Every rank must call it.

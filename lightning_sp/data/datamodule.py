@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DistributedSampler
 
 from lightning_sp.data.collate import Batches, FillerAware
-from lightning_sp.data.lazy_loader import LateDataLoader
+from lightning_sp.data.lazy_loader import LazyDataLoader
 from lightning_sp.data.loop_position import align_loop_state, sampler_position
 from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
@@ -195,7 +195,7 @@ class SequenceShardingDataModule(LightningDataModule):
 
     # Loaders
 
-    def train_dataloader(self) -> LateDataLoader:
+    def train_dataloader(self) -> LazyDataLoader:
         """Return this rank's micro-batches, from the resumed position on."""
         self._sampler = sampler = self._new_sampler()
         if self._resumed:
@@ -208,15 +208,15 @@ class SequenceShardingDataModule(LightningDataModule):
             )
         return self._loader(self.train_windows, sampler)
 
-    def val_dataloader(self) -> LateDataLoader | list[Any]:
+    def val_dataloader(self) -> LazyDataLoader | list[Any]:
         """Return this rank's part of the held-out windows."""
         return self._evaluation_loader()
 
-    def test_dataloader(self) -> LateDataLoader | list[Any]:
+    def test_dataloader(self) -> LazyDataLoader | list[Any]:
         """Return this rank's part of the held-out windows."""
         return self._evaluation_loader()
 
-    def predict_dataloader(self) -> LateDataLoader | list[Any]:
+    def predict_dataloader(self) -> LazyDataLoader | list[Any]:
         """Return this rank's part of the held-out windows."""
         return self._evaluation_loader()
 
@@ -229,7 +229,7 @@ class SequenceShardingDataModule(LightningDataModule):
             return GlobalBatchSampler(num_samples, self.split, dp_rank, seed=self.seed, last=last)
         return SequentialGlobalBatchSampler(num_samples, self.split, dp_rank, seed=self.seed, last=last)
 
-    def _evaluation_loader(self) -> LateDataLoader | list[Any]:
+    def _evaluation_loader(self) -> LazyDataLoader | list[Any]:
         if not len(self.held_out_windows):
             return []
         dp_rank, dp_size = self._coordinate()
@@ -243,11 +243,11 @@ class SequenceShardingDataModule(LightningDataModule):
             )
         return self._loader(self.held_out_windows, sampler)
 
-    def _loader(self, windows: Windows, sampler: DistributedSampler[list[int]]) -> LateDataLoader:
+    def _loader(self, windows: Windows, sampler: DistributedSampler[list[int]]) -> LazyDataLoader:
         # batch_size=None: the sampler yields whole batches, and is where Lightning looks for one that it may replace.
         dataset = Batches(FillerAware(windows))
         pin = torch.cuda.is_available()
-        return LateDataLoader(dataset, batch_size=None, sampler=sampler, num_workers=self.num_workers, pin_memory=pin)
+        return LazyDataLoader(dataset, batch_size=None, sampler=sampler, num_workers=self.num_workers, pin_memory=pin)
 
     # Position
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 
-class LateDataLoader(DataLoader[Any]):
+class LazyDataLoader(DataLoader[Any]):
     """A loader that starts at its first batch, not when the iterator is made.
 
     Lightning makes the iterator before it restores a checkpoint when `configure_optimizers` reads

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_sp import comm
 from lightning_sp.data.batch import ShardedBatch, is_sharded
-from lightning_sp.data.lazy_loader import LateDataLoader
+from lightning_sp.data.lazy_loader import LazyDataLoader
 from lightning_sp.data.order import (
     BatchSplit,
     EvaluationBatchSampler,
@@ -43,7 +43,7 @@ LOSS_MASKS = ("loss_mask", "target_mask", "loss_weights")
 
 
 @dataclass(frozen=True)
-class LoaderPlace:
+class DataCoordinates:
     """Where this rank stands, for its loaders.
 
     Args:
@@ -81,7 +81,7 @@ def can_replace_sampler(loader: Any) -> bool:
 
 
 def same_samples(
-    loader: Any, place: LoaderPlace, *, training: bool, accumulation: int, seed: int, by_hand: bool
+    loader: Any, place: DataCoordinates, *, training: bool, accumulation: int, seed: int, by_hand: bool
 ) -> Any:
     """Return a loader that gives all ranks of a sequence the same samples: its order replaced, or one rank of each sequence reading.
 
@@ -105,7 +105,7 @@ def same_samples(
         rank_zero_info(
             f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"
         )
-        return BroadcastLoader(loader, LoaderPlace(place.dp_rank, place.dp_size, None, place.control_group))
+        return BroadcastLoader(loader, DataCoordinates(place.dp_rank, place.dp_size, None, place.control_group))
     rank_zero_info(
         f"sequence_parallel: the order of {kind} cannot be replaced, so one rank of each sequence's group reads it and sends the batches to "
         f"its peers; split the data over {place.dp_size} data-parallel groups by trainer.strategy.data_parallel_rank"
@@ -114,7 +114,7 @@ def same_samples(
 
 
 def replace_sampler(
-    loader: DataLoader[Any], place: LoaderPlace, *, training: bool, accumulation: int, seed: int
+    loader: DataLoader[Any], place: DataCoordinates, *, training: bool, accumulation: int, seed: int
 ) -> DataLoader[Any]:
     """Return the same loader with the order of `order`.
 
@@ -141,7 +141,7 @@ def replace_sampler(
     fillers_come = bool(sampler.num_fillers if training else sampler.num_filler_batches)  # type: ignore[union-attr]
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
-    return LateDataLoader(
+    return LazyDataLoader(
         _Marked(loader.dataset),
         batch_sampler=batch_sampler,
         collate_fn=_MaskFillers(loader.collate_fn, fillers_come),
@@ -246,7 +246,7 @@ class BroadcastLoader:
     `skip` micro-batches of the next epoch are read and discarded: the position that a checkpoint stored.
     """
 
-    def __init__(self, loader: Iterable[Any], place: LoaderPlace) -> None:
+    def __init__(self, loader: Iterable[Any], place: DataCoordinates) -> None:
         self.loader, self.place = loader, place
         self.fillers_from: int | None = None
         self.skip = 0

@@ -69,7 +69,7 @@ def align_loops(position: dict[str, Any], fit_loop: dict[str, Any], trainer: Any
     if position["kind"] == "order":
         steps = position["global_samples_consumed"] // position["global_batch_size"]
         size, accumulation = position["global_batch_size"], trainer.accumulate_grad_batches
-        if size % accumulation == 0:  # otherwise `take_up` refuses
+        if size % accumulation == 0:  # otherwise `resume_loader` refuses
             trained = num_trained(position["num_samples"], size, accumulation, position["last"])
             length = -(-trained // (size // accumulation))
     elif steps:
@@ -110,7 +110,7 @@ def check_epoch_end(fit_loop: dict[str, Any], trainer: Any) -> None:
     )
 
 
-def take_up(loader: Any, position: dict[str, Any]) -> None:
+def resume_loader(loader: Any, position: dict[str, Any]) -> None:
     """Set a processed training loader to a stored position.
 
     Raises:

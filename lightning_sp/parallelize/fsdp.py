@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.gloo_collectives import use_direct_collectives
+from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -45,7 +45,7 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
         if any(True for _ in unit.parameters()) and not shares_parameters(root, unit):
             fully_shard(unit, mesh=mesh)
     fully_shard(root, mesh=mesh)
-    use_direct_collectives(fsdp_modules(root), mesh)
+    use_all_pairs_collectives(fsdp_modules(root), mesh)
     for name in STEPS:
         # Lightning calls these and not forward, which alone would gather the root's parameters.
         if callable(getattr(root, name, None)):

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lightning_sp import comm
-from lightning_sp.comm.cpu.all_pairs import AllPairs, gather_direct, reduce_direct
+from lightning_sp.comm.cpu.all_pairs import AllPairs, all_pairs_all_gather, all_pairs_reduce_scatter
 from lightning_sp.errors import SequenceParallelError
 
 
-class DirectAllGather(AllGather):
+class AllPairsAllGather(AllGather):
     """FSDP2's all-gather of a unit's parameters. A class because FSDP2's interface is one."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,10 +40,10 @@ class DirectAllGather(AllGather):
 
         Communicates: (group size - 1) x the input's bytes leave this rank.
         """
-        return _finished(gather_direct(output_tensor, input_tensor, group), async_op)
+        return _finished(all_pairs_all_gather(output_tensor, input_tensor, group), async_op)
 
 
-class DirectReduceScatter(ReduceScatter):
+class AllPairsReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter of a unit's gradients, summed in rank order. A class because FSDP2's interface is one."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,10 +67,10 @@ class DirectReduceScatter(ReduceScatter):
                 "call set_force_sum_reduction_for_comms(True), or leave the factor out: the strategy's loss fits FSDP's average"
             )
         divisor = size if op == dist.ReduceOp.AVG else 1
-        return _finished(reduce_direct(output_tensor, input_tensor, group, divisor=divisor), async_op)
+        return _finished(all_pairs_reduce_scatter(output_tensor, input_tensor, group, divisor=divisor), async_op)
 
 
-def use_direct_collectives(modules: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
+def use_all_pairs_collectives(modules: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
     """Give sharded modules the direct collectives where their shards travel by gloo on the CPU; elsewhere leave FSDP2's own.
 
     Args:
@@ -81,8 +81,8 @@ def use_direct_collectives(modules: Iterable[FSDPModule], mesh: DeviceMesh) -> N
     if mesh.device_type != "cpu" or comm.size_of(group) == 1 or not comm.is_gloo_on_cpu(group):
         return
     for each in modules:
-        each.set_custom_all_gather(DirectAllGather())
-        each.set_custom_reduce_scatter(DirectReduceScatter())
+        each.set_custom_all_gather(AllPairsAllGather())
+        each.set_custom_reduce_scatter(AllPairsReduceScatter())
 
 
 def _finished(work: AllPairs, async_op: bool) -> dist.Work | None:

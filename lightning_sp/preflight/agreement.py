@@ -29,7 +29,7 @@ from lightning_sp import comm
 from lightning_sp.context.batch import BatchInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.step.isolation import streams, traceless
+from lightning_sp.step.isolation import isolated, streams
 
 # By the lowest precision anywhere in the step. In bfloat16 rounding alone gave up to 3e-2 (Gemma2, 24 layers; Llama and GPT 1.6e-2; no
 # growth from 2 to 4 ranks), the weakest fault of the tests 1.1e-1; in float32 8e-7.
@@ -101,7 +101,7 @@ def run_preflight(
     # Compiling for the shapes of a crop would take minutes: what is compared is the eager step.
     # Each run starts from what the module was before the first: a counter that the step reads and moves is the same in both.
     with torch.compiler.set_stance("force_eager"):
-        with traceless(module, device), context.inactive(whole_batch), _same_stream_everywhere(device):
+        with isolated(module, device), context.inactive(whole_batch), _same_stream_everywhere(device):
             try:
                 with _Dtypes(module) as precision:
                     reference = _loss_of_whole(whole())
@@ -114,7 +114,7 @@ def run_preflight(
                 ) from error
             whole_gradients = _backward(module, reference)
             whole_buffers = _buffers(module)
-        with traceless(module, device):
+        with isolated(module, device):
             try:
                 output = sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import ScoreMod
 from lightning_sp.context.batch import BatchInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 
-def captured_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
+def closure_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
     """Return the tensors that a function holds, by where it has them from."""
     return dict(_walk(value, name or getattr(value, "__qualname__", type(value).__name__), (), set()))
 
@@ -36,7 +36,7 @@ def check_whole_tensors(context: SequenceContext, function: Callable[..., Any], 
     assert step is not None
     if context.mesh.layout.size == 1:
         return
-    tensors = captured_tensors(function)
+    tensors = closure_tensors(function)
     for sequence in step.batch.sequences:
         local = context.tokens_of(sequence)
         short = {name: tuple(t.shape) for name, t in tensors.items() if local in t.shape}
@@ -78,7 +78,7 @@ def learned_score_mod(
     Raises:
         SequenceParallelError: it learns by something that is not found.
     """
-    learned = list({id(t): t for t in captured_tensors(function).values() if t.requires_grad}.values())
+    learned = list({id(t): t for t in closure_tensors(function).values() if t.requires_grad}.values())
     places = [id(tensor) for tensor in learned]
 
     def with_tensors(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor, *held: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def learned_score_mod(
     zero = torch.arange(1, device=like.device)
     with torch.enable_grad():
         tried = made.apply(
-            like.new_zeros(1, 1, 1, 1), Places((0, 1), (0, 1), zero, zero), tuple(t.detach() for t in learned)
+            like.new_zeros(1, 1, 1, 1), ScorePositions((0, 1), (0, 1), zero, zero), tuple(t.detach() for t in learned)
         )
     if tried.requires_grad:
         raise SequenceParallelError(

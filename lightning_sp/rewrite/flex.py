@@ -22,15 +22,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from lightning_sp import comm
 from lightning_sp.attention.spec.block_mask import BlockTable
 from lightning_sp.attention.spec.documents import document_ids
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import MaskMod
 from lightning_sp.context.batch import BatchInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.closures import captured_tensors, check_whole_tensors, learned_score_mod, of_real_tokens
+from lightning_sp.rewrite.closures import check_whole_tensors, closure_tensors, learned_score_mod, of_real_tokens
 from lightning_sp.rewrite.functional import attend
 from lightning_sp.rewrite.rebind import rebind
-from lightning_sp.rewrite.reference import whole_attention, whole_places
+from lightning_sp.rewrite.reference import whole_attention, whole_positions
 
 
 class FlexInterception(AbstractContextManager[None]):
@@ -157,7 +157,7 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
     A model that routes queries to blocks of keys makes such ones. Block of queries by block of queries, for little memory.
     """
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    held = [each for each in (*lists, *captured_tensors(block_mask.mask_mod).values()) if each is not None]
+    held = [each for each in (*lists, *closure_tensors(block_mask.mask_mod).values()) if each is not None]
     # Tensors of inference mode have no version to tell a change by.
     known = not any(each.is_inference() for each in held)
     looked_at = (query.shape[0], query.shape[1], *(each._version for each in held)) if known else None
@@ -169,7 +169,7 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
     for start in range(0, table.lengths[0], table.size[0]):
         queries = torch.arange(start, min(start + table.size[0], table.lengths[0]), device=device)
         # Of the attention's own rows and heads: lists of one stand for all, its function may tell them apart.
-        places = Places((0, query.shape[0]), (0, query.shape[1]), queries, keys)
+        places = ScorePositions((0, query.shape[0]), (0, query.shape[1]), queries, keys)
         asked, whole = table.of_places(places)
         seen = function.seen(places)
         wrong = (seen & ~(asked | whole)) | (~seen & whole)
@@ -198,7 +198,7 @@ def _check_lengths(block_mask: BlockMask, context: SequenceContext, queries: Bat
 
 def _whole_mask(reference: BatchInfo, mask_mod: MaskMod | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return what a short whole sequence's queries see, within its documents. Shapes: () -> (rows or 1, heads or 1, S, S)."""
-    seen = None if mask_mod is None else mask_mod.seen(whole_places(query, key))
+    seen = None if mask_mod is None else mask_mod.seen(whole_positions(query, key))
     if reference.boundaries is None:
         return seen
     ids = document_ids(reference.boundaries, reference.length).to(query.device)

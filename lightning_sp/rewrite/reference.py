@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sp.attention.reference import dense_attention
 from lightning_sp.attention.spec.dropout import AttentionDropout
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import ScoreMod
 
 
@@ -51,12 +51,14 @@ def whole_attention(
         seen = seen & mask
     elif mask is not None:
         bias = mask if bias is None else bias + mask
-    places = whole_places(q, k)
+    places = whole_positions(q, k)
     change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)
     kept = None if dropout is None else dropout.kept(places).to(q.dtype) / (1.0 - dropout.probability)
     return dense_attention(q, k, v, seen, scale, sinks, softcap, bias=bias, change=change, kept=kept)
 
 
-def whole_places(q: Tensor, k: Tensor) -> Places:
+def whole_positions(q: Tensor, k: Tensor) -> ScorePositions:
     """Return the places of all scores of a whole attention."""
-    return Places((0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k)))
+    return ScorePositions(
+        (0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k))
+    )

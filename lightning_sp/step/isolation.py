@@ -30,7 +30,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 
 @contextmanager
-def traceless(root: nn.Module, device: torch.device) -> Iterator[None]:
+def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
     """Put back everything about `root` and the random streams that the block changes, in so far as it can be known.
 
     Args:

@@ -20,7 +20,7 @@ from lightning_sp.mesh import SequenceMesh
 DIGEST_ELEMENTS = 1 << 22
 
 
-def whole_output(
+def unsharded_output(
     output: Any,
     batch: BatchInfo,
     unshard: Callable[[Tensor], Tensor],

@@ -19,7 +19,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import loss_of
 from lightning_sp.parallelize import run_on_gathered
-from lightning_sp.step.isolation import traceless
+from lightning_sp.step.isolation import isolated
 
 
 class Steps:
@@ -84,7 +84,7 @@ class Steps:
         """
         step = self._begin(batch, self.context.mesh.sequence_group)
         try:
-            with traceless(module, device) if filler else nullcontext(), self._counted():
+            with isolated(module, device) if filler else nullcontext(), self._counted():
                 output = run_on_gathered(run)
         finally:
             self.end()

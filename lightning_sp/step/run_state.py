@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_sp import comm
 from lightning_sp.checkpoint import derived_seed, random_state, restore_random_state
 from lightning_sp.context.dropout import DropoutSource
-from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, take_up
+from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, resume_loader
 from lightning_sp.mesh import SequenceMesh
 
 
@@ -79,7 +79,7 @@ class RunState:
             "global_batch_size": self._rows * int(trainer.accumulate_grad_batches) * dp_size,
         }
 
-    def take_up_position(
+    def resume_position(
         self, position: dict[str, Any] | None, fit_loop: dict[str, Any], trainer: Any, *, dp_size: int
     ) -> None:
         """Continue at a stored position: Lightning's counters now, loaders that exist now, others when they come.
@@ -95,12 +95,12 @@ class RunState:
         self._global_batch_due = position if position["kind"] == "read" else None
         # Reading `estimated_stepping_batches` in configure_optimizers makes the loader before the checkpoint is read.
         for loader in trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader else ():
-            take_up(loader, position)
+            resume_loader(loader, position)
 
-    def take_up_loader(self, loader: Any) -> None:
+    def resume_loader(self, loader: Any) -> None:
         """Set a new training loader to the stored position, if there is one."""
         if self._position is not None:
-            take_up(loader, self._position)
+            resume_loader(loader, self._position)
 
     def restore_random(self, stored: dict[str, Any] | None, trainer: Any, mesh: SequenceMesh) -> None:
         """Go on with each rank's random states at equal degrees, else with streams derived from the stored seed."""

@@ -16,7 +16,7 @@ from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import shard_model, without_gradient_sync
-from lightning_sp.parallelize.gloo_collectives import DirectAllGather, DirectReduceScatter, use_direct_collectives
+from lightning_sp.parallelize.gloo_collectives import AllPairsAllGather, AllPairsReduceScatter, use_all_pairs_collectives
 from lightning_sp.testing import max_error
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def gathers(n, dtype, async_op):
     """Return (own part in place, own part elsewhere, torch's default) of one all-gather."""
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     own = values((n,), dtype, rank, whole=False)
-    direct = DirectAllGather()
+    direct = AllPairsAllGather()
     inside = direct.allocate((size * n,), dtype=dtype, device=CPU)
     inside.narrow(0, rank * n, n).copy_(own)
     called(direct, inside, inside.narrow(0, rank * n, n), world, async_op=async_op)
@@ -60,7 +60,7 @@ def reductions(n, dtype, operation, async_op, whole):
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     inputs = [values((size * n,), dtype, each, whole=whole) for each in range(size)]
     parts = torch.stack([each.view(size, n)[rank] for each in inputs])
-    direct = DirectReduceScatter()
+    direct = AllPairsReduceScatter()
     mine, op = inputs[rank].clone(), OPERATIONS[operation]
     output = called(direct, direct.allocate((n,), dtype=dtype, device=CPU), mine, world, op, async_op=async_op)
     default = torch.empty(n, dtype=dtype)
@@ -71,7 +71,7 @@ def reductions(n, dtype, operation, async_op, whole):
 def refused(operation):
     """Return what a reduce-scatter by another operation raised."""
     try:
-        DirectReduceScatter()(torch.ones(1), torch.ones(dist.get_world_size()), dist.group.WORLD, operation)
+        AllPairsReduceScatter()(torch.ones(1), torch.ones(dist.get_world_size()), dist.group.WORLD, operation)
     except SequenceParallelError as error:
         return str(error)
     return None
@@ -83,7 +83,7 @@ def absent_rank():
     message, start = None, time.perf_counter()
     if dist.get_rank() == 0:
         try:
-            DirectAllGather()(torch.empty(2), torch.ones(1), group)
+            AllPairsAllGather()(torch.empty(2), torch.ones(1), group)
         except RuntimeError as error:
             message = str(error)
     elapsed = time.perf_counter() - start
@@ -177,7 +177,7 @@ def by_hand(shape, policy, adjust=None):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
         if direct:
-            use_direct_collectives(modules, mesh)
+            use_all_pairs_collectives(modules, mesh)
         for each in modules:
             if adjust is not None:
                 adjust(each)
@@ -258,14 +258,14 @@ def traffic(shape, *, through_shard_model):
 
 
 def other_backend():
-    """Return the kinds of collectives after `use_direct_collectives` on a mesh whose backend is not gloo."""
+    """Return the kinds of collectives after `use_all_pairs_collectives` on a mesh whose backend is not gloo."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  (registers the backend)
 
     group = dist.new_group(backend="fake")
     mesh = DeviceMesh.from_group(group, "cpu")
     model = Model(torch.float32)
     fully_shard(model, mesh=mesh)
-    use_direct_collectives([model], mesh)
+    use_all_pairs_collectives([model], mesh)
     with counted() as sent:
         model(batch(0, 0, torch.float32)).square().mean().backward()
     return comm.is_gloo_on_cpu(group), comm.is_gloo_on_cpu(dist.group.WORLD), sent.calls["isend"]

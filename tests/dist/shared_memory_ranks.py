@@ -24,7 +24,7 @@ from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.schemes import all_gather as gathered
 from lightning_sp.attention.schemes import ring
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
-from lightning_sp.attention.schemes.network import NetworkHops
+from lightning_sp.attention.schemes.network import NetworkTransport
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.dist.attention_ranks import sharded
@@ -206,7 +206,7 @@ def data_parallel_rings(transport):
     return sharded(1, 2, transport, heads=4, kv_heads=2, length=37, mask={})
 
 
-def give_up(transport, step, hops, num_failures, method="hops"):
+def abandon(transport, step, hops, num_failures, method="hops"):
     """Fail in a rank's hop of a pass, and go on, as programs do that catch errors; return whether the passes after it are right, or what they say."""
     mesh, hop = new_mesh(4), hops[dist.get_rank()]
     expected = [attend(mesh, 64, transport, seed=seed, method=method) for seed in (1, 2)]
@@ -238,7 +238,7 @@ def give_up(transport, step, hops, num_failures, method="hops"):
 def signals_kept(num_passes):
     """Return how many signals a rank still holds after many passes, some of them given up."""
     mesh = new_mesh(4)
-    give_up("shared_memory", "forward_step", [2] * 4, 2)
+    abandon("shared_memory", "forward_step", [2] * 4, 2)
     for seed in range(num_passes):
         attend(mesh, 32, "shared_memory", seed=seed)
     arena = shared_memory.arena_of(str(mesh.ring_group.group_name))
@@ -250,7 +250,7 @@ def one_fails_before_all_has_come():
     """Fail on rank 0 alone, when its keys are sent and others' not come, for rank 3 is late; return whether the passes after it are right."""
     mesh, rank = new_mesh(4), dist.get_rank()
     expected = attend(mesh, 64, "network", seed=1)
-    original = NetworkHops.start_keys
+    original = NetworkTransport.start_keys
 
     def failing(self, hop):
         started = original(self, hop)
@@ -262,7 +262,7 @@ def one_fails_before_all_has_come():
         with contextlib.ExitStack() as stack:
             if rank == 0:
                 stack.enter_context(contextlib.suppress(MemoryError))
-                stack.enter_context(mock.patch.object(NetworkHops, "start_keys", failing))
+                stack.enter_context(mock.patch.object(NetworkTransport, "start_keys", failing))
             if rank == 3:
                 time.sleep(1)
             forward_at_once(mesh)

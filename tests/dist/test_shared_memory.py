@@ -191,19 +191,19 @@ def test_nothing_is_left_when_one_rank_fails_and_nobody_waits_for_one_that_has_e
 @pytest.mark.parametrize("transport", ["shared_memory", "network", "network_kept"])
 @pytest.mark.parametrize(("step", "hop"), [("forward_step", 0), ("forward_step", 2), ("backward_step", 0), ("backward_step", 3)])
 def test_after_an_error_that_was_caught_the_next_passes_are_right_and_wait_for_nothing(transport, step, hop):
-    assert run_ranks(ranks.give_up, 4, transport, step, [hop] * 4, 3, timeout_s=20) == [True] * 4
+    assert run_ranks(ranks.abandon, 4, transport, step, [hop] * 4, 3, timeout_s=20) == [True] * 4
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 @pytest.mark.parametrize("step", ["forward_step", "backward_step"])
 def test_after_an_error_in_what_was_gathered_too(transport, step):
-    assert run_ranks(ranks.give_up, 4, transport, step, [0] * 4, 3, "all_gather", timeout_s=20) == [True] * 4
+    assert run_ranks(ranks.abandon, 4, transport, step, [0] * 4, 3, "all_gather", timeout_s=20) == [True] * 4
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 @pytest.mark.parametrize("step", ["forward_step", "backward_step"])
 def test_a_pass_in_which_ranks_failed_in_different_hops_is_never_taken_for_the_next(transport, step):
-    for answer in run_ranks(ranks.give_up, 4, transport, step, [1, 3, 2, 1], 1, timeout_s=5):
+    for answer in run_ranks(ranks.abandon, 4, transport, step, [1, 3, 2, 1], 1, timeout_s=5):
         # The network waits in vain for a hop that another rank never began, and is at its end after that.
         loud = "of the ring waited 5 s", "Timed out waiting 5000ms", "Application timeout", "Connection closed by peer"
         assert answer is True or any(words in answer for words in loud), answer

@@ -73,8 +73,8 @@ DATA = (
     fault(
         "a position lost to estimated_stepping_batches",
         "step/run_state.py",
-        "            take_up(loader, position)\n\n    def take_up_loader",
-        "            pass\n\n    def take_up_loader",
+        "            resume_loader(loader, position)\n\n    def resume_loader",
+        "            pass\n\n    def resume_loader",
         "tests/trainer/test_checkpoint.py::test_a_resume_is_exact_for[momentum]",
     ),
     fault(

@@ -83,7 +83,7 @@ GROUPS = (
     fault(
         "torch's own collectives on gloo",
         "parallelize/fsdp.py",
-        "    use_direct_collectives(fsdp_modules(root), mesh)\n",
+        "    use_all_pairs_collectives(fsdp_modules(root), mesh)\n",
         "",
         f"{GLOO}::test_shard_model_applies_them[(2, 2)]",
     ),

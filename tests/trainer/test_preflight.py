@@ -13,7 +13,7 @@ from lightning_sp import SequenceParallelError
 from lightning_sp.data.names import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, crop_tokens, join_crops
-from lightning_sp.step.isolation import traceless
+from lightning_sp.step.isolation import isolated
 from tests.trainer import preflight_ranks as ranks
 
 AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"
@@ -205,7 +205,7 @@ def test_traceless_puts_back_what_a_step_writes():
     torch.manual_seed(1)
     expected = torch.rand(2)
     torch.manual_seed(1)
-    with traceless(module, torch.device("cpu")):
+    with isolated(module, torch.device("cpu")):
         assert module.weight.grad is None
         module.weight.sum().backward()
         module.names.append("b")

@@ -21,7 +21,7 @@ from lightning_sp.attention import (
     boundaries_from_lengths,
     sequence_parallel_attention,
 )
-from lightning_sp.attention.kernels import kernel as kernels
+from lightning_sp.attention.kernels import flash_layout
 from lightning_sp.attention.kernels.flash_attn import FlashAttnKernel
 from lightning_sp.attention.kernels.flash_layout import by_heads, to_bhsd, to_bshd
 from lightning_sp.attention.kernels.select import _say_once, check_kernel, select_kernel
@@ -30,8 +30,8 @@ from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCuda
 from lightning_sp.attention.operator import attention_backward_op, attention_op
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.attention.spec.position_bias import t5_bucket
-from lightning_sp.attention.spec.positions import Places
-from lightning_sp.attention.spec.score_mod import MaskMod, registered
+from lightning_sp.attention.spec.positions import ScorePositions
+from lightning_sp.attention.spec.score_mod import MaskMod, function_by_number
 from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -278,7 +278,7 @@ def test_a_backward_beyond_the_kernels_numbers_is_done_by_heads(monkeypatch, hea
         return kernel.backward(grad, q, k, v, out, lse.contiguous(), causal=False, scale=0.2)
 
     rows = 2 * 128
-    monkeypatch.setattr(kernels, "_FLASH_ELEMENTS", most * rows * 32)
+    monkeypatch.setattr(flash_layout, "_FLASH_ELEMENTS", most * rows * 32)
     found = by_heads(backward, rows, (grad, q, out), (k, v), lse, 1)
     assert len(asked) == calls
     assert max(own for own, _ in asked) <= most
@@ -353,7 +353,7 @@ def test_head_dims_are_padded_with_zeros_to_what_flash_takes(dim, taken):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_the_tiled_kernel_is_exact(causal, kv_heads, softcap):
     kernel = TiledKernel(Scores(softcap or 0.0), tile=8)
-    everywhere = Places((0, 2), (0, 4), torch.arange(20), torch.arange(20))
+    everywhere = ScorePositions((0, 2), (0, 4), torch.arange(20), torch.arange(20))
     *qkv, grad = tensors((2, 4, 20, 8), (2, kv_heads, 20, 8), (2, kv_heads, 20, 8), (2, 4, 20, 8))
     out, lse = kernel.forward(*qkv, causal=causal, scale=0.3, places=everywhere)
     gradients = kernel.backward(grad, *qkv, out, lse, causal=causal, scale=0.3, places=everywhere)
@@ -377,7 +377,7 @@ def test_tiles_of_which_a_mask_hides_everything_are_not_computed(given):
     dense = seen(0, 0, places[:, None], places)[None, None] if given != "function" else None
     mask_mod = MaskMod(seen) if given != "matrix" else None
     kernel = TiledKernel(Scores(dense=dense, mask_mod=mask_mod), tile=8)
-    everywhere = Places((0, 2), (0, 4), places, places)
+    everywhere = ScorePositions((0, 2), (0, 4), places, places)
     *qkv, grad = tensors((2, 4, 48, 8), (2, 2, 48, 8), (2, 2, 48, 8), (2, 4, 48, 8))
     ways = dict(causal=False, scale=0.3, places=everywhere)
     with mock.patch.object(TiledKernel, "_scores", autospec=True, side_effect=TiledKernel._scores) as tiles:
@@ -490,7 +490,7 @@ def test_a_function_that_holds_what_learns_is_refused():
 def test_a_function_that_is_gone_is_named():
     number = ScoreMod(lambda score, *_: score).number
     with pytest.raises(SequenceParallelError, match=f"function {number} no longer exists"):
-        registered(number)
+        function_by_number(number)
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.0])
@@ -501,7 +501,7 @@ def test_a_dropout_that_is_no_probability_is_refused(probability):
 
 @pytest.mark.filterwarnings("ignore:torch flash")
 def test_a_dropout_takes_any_seed_of_torch_and_no_longer_one():
-    everywhere = Places((0, 1), (0, 2), torch.arange(8), torch.arange(8))
+    everywhere = ScorePositions((0, 1), (0, 2), torch.arange(8), torch.arange(8))
     largest = AttentionDropout(0.3, seed=2**64 - 1)
     assert torch.equal(largest.kept(everywhere), AttentionDropout(0.3, seed=-1).kept(everywhere))
     q, k, v = tensors((1, 2, 8, 8), (1, 2, 8, 8), (1, 2, 8, 8))
@@ -512,7 +512,7 @@ def test_a_dropout_takes_any_seed_of_torch_and_no_longer_one():
 
 
 def test_dropout_keeps_its_share_and_no_two_of_its_masks_agree():
-    everywhere = Places((0, 2), (0, 3), torch.arange(64), torch.arange(80))
+    everywhere = ScorePositions((0, 2), (0, 3), torch.arange(64), torch.arange(80))
     one = AttentionDropout(0.3, seed=1, call=2).kept(everywhere)
     masks = [one[0, 0], one[1, 0], one[0, 1], one[0, 0].roll(1, 0), one[0, 0].roll(1, 1)]
     others = ((1, 3), (2, 2), (2, 1), (-1, 2))
@@ -527,7 +527,7 @@ def test_dropout_keeps_its_share_and_no_two_of_its_masks_agree():
 
 
 def test_dropout_numbers_samples_and_not_rows():
-    places = Places((0, 2), (0, 1), torch.arange(30), torch.arange(30))
+    places = ScorePositions((0, 2), (0, 1), torch.arange(30), torch.arange(30))
     both = AttentionDropout(0.5, 1, samples=torch.tensor([7, 3])).kept(places)
     other = AttentionDropout(0.5, 1, samples=torch.tensor([3, 9])).kept(places)
     assert torch.equal(both[1], other[0])

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import MaskMod
 from lightning_sp.errors import SequenceParallelError
 from tests import masks
@@ -18,7 +18,7 @@ def by_head(row, head, query, key):
 
 
 def all_places(rows, heads, queries, keys):
-    return Places((0, rows), (0, heads), torch.arange(queries), torch.arange(keys))
+    return ScorePositions((0, rows), (0, heads), torch.arange(queries), torch.arange(keys))
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(2, 3), (1, 3), (2, 1), (1, 1)])
@@ -32,7 +32,7 @@ def test_a_block_mask_is_its_function(rows, heads, queries, keys):
     assert torch.equal(found[:, :, :queries, :keys].expand_as(whole), whole)
     assert not bool(found[:, :, queries:].any())
     assert not bool(found[..., keys:].any())
-    part = Places((1, 2), (1, 3), torch.tensor([5, 6, 17]), torch.tensor([0, 9, 8, 20]))
+    part = ScorePositions((1, 2), (1, 3), torch.tensor([5, 6, 17]), torch.tensor([0, 9, 8, 20]))
     assert torch.equal(mask.seen(part).expand(1, 2, 3, 4), whole[1:, 1:, part.queries[:, None], part.keys])
 
 

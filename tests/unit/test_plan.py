@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sp.attention.plan.blocks import WINDOW_TILE, Kind, Plan, key_ranges, plan_of, renumbered, tile_on
-from lightning_sp.attention.plan.intervals import SeenBlocks
+from lightning_sp.attention.plan.intervals import BlockSparsity
 from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.schemes.ulysses import HeadSplit
 from lightning_sp.attention.spec.documents import boundaries_from_lengths
@@ -75,7 +75,9 @@ def test_blocks_that_are_hidden_are_not_visited(ring, length, keys, data):
     mask = AttentionMask(False) if crosses else masks.build(data.draw(masks.drawn(length)), length, padded)
     sizes, side = (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))), 90
     seen = torch.rand(side, side, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) < 0.5
-    plan = Plan(mask, layout, padded, 2, padded_keys, SeenBlocks(sizes, side, seen.to(torch.uint8).numpy().tobytes()))
+    plan = Plan(
+        mask, layout, padded, 2, padded_keys, BlockSparsity(sizes, side, seen.to(torch.uint8).numpy().tobytes())
+    )
     whole = seen.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[:padded, :padded_keys]
     expected = allowed(mask, padded, padded_keys)[:, 0].expand(2, -1, -1) & whole
     assert torch.equal(visits(plan, rows=2, opens=False), expected.long())
@@ -88,7 +90,7 @@ def test_a_map_that_hides_nothing_of_a_mask_leaves_its_plan():
         (AttentionMask(window_size=(9, None)), torch.ones(side, side)),
         (AttentionMask(boundaries=boundaries_from_lengths([[8, 24, 32]])), torch.ones(side, side)),
     ):
-        held = SeenBlocks((8, 8), side, table.to(torch.uint8).numpy().tobytes())
+        held = BlockSparsity((8, 8), side, table.to(torch.uint8).numpy().tobytes())
         cut, plain = Plan(mask, layout, 64, 1, seen=held), Plan(mask, layout, 64, 1)
         assert all(cut.blocks(q, k) == plain.blocks(q, k) for q in range(4) for k in range(4))
 

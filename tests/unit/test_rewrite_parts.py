@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from lightning_sp.context.dropout import AttentionCalls
 from lightning_sp.data.order import BatchSplit, SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.closures import captured_tensors, learned_score_mod, rebuild
+from lightning_sp.rewrite.closures import closure_tensors, learned_score_mod, rebuild
 from lightning_sp.rewrite.flex import _wrong_block
 from lightning_sp.rewrite.query_heads import tried_query_heads
 from lightning_sp.rewrite.rebind import rebind
@@ -67,18 +67,18 @@ def _enclosing(held: torch.Tensor, how: str):
 def test_tensors_of_enclosing_functions_are_found_and_replaced(how):
     held, other = torch.randn(3), torch.full((3,), 5.0)
     function = _enclosing(held, how)
-    assert [id(t) for t in captured_tensors(function).values()] == [id(held)]
+    assert [id(t) for t in closure_tensors(function).values()] == [id(held)]
     assert float(rebuild(function, {id(held): other})(2)) == 5.0
     assert float(function(2)) == float(held[0] if how == "itself" else held[2]), "the user's own is as it was"
 
 
 def test_tensors_of_modules_defaults_partials_and_globals_are_found_and_what_is_not_read_is_not():
     module, other = Holder(), torch.full((7,), 5.0)
-    assert [t is module.weight for t in captured_tensors(module.by_name).values()] == [True]
-    assert {id(t) for t in captured_tensors(lambda i: module(i)).values()} <= {id(module.weight), id(TABLE)}
+    assert [t is module.weight for t in closure_tensors(module.by_name).values()] == [True]
+    assert {id(t) for t in closure_tensors(lambda i: module(i)).values()} <= {id(module.weight), id(TABLE)}
     assert float(rebuild(module.by_name, {id(module.weight): other})(1)) == 5.0
     for function in (_by_default, partial(_by_default, held=TABLE), lambda i: TABLE[i]):
-        assert next(iter(captured_tensors(function).values())) is TABLE
+        assert next(iter(closure_tensors(function).values())) is TABLE
         assert float(rebuild(function, {id(TABLE): other})(1)) == 5.0
         assert float(function(1)) == float(TABLE[1])
 

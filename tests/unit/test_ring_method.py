@@ -20,7 +20,7 @@ def keys(length, size, device="cpu"):
     return torch.empty(1, 8, length // size, 64, device=device)
 
 
-# docs/LOG.md, "Hops or all at once": of these all at once was the cheaper one in 8 ranks at 64 tokens alone.
+# docs/LOG.md, "Transport or all at once": of these all at once was the cheaper one in 8 ranks at 64 tokens alone.
 @pytest.mark.parametrize(
     ("size", "length", "expected"), [(8, 64, True), (8, 2048, False), (4, 512, False), (4, 2048, False)]
 )

@@ -16,7 +16,7 @@ from lightning_sp.attention.kernels.block_kernel import BlockKernel
 from lightning_sp.attention.kernels.varlen import backward_calls, forward_calls
 from lightning_sp.attention.plan.blocks import Block
 from lightning_sp.attention.spec.merge import accumulator_dtype, merge_into
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 
 
 def forward_step(
@@ -26,7 +26,7 @@ def forward_step(
     k: Tensor,
     v: Tensor,
     running: tuple[Tensor, Tensor] | None,
-    places: Places | None = None,
+    places: ScorePositions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add one source rank's keys to the running partials, in place, and return them.
 
@@ -70,7 +70,7 @@ def backward_step(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     kv: tuple[Tensor, Tensor],
     dq: Tensor | None,
-    places: Places | None = None,
+    places: ScorePositions | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq with this step's part added in place, dk, dv of the keys given).
 
@@ -124,7 +124,7 @@ def _is_whole(blocks: Sequence[Block], q: Tensor) -> bool:
     return len(blocks) == 1 and blocks[0].row is None and blocks[0].queries == (0, q.shape[2])
 
 
-def _part(places: Places | None, block: Block) -> Places | None:
+def _part(places: ScorePositions | None, block: Block) -> ScorePositions | None:
     if places is None:
         return None
     return places.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))

@@ -12,7 +12,7 @@ from lightning_sp.attention.kernels.kernel import Kernel
 from lightning_sp.attention.kernels.varlen import Call, PackedKernel, calls_of
 from lightning_sp.attention.plan.blocks import Block, Kind
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BlockKernel:
         return self.kernel, self.scale, groups, calls_of(tuple(blocks), q.shape[0], q.device)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, places: Places | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, places: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block. Shapes: (B, H, Sq, D), (B, K, Sk, D) twice -> (B, H, Sq, D), (B, H, Sq)."""
         if kind is Kind.ANTICAUSAL:
@@ -68,7 +68,7 @@ class BlockKernel:
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, places: Places | None = None
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, places: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         if kind is Kind.ANTICAUSAL:

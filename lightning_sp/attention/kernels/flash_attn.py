@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.kernels.flash_layout import accumulator_rows, by_heads, to_bhsd, to_bshd
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -24,7 +24,7 @@ class FlashAttnKernel:
         self.softcap = softcap
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: Places | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
         dim = q.shape[-1]
@@ -37,7 +37,7 @@ class FlashAttnKernel:
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        places: Places | None = None,
+        places: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         one = partial(self._backward, causal=causal, scale=scale)

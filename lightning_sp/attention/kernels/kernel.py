@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 
 
 class Kernel(Protocol):
@@ -19,14 +19,14 @@ class Kernel(Protocol):
     name: str
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: Places | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block; shapes (B, H, S, D), (B, H, S)."""
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        places: Places | None = None,
+        places: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         ...

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.merge import accumulator_dtype
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.scores import SCORE_TILE, ScoreGradients, Scores
 
 
@@ -39,7 +39,7 @@ class TiledKernel:
         self.tile = tile
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: Places | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block; 0 and -inf for a query that sees none of it."""
         assert places is not None or not self.scores.names()
@@ -71,7 +71,7 @@ class TiledKernel:
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        places: Places | None = None,
+        places: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         assert places is not None or not self.scores.names()
@@ -101,8 +101,8 @@ class TiledKernel:
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _columns(
-        self, rows: slice, num_keys: int, causal: bool, places: Places | None
-    ) -> Iterator[tuple[slice, Places | None, Tensor | None]]:
+        self, rows: slice, num_keys: int, causal: bool, places: ScorePositions | None
+    ) -> Iterator[tuple[slice, ScorePositions | None, Tensor | None]]:
         """Yield the tiles of keys that some query of a tile sees, where they lie, and what a mask hides of them."""
         for columns in _tiles(min(rows.stop, num_keys) if causal else num_keys, self.tile):
             here = None if places is None else places.part(queries=rows, keys=columns)
@@ -112,7 +112,7 @@ class TiledKernel:
                 yield columns, here, hidden
 
     def _scores(
-        self, queries: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float, here: Places | None,
+        self, queries: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float, here: ScorePositions | None,
         hidden: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the scores of a tile, as q k^T gives them and changed.
@@ -131,7 +131,7 @@ class TiledKernel:
             scores = scores.masked_fill(hidden, -math.inf)
         return raw, scores
 
-    def _dropped(self, weights: Tensor, here: Places | None) -> Tensor:
+    def _dropped(self, weights: Tensor, here: ScorePositions | None) -> Tensor:
         """Return the weights after dropout. Shapes: (B, K, G rows, columns) -> the same."""
         dropout = self.scores.dropout
         if dropout is None or here is None:
@@ -140,7 +140,7 @@ class TiledKernel:
         return (weights / (1.0 - dropout.probability)).masked_fill(~kept, 0.0)
 
 
-def _tile_shape(tile: Tensor, places: Places) -> tuple[int, int, int, int]:
+def _tile_shape(tile: Tensor, places: ScorePositions) -> tuple[int, int, int, int]:
     """Return the shape by query heads: those that share a key-value head lie one after the other."""
     return tile.shape[0], places.heads[1] - places.heads[0], len(places.queries), tile.shape[-1]
 

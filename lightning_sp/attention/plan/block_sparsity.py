@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.attention.plan.blocks import Plan
-from lightning_sp.attention.plan.intervals import SeenBlocks
-from lightning_sp.attention.spec.positions import Places, positions_of
+from lightning_sp.attention.plan.intervals import BlockSparsity
+from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.scores import SCORE_TILE, Scores
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import Range
@@ -42,11 +42,11 @@ def block_size(length: int) -> int:
     return max(-(-length // SIDE), min(SCORE_TILE, -(-length // 16)))
 
 
-def of_map(found: Tensor, length: int, key_length: int) -> SeenBlocks | None:
+def of_map(found: Tensor, length: int, key_length: int) -> BlockSparsity | None:
     """Return the map as a plan takes it. Shapes: found as `empty_map`'s."""
     if not found.numel():
         return None
-    return SeenBlocks((block_size(length), block_size(key_length)), SIDE, found.numpy().tobytes())
+    return BlockSparsity((block_size(length), block_size(key_length)), SIDE, found.numpy().tobytes())
 
 
 def search(
@@ -71,8 +71,8 @@ def search(
     error: Exception | None = None
     try:
         gathered = plan.gathered(rank)
-        queries = positions_of(plan.layout.ring_chunks(plan.length, rank), like.device)
-        places = Places((0, like.shape[0]), heads, queries, positions_of(gathered.keys, like.device))
+        queries = global_positions(plan.layout.ring_chunks(plan.length, rank), like.device)
+        places = ScorePositions((0, like.shape[0]), heads, queries, global_positions(gathered.keys, like.device))
         for block in gathered.blocks:
             part = places.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))
             for at, tile in _tiles(part, block_size(plan.length), block_size(plan.key_length)):
@@ -95,12 +95,12 @@ def search(
     return found
 
 
-def _is_seen(scores: Scores, tile: Places) -> bool:
+def _is_seen(scores: Scores, tile: ScorePositions) -> bool:
     """Return whether something of a tile is seen. A sample says so of most tiles; only where it sees nothing is all of it looked at.
 
     The last places are in it: a tensor of a function's that is too short is found out here, where all ranks hear of it.
     """
-    sample = Places(tile.rows, tile.heads, *(torch.cat([p[:-1:8], p[-1:]]) for p in (tile.queries, tile.keys)))
+    sample = ScorePositions(tile.rows, tile.heads, *(torch.cat([p[:-1:8], p[-1:]]) for p in (tile.queries, tile.keys)))
     for part in (sample, tile):
         hidden = scores.hidden(part)
         if hidden is None or not bool(hidden.all()):
@@ -108,7 +108,7 @@ def _is_seen(scores: Scores, tile: Places) -> bool:
     return False
 
 
-def _tiles(places: Places, queries: int, keys: int) -> Iterator[tuple[tuple[int, int], Places]]:
+def _tiles(places: ScorePositions, queries: int, keys: int) -> Iterator[tuple[tuple[int, int], ScorePositions]]:
     """Yield the parts of a block of the plan that lie in one block of the map each, no larger than a kernel's tile."""
     columns = list(_runs(places.keys, keys))
     for row, own in _runs(places.queries, queries):

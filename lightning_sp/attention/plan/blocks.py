@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import torch
 
-from lightning_sp.attention.plan.intervals import Piece, Range, SeenBlocks, local, restricted, visible
+from lightning_sp.attention.plan.intervals import BlockSparsity, Piece, Range, local, restricted, visible
 from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 
@@ -69,7 +69,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class AllGatherPlan:
     """One ring rank's queries against all keys that they see, which lie one after the other in the order of their positions.
 
     Args:
@@ -103,7 +103,7 @@ class Plan:
 
     def __init__(
         self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
-        seen: SeenBlocks | None = None, tile: int | None = WINDOW_TILE,
+        seen: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
     ) -> None:  # fmt: skip
         self.layout, self.length, self._tile = layout, length, tile
         self.key_length = length if key_length is None else key_length
@@ -115,7 +115,7 @@ class Plan:
         assert len(pieces) in (1, rows)
         self._runs = [[row] if seen is None else restricted(row, seen) for row in pieces]
         self._steps: dict[Range, tuple[Block, ...]] = {}
-        self._gathered: dict[int, Gathered] = {}
+        self._gathered: dict[int, AllGatherPlan] = {}
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """Return the blocks of ring rank `query_rank`'s queries against ring rank `key_rank`'s keys."""
@@ -124,13 +124,13 @@ class Plan:
             self._steps[pair] = self._between(query_rank, self._chunks(key_rank))
         return self._steps[pair]
 
-    def gathered(self, query_rank: int) -> Gathered:
+    def gathered(self, query_rank: int) -> AllGatherPlan:
         """Return the blocks of a ring rank's queries against all keys at once."""
         if query_rank not in self._gathered:
             blocks = self._between(query_rank, ((0, self.key_length),))
             seen = key_ranges(blocks)
             parts = tuple(_parts(self._chunks(rank), seen) for rank in range(self.layout.ring_size))
-            self._gathered[query_rank] = Gathered(tuple(seen), tuple(renumbered(blocks, seen)), parts)
+            self._gathered[query_rank] = AllGatherPlan(tuple(seen), tuple(renumbered(blocks, seen)), parts)
         return self._gathered[query_rank]
 
     def _chunks(self, key_rank: int) -> Sequence[Range]:
@@ -150,7 +150,7 @@ class Plan:
 
 def plan_of(
     mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
-    seen: SeenBlocks | None = None, tile: int | None = WINDOW_TILE,
+    seen: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
 ) -> Plan:  # fmt: skip
     """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
     numbers, tensors = mask.arguments()
@@ -166,7 +166,7 @@ def _plan(
     length: int,
     rows: int,
     key_length: int | None,
-    seen: SeenBlocks | None,
+    seen: BlockSparsity | None,
     tile: int | None,
 ) -> Plan:
     tensors = [

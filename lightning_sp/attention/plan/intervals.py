@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class SeenBlocks:
+class BlockSparsity:
     """Which blocks of queries x keys hold something that is seen, of a map with as many blocks along either side.
 
     Args:
@@ -116,7 +116,7 @@ def visible(mask: AttentionMask, row: int, length: int, key_length: int | None =
     return _joined(_within(pieces, *_row(mask.valid, row, [0, length])))
 
 
-def restricted(pieces: Iterable[Piece], seen: SeenBlocks) -> list[list[Piece]]:
+def restricted(pieces: Iterable[Piece], seen: BlockSparsity) -> list[list[Piece]]:
     """Return the pieces without the blocks that are hidden: the first holds each query's first run of keys, the next its second, and so on."""
     size = seen.size[0]
     found: list[list[Piece]] = []

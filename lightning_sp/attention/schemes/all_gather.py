@@ -24,13 +24,13 @@ from lightning_sp.attention.kernels.block_kernel import BlockKernel
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.kv_buffer import pack, pack_into, packed_shape, unpack
 from lightning_sp.attention.schemes.ring import Ring
-from lightning_sp.attention.schemes.transport import Arriving, Hops, add_home, given_up_on_errors
+from lightning_sp.attention.schemes.transport import Arriving, Transport, abandon_on_error, add_home
 from lightning_sp.attention.spec.merge import accumulator_dtype
-from lightning_sp.attention.spec.positions import Places, positions_of
+from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.sinks import add_sinks
 
 
-def gathered_forward(
+def all_gather_forward(
     ring: Ring,
     kernel: BlockKernel,
     q: Tensor,
@@ -41,14 +41,14 @@ def gathered_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return what `ring_forward` returns. Shapes: as there."""
     hops = ring.hops(k, v, kept)
-    with given_up_on_errors(hops):
+    with abandon_on_error(hops):
         keys, values = unpack(_gather(ring, hops, k, v))
     running = forward_step(kernel, ring.gathered.blocks, q, keys, values, None, _places(ring, q))
     out, lse = running if sinks is None else add_sinks(*running, sinks)
     return out.to(q.dtype), lse
 
 
-def gathered_backward(
+def all_gather_backward(
     ring: Ring,
     kernel: BlockKernel,
     grad: Tensor,
@@ -61,7 +61,7 @@ def gathered_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `ring_backward` returns. Shapes: as there."""
     hops = ring.backward_hops(k, v, kept)
-    with given_up_on_errors(hops):
+    with abandon_on_error(hops):
         keys = unpack(_gather(ring, hops, k, v))
         saved = (grad, q, out, lse)
         dq, dk, dv = backward_step(kernel, ring.gathered.blocks, saved, keys, None, _places(ring, q))
@@ -80,7 +80,7 @@ def gathered_backward(
     return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
 
 
-def _gather(ring: Ring, hops: Hops, k: Tensor, v: Tensor) -> Tensor:
+def _gather(ring: Ring, hops: Transport, k: Tensor, v: Tensor) -> Tensor:
     """Return all keys and values that this rank's queries see, by position. Shapes: (B, K, S, D) twice -> (n, 2, B, K, D)."""
     flying = [hops.start_keys(hop) for hop in range(1, ring.size)]
     gathered = k.new_empty(ring.gathered.num_keys, *packed_shape(k)[1:])
@@ -95,12 +95,12 @@ def _gather(ring: Ring, hops: Hops, k: Tensor, v: Tensor) -> Tensor:
     return gathered
 
 
-def _places(ring: Ring, q: Tensor) -> Places | None:
+def _places(ring: Ring, q: Tensor) -> ScorePositions | None:
     """Return where the scores lie; None where the kernel does not ask."""
     if ring.heads is None:
         return None
-    queries = positions_of(ring.plan.layout.ring_chunks(ring.plan.length, ring.rank), q.device)
-    return Places((0, q.shape[0]), ring.heads, queries, positions_of(ring.gathered.keys, q.device))
+    queries = global_positions(ring.plan.layout.ring_chunks(ring.plan.length, ring.rank), q.device)
+    return ScorePositions((0, q.shape[0]), ring.heads, queries, global_positions(ring.gathered.keys, q.device))
 
 
 def _columns(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:

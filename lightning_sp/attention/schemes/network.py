@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.schemes.kv_buffer import length, pack, taken
-from lightning_sp.attention.schemes.transport import Neighbours
+from lightning_sp.attention.schemes.transport import RingNeighbours
 from lightning_sp.comm.point_to_point import Transfer, next_turn
 
 
-class Messengers(Neighbours, Protocol):
+class Messengers(RingNeighbours, Protocol):
     """Who needs what of whom, and by which group."""
 
     @property
@@ -30,7 +30,7 @@ class Messengers(Neighbours, Protocol):
         ...
 
 
-class NetworkHops:
+class NetworkTransport:
     """One pass round the ring by messages of the group; a class because it is a transfer in flight.
 
     Args:
@@ -62,7 +62,7 @@ class NetworkHops:
         received = kv.new_empty(length(ring.leaving(hop)), *kv.shape[1:])
         return self._started(sent, ring.source(hop), received, ring.target(hop))
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """After an error, let what is in flight arrive: it belongs to no later pass. At once where all ranks failed in the same hop."""
         # A rank that failed in an earlier hop has sent nothing: the time limit then ends the group for every later pass, loudly.
         with contextlib.suppress(RuntimeError):
@@ -89,10 +89,10 @@ class Held:
         """Say that it was used: nothing to do."""
 
 
-class KeptHops(NetworkHops):
+class SavedKeysTransport(NetworkTransport):
     """The backward pass on keys and values that the forward kept: gradients alone travel.
 
-    Shapes: as in `NetworkHops`.
+    Shapes: as in `NetworkTransport`.
     """
 
     def start_keys(self, hop: int) -> Held:

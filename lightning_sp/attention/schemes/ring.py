@@ -29,14 +29,14 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.kernels.accumulate import backward_step, forward_step
 from lightning_sp.attention.kernels.block_kernel import BlockKernel
-from lightning_sp.attention.plan.blocks import Block, Gathered, Plan, key_ranges, renumbered
+from lightning_sp.attention.plan.blocks import AllGatherPlan, Block, Plan, key_ranges, renumbered
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.kv_buffer import length, pack, packed_shape, unpack
-from lightning_sp.attention.schemes.network import KeptHops, NetworkHops
-from lightning_sp.attention.schemes.shared_memory import SharedHops
-from lightning_sp.attention.schemes.transport import Arriving, Hops, add_home, given_up_on_errors
+from lightning_sp.attention.schemes.network import NetworkTransport, SavedKeysTransport
+from lightning_sp.attention.schemes.shared_memory import SharedMemoryTransport
+from lightning_sp.attention.schemes.transport import Arriving, Transport, abandon_on_error, add_home
 from lightning_sp.attention.spec.merge import accumulator_dtype
-from lightning_sp.attention.spec.positions import Places, positions_of
+from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.sinks import add_sinks
 from lightning_sp.comm.cpu.shared_memory import Arena
 
@@ -69,16 +69,16 @@ class Ring:
         """Return the rank to which this rank's keys go in a hop."""
         return (self.rank + hop) % self.size
 
-    def places(self, q: Tensor, hop: int) -> Places | None:
+    def places(self, q: Tensor, hop: int) -> ScorePositions | None:
         """Return where the scores of a hop lie, keys numbered as they arrive; None where the kernel does not ask."""
         if self.heads is None:
             return None
         layout, source = self.plan.layout, self.source(hop)
-        queries = positions_of(layout.ring_chunks(self.plan.length, self.rank), q.device)
+        queries = global_positions(layout.ring_chunks(self.plan.length, self.rank), q.device)
         held = self.arriving(hop)[0] if hop else None
         length = self.plan.key_length
-        keys = positions_of(layout.for_length(length).ring_chunks(length, source), q.device, held)
-        return Places((0, q.shape[0]), self.heads, queries, keys)
+        keys = global_positions(layout.for_length(length).ring_chunks(length, source), q.device, held)
+        return ScorePositions((0, q.shape[0]), self.heads, queries, keys)
 
     def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:
         """Return the ranges of the source's keys that arrive in a hop, and the blocks on them as they lie then."""
@@ -95,19 +95,23 @@ class Ring:
         return key_ranges(self.plan.blocks(self.rank, self.source(hop)))
 
     @property
-    def gathered(self) -> Gathered:
+    def gathered(self) -> AllGatherPlan:
         """Return the blocks of this rank's queries against all keys that they see, in the order of their positions."""
         return self.plan.gathered(self.rank)
 
-    def hops(self, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Hops:
-        """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice; kept: see `NetworkHops`."""
-        return NetworkHops(self, pack(k, v), kept) if self.arena is None else SharedHops(self, self.arena, k, v)
+    def hops(self, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Transport:
+        """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice; kept: see `NetworkTransport`."""
+        return (
+            NetworkTransport(self, pack(k, v), kept)
+            if self.arena is None
+            else SharedMemoryTransport(self, self.arena, k, v)
+        )
 
-    def backward_hops(self, k: Tensor, v: Tensor, kept: Tensor | None) -> Hops:
+    def backward_hops(self, k: Tensor, v: Tensor, kept: Tensor | None) -> Transport:
         """Begin a backward pass, for which what has arrived in the forward may have been kept. Shapes: as in `hops`."""
         if kept is None:
             return self.hops(k, v)
-        return KeptHops(self, k.new_empty(0, *packed_shape(k)[1:]), kept)
+        return SavedKeysTransport(self, k.new_empty(0, *packed_shape(k)[1:]), kept)
 
     def held(self, kept: Tensor, hop: int) -> Tensor:
         """Return where a hop's keys lie among those that are kept. Shapes: kept (n, 2, B, K, D), with room for all -> (m, 2, B, K, D)."""
@@ -133,7 +137,7 @@ def ring_forward(
     hops = ring.hops(k, v, kept) if size > 1 else None
     running = None
     transfer: Arriving | None = None
-    with given_up_on_errors(hops):
+    with abandon_on_error(hops):
         for hop in range(size):
             following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
             if hop == 0:
@@ -170,7 +174,7 @@ def ring_backward(
         return dq.to(q.dtype), dk, dv
     hops = ring.backward_hops(k, v, kept)
     homeward: tuple[Arriving, list[Range]] | None = None
-    with given_up_on_errors(hops):
+    with abandon_on_error(hops):
         transfer: Arriving | None = hops.start_keys(1)
         dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
         dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
@@ -198,7 +202,7 @@ def _hop_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     received: Tensor,
     dq: Tensor,
-    places: Places | None,
+    places: ScorePositions | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return dq with the hop's part added, and (dk, dv) of the keys received; None where no query saw them."""
     if not blocks:

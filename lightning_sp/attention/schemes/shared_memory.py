@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.kv_buffer import length, pack_into, packed_shape, taken
-from lightning_sp.attention.schemes.transport import Neighbours
+from lightning_sp.attention.schemes.transport import RingNeighbours
 from lightning_sp.comm.cpu.pipes import Signal
 from lightning_sp.comm.cpu.shared_memory import Arena, aligned, reserved_arena
 
@@ -75,13 +75,13 @@ class Arrival:
             self._answer()
 
 
-class SharedHops:
+class SharedMemoryTransport:
     """One pass round the ring, its keys and values in shared memory; a class because it is a transfer in flight.
 
     Shapes: k and v (B, K, S, D). Communicates: four bytes of a pipe for every signal, nothing by the group.
     """
 
-    def __init__(self, ring: Neighbours, arena: Arena, k: Tensor, v: Tensor) -> None:
+    def __init__(self, ring: RingNeighbours, arena: Arena, k: Tensor, v: Tensor) -> None:
         self._ring, self._arena = ring, arena
         self._shape, self._dtype, self._place_bytes = packed_shape(k), k.dtype, _place_bytes(k)
         self._sent: set[int] = set()
@@ -113,7 +113,7 @@ class SharedHops:
         place, answer = self._place(user, _partial_place(hop)), partial(self._answer, Signal.ADDED, hop, user)
         return Arrival(place, [(0, tokens)] if tokens else [], partial(self._arena.wait, Signal.HOME, user), answer)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """After an error, answer all that the other ranks wait for before they write again; what no one waits for stays of this turn."""
         for hop in range(1, self._ring.size):
             # A rank that has ended waits for nothing; the others do.

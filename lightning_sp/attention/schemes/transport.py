@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sp.attention.plan.intervals import Range
 
 
-class Neighbours(Protocol):
+class RingNeighbours(Protocol):
     """Who needs what of whom in a hop, as `ring.Ring` knows it."""
 
     @property
@@ -48,7 +48,7 @@ class Arriving(Protocol):
         ...
 
 
-class Hops(Protocol):
+class Transport(Protocol):
     """One pass round the ring, in flight."""
 
     def start_keys(self, hop: int) -> Arriving:
@@ -59,19 +59,19 @@ class Hops(Protocol):
         """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
         ...
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """After an error, leave nothing that a later pass would wait for or take for its own."""
         ...
 
 
 @contextlib.contextmanager
-def given_up_on_errors(hops: Hops | None) -> Iterator[None]:
+def abandon_on_error(hops: Transport | None) -> Iterator[None]:
     """Let a pass go on in the block, and give it up when that raises: whoever catches the error may begin another one."""
     try:
         yield
     except Exception:
         if hops is not None:
-            hops.give_up()
+            hops.abandon()
         raise
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lightning_sp.attention.spec.positions import Places, of_rows_or_heads
+from lightning_sp.attention.spec.positions import ScorePositions, rows_or_heads_slice
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -73,7 +73,7 @@ class BlockTable:
         """Return whether it says something of all of so many queries and keys."""
         return self.lengths[0] >= queries and self.lengths[1] >= keys
 
-    def of_places(self, places: Places) -> tuple[Tensor, Tensor]:
+    def of_places(self, places: ScorePositions) -> tuple[Tensor, Tensor]:
         """Return for each key of a tile whether the function decides, and whether it is seen in any case.
 
         Shapes: () -> (rows or 1, heads or 1, Sq, Sk) twice, bool.
@@ -86,16 +86,17 @@ class BlockTable:
 
         def taken(table: Tensor) -> Tensor:
             held = (
-                of_rows_or_heads(n, part) for n, part in zip(table.shape[:2], (places.rows, places.heads), strict=True)
+                rows_or_heads_slice(n, part)
+                for n, part in zip(table.shape[:2], (places.rows, places.heads), strict=True)
             )
             return table[tuple(held)][:, :, rows[:, None], columns].to(there.device) & there
 
         return taken(self.asked), taken(self.whole)
 
-    def inside(self, places: Places) -> Places:
+    def inside(self, places: ScorePositions) -> ScorePositions:
         """Return the places with those of padding moved to the last token."""
         queries, keys = (p.clamp(max=n - 1) for p, n in zip((places.queries, places.keys), self.lengths, strict=True))
-        return Places(places.rows, places.heads, queries, keys)
+        return ScorePositions(places.rows, places.heads, queries, keys)
 
 
 def is_whole(made: int, tokens: int, multiple: int | None) -> bool:

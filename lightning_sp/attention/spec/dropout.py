@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -49,7 +49,7 @@ class AttentionDropout:
             # As an operator takes it.
             object.__setattr__(self, name, _signed(number))
 
-    def kept(self, places: Places) -> Tensor:
+    def kept(self, places: ScorePositions) -> Tensor:
         """Return which weights stay, to be divided by 1 - probability. Shapes: () -> (rows, heads, Sq, Sk), bool."""
         device = places.queries.device
         rows = torch.arange(*places.rows, device=device)

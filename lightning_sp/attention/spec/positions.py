@@ -12,7 +12,7 @@ from lightning_sp.layout import Range
 
 
 @dataclass(frozen=True)
-class Places:
+class ScorePositions:
     """The rows, query heads, queries and keys of a call, in the whole attention's numbers.
 
     Args:
@@ -27,27 +27,27 @@ class Places:
     queries: Tensor
     keys: Tensor
 
-    def part(self, *, row: int | None = None, queries: slice, keys: slice) -> Places:
+    def part(self, *, row: int | None = None, queries: slice, keys: slice) -> ScorePositions:
         """Return those of a block of the call."""
         rows = self.rows if row is None else (self.rows[0] + row, self.rows[0] + row + 1)
-        return Places(rows, self.heads, self.queries[queries], self.keys[keys])
+        return ScorePositions(rows, self.heads, self.queries[queries], self.keys[keys])
 
-    def of_heads(self, heads: Range) -> Places:
+    def of_heads(self, heads: Range) -> ScorePositions:
         """Return those of some of the call's query heads, in the call's numbers."""
         start = self.heads[0]
-        return Places(self.rows, (start + heads[0], start + heads[1]), self.queries, self.keys)
+        return ScorePositions(self.rows, (start + heads[0], start + heads[1]), self.queries, self.keys)
 
-    def flipped(self) -> Places:
+    def flipped(self) -> ScorePositions:
         """Return those of the call read backwards."""
-        return Places(self.rows, self.heads, self.queries.flip(0), self.keys.flip(0))
+        return ScorePositions(self.rows, self.heads, self.queries.flip(0), self.keys.flip(0))
 
 
-def of_rows_or_heads(size: int, part: Range) -> slice:
+def rows_or_heads_slice(size: int, part: Range) -> slice:
     """Return the part of a tensor's rows or heads, of which one stands for all."""
     return slice(*part) if size > 1 else slice(None)
 
 
-def positions_of(chunks: Sequence[Range], device: torch.device, held: Sequence[Range] | None = None) -> Tensor:
+def global_positions(chunks: Sequence[Range], device: torch.device, held: Sequence[Range] | None = None) -> Tensor:
     """Return the global positions of a rank's tokens, or of those in some local ranges, one after the other.
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.attention.spec.block_mask import BlockTable
-from lightning_sp.attention.spec.positions import Places
+from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.errors import SequenceParallelError
 
 _numbers = itertools.count(1)
@@ -48,7 +48,7 @@ class ScoreMod:
         self.function, self.tensors = function, tensors
         self.number = _register(self)
 
-    def apply(self, scores: Tensor, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
+    def apply(self, scores: Tensor, places: ScorePositions, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the scores of a tile, changed. Shapes: (rows, heads, Sq, Sk) -> the same."""
         rows, heads = _ranges(places)
         changed: Tensor = _over_all(self.function, 1, len(tensors))(
@@ -57,7 +57,7 @@ class ScoreMod:
         return changed.to(scores.dtype)
 
     def gradients(
-        self, grad: Tensor, scores: Tensor, places: Places, tensors: tuple[Tensor, ...]
+        self, grad: Tensor, scores: Tensor, places: ScorePositions, tensors: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the gradients of the scores and of the tensors from that of what `apply` returned.
 
@@ -90,7 +90,7 @@ class MaskMod:
         self.function, self.table = function, table
         self.number = _register(self)
 
-    def seen(self, places: Places) -> Tensor:
+    def seen(self, places: ScorePositions) -> Tensor:
         """Return which keys of a tile are seen. Shapes: () -> (rows or 1, heads or 1, Sq, Sk), bool."""
         if self.table is None:
             return self._answers(places)
@@ -100,12 +100,12 @@ class MaskMod:
         # The function's own tensors may end where the table does.
         return (asked & self._answers(self.table.inside(places))) | whole
 
-    def _answers(self, places: Places) -> Tensor:
+    def _answers(self, places: ScorePositions) -> Tensor:
         rows, heads = _ranges(places)
         return _over_all(self.function, 0, 0)(rows, heads, places.queries, places.keys)
 
 
-def registered(number: int) -> Any:
+def function_by_number(number: int) -> Any:
     """Return the function of a number, None for 0.
 
     Raises:
@@ -127,7 +127,7 @@ def _register(function: Any) -> int:
     return number
 
 
-def _ranges(places: Places) -> tuple[Tensor, Tensor]:
+def _ranges(places: ScorePositions) -> tuple[Tensor, Tensor]:
     device = places.queries.device
     return torch.arange(*places.rows, device=device), torch.arange(*places.heads, device=device)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.merge import accumulator_dtype
-from lightning_sp.attention.spec.positions import Places, of_rows_or_heads
-from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod, registered
+from lightning_sp.attention.spec.positions import ScorePositions, rows_or_heads_slice
+from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod, function_by_number
 
 # Queries and keys of a tile: as many scores a head are in memory at once.
 SCORE_TILE = 512
@@ -90,10 +90,10 @@ class Scores:
         return cls(
             softcap=softcap,
             bias=bias,
-            score_mod=registered(score_mod),
+            score_mod=function_by_number(score_mod),
             tensors=tuple(rest),
             dense=dense,
-            mask_mod=registered(mask_mod),
+            mask_mod=function_by_number(mask_mod),
             dropout=AttentionDropout(probability, seed, call, samples) if probability else None,
         )
 
@@ -102,7 +102,7 @@ class Scores:
         """Return whether `arguments` described a matrix or a function that hides keys; where a compiler traces, no number is read for that."""
         return bool(integers[1] != 0) or bool(integers[5] != 0)
 
-    def hidden(self, places: Places) -> Tensor | None:
+    def hidden(self, places: ScorePositions) -> Tensor | None:
         """Return which keys of a tile the dense mask or the function hides; None where there is neither.
 
         Shapes: () -> (rows or 1, heads or 1, Sq or 1, Sk).
@@ -113,14 +113,14 @@ class Scores:
         other = ~self.mask_mod.seen(places)
         return other if found is None else found | other
 
-    def apply(self, raw: Tensor, places: Places, hidden: Tensor | None) -> Tensor:
+    def apply(self, raw: Tensor, places: ScorePositions, hidden: Tensor | None) -> Tensor:
         """Return the scores of a tile, -inf where a key is `hidden`. Shapes: raw (B, H, Sq, Sk) -> the same."""
         scores = self._before(raw, places)
         if self.score_mod is not None:
             scores = self.score_mod.apply(scores, places, self._held(raw))
         return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
-    def backward(self, grad: Tensor, raw: Tensor, places: Places, gradients: ScoreGradients) -> Tensor:
+    def backward(self, grad: Tensor, raw: Tensor, places: ScorePositions, gradients: ScoreGradients) -> Tensor:
         """Return the gradient of the raw scores from that of the changed ones, and add those of what is learned.
 
         Args:
@@ -141,7 +141,7 @@ class Scores:
             grad = grad * (1 - torch.tanh(raw / self.softcap).square())
         return grad
 
-    def _before(self, raw: Tensor, places: Places) -> Tensor:
+    def _before(self, raw: Tensor, places: ScorePositions) -> Tensor:
         """Return the scores as `score_mod` takes them."""
         if self.softcap:
             raw = torch.tanh(raw / self.softcap) * self.softcap
@@ -193,7 +193,7 @@ class ScoreGradients:
                 held += part
 
 
-def _taken(whole: Tensor, places: Places, beyond: float | bool) -> Tensor:
+def _taken(whole: Tensor, places: ScorePositions, beyond: float | bool) -> Tensor:
     """Return a tile of a whole bias or mask, with `beyond` where its queries and keys have ended.
 
     Shapes: (rows or 1, heads or 1, S or 1, T) -> (rows or 1, heads or 1, Sq or 1, Sk).
@@ -207,7 +207,7 @@ def _taken(whole: Tensor, places: Places, beyond: float | bool) -> Tensor:
     return taken.masked_fill(~(queries_there[:, None] & keys_there), beyond)
 
 
-def _add(whole: Tensor, tile: Tensor, places: Places) -> None:
+def _add(whole: Tensor, tile: Tensor, places: ScorePositions) -> None:
     """Add a tile's gradient to that of the whole, summed over what was broadcast; the mirror of `_taken`."""
     queries, keys = _inside(whole, places)
     there_q, there_k = queries < whole.shape[2], keys < whole.shape[3]
@@ -224,11 +224,11 @@ def _add(whole: Tensor, tile: Tensor, places: Places) -> None:
     part[:, :, queries[:, None], keys] += tile.to(whole.dtype)
 
 
-def _inside(whole: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+def _inside(whole: Tensor, places: ScorePositions) -> tuple[Tensor, Tensor]:
     queries = places.queries.new_zeros(1) if whole.shape[2] == 1 else places.queries
     return queries, places.keys
 
 
-def _of_heads(whole: Tensor, places: Places) -> Tensor:
+def _of_heads(whole: Tensor, places: ScorePositions) -> Tensor:
     """Return a view of the rows and heads of a call."""
-    return whole[of_rows_or_heads(whole.shape[0], places.rows), of_rows_or_heads(whole.shape[1], places.heads)]
+    return whole[rows_or_heads_slice(whole.shape[0], places.rows), rows_or_heads_slice(whole.shape[1], places.heads)]

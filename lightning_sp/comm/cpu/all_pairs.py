@@ -58,7 +58,7 @@ class AllPairs(dist.Work):
         return True
 
 
-def gather_direct(output: Tensor, own: Tensor, group: ProcessGroup) -> AllPairs:
+def all_pairs_all_gather(output: Tensor, own: Tensor, group: ProcessGroup) -> AllPairs:
     """Start to fill `output` with the flat tensors of all ranks, in rank order, sent straight from each to each.
 
     gloo's all_gather_into_tensor passes everything on from neighbour to neighbour. `own` may be this rank's place in `output`.
@@ -73,7 +73,7 @@ def gather_direct(output: Tensor, own: Tensor, group: ProcessGroup) -> AllPairs:
     return AllPairs([own] * size, places, group, lambda _: None)
 
 
-def reduce_direct(output: Tensor, parts: Tensor, group: ProcessGroup, *, divisor: int = 1) -> AllPairs:
+def all_pairs_reduce_scatter(output: Tensor, parts: Tensor, group: ProcessGroup, *, divisor: int = 1) -> AllPairs:
     """Start to fill `output` with the sum over the ranks of this rank's part, divided by `divisor`; parts go straight to where they are summed.
 
     gloo's reduce_scatter is an all_reduce of which all but one part is thrown away: twice the bytes. The sum runs in rank order, so it is

@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sp import SequenceParallelError, comm, sharded_cross_entropy
-from lightning_sp.loss import cross_entropy as loss
+from lightning_sp import SequenceParallelError, sharded_cross_entropy
+from lightning_sp.comm import collectives
+from lightning_sp.loss import interception, reduction
 from lightning_sp.loss.check import LossCheck
+from lightning_sp.loss.interception import CrossEntropyInterception
+from lightning_sp.loss.token_weighting import TokenWindow
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 WEIGHTS = torch.linspace(0.001, 0.009, VOCAB, dtype=torch.float64)
@@ -190,7 +193,7 @@ def _local_mean() -> AbstractContextManager[Any]:
         return self._original(*args, **kwargs)
 
     return _patches(
-        (loss.CrossEntropyInterception, "_cross_entropy", cross_entropy),
+        (CrossEntropyInterception, "_cross_entropy", cross_entropy),
         (LossCheck, "check", lambda *_: None),
     )
 
@@ -198,21 +201,25 @@ def _local_mean() -> AbstractContextManager[Any]:
 def _unscaled() -> AbstractContextManager[Any]:
     """FSDP's average is not undone."""
     mirror = staticmethod(lambda ctx, *grads: (grads[0], None))
-    return _patches((comm._SumOverRanks, "backward", mirror))
+    return _patches((collectives._SumOverRanks, "backward", mirror))
 
 
 def _unweighted() -> AbstractContextManager[Any]:
     """The mean of the micro-batches' means."""
     return _patches(
-        (loss.TokenWindow, "weigh", lambda self, value, counts: value),
-        (loss.TokenWindow, "close", lambda self, accumulate: None),
+        (TokenWindow, "weigh", lambda self, value, counts: value),
+        (TokenWindow, "close", lambda self, accumulate: None),
     )
+
+
+def _or_one_is(function: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+    return _patches((reduction, "or_one", function), (interception, "or_one", function))
 
 
 FAULTS: dict[str, Any] = {
     "local mean": _local_mean,
     "gradients scaled by the group's size": _unscaled,
     "mean of micro-batch means": _unweighted,
-    "nan where nothing counts": lambda: _patches((loss, "_or_one", lambda count: count)),
-    "a count of at least 1": lambda: _patches((loss, "_or_one", lambda count: count.clamp(min=1))),
+    "nan where nothing counts": lambda: _or_one_is(lambda count: count),
+    "a count of at least 1": lambda: _or_one_is(lambda count: count.clamp(min=1)),
 }

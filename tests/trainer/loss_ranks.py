@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch

@@ -15,8 +15,9 @@ from lightning_sp.attention import (
     sequence_parallel_attention,
 )
 from lightning_sp.checkpoint import export_checkpoint
-from lightning_sp.data.batch import ShardedBatch, shard_batch, unshard
-from lightning_sp.data.names import ShardOptions
+from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.sharded_batch import ShardedBatch
+from lightning_sp.data.batch.sharding import shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.loss.cross_entropy import sharded_cross_entropy

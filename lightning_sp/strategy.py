@@ -39,11 +39,13 @@ from lightning_sp.checkpoint import (
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context.batch import BatchInfo
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.data.batch import unshard
-from lightning_sp.data.collective_shard import collective_shard
+from lightning_sp.data.batch.collective_shard import collective_shard
+from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.sharding import unshard
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.loaders import DataCoordinates, filler_batch, same_samples
-from lightning_sp.data.names import ShardOptions
+from lightning_sp.data.loaders.coordinates import DataCoordinates
+from lightning_sp.data.loaders.replace_sampler import is_filler_batch
+from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.interception import CrossEntropyInterception
@@ -539,7 +541,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         trainer = self.lightning_module.trainer
         loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         loaders, (dataloader_idx, batch_idx) = loop._combined_loader, self._evaluated
-        return loaders is not None and filler_batch(loaders.flattened[dataloader_idx], batch_idx)
+        return loaders is not None and is_filler_batch(loaders.flattened[dataloader_idx], batch_idx)
 
     # ---- gradients
 

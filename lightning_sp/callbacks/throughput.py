@@ -22,7 +22,7 @@ from lightning_sp.callbacks.flops import (
     num_matrix_parameters,
     peak_flops,
 )
-from lightning_sp.data.loaders import training_sampler
+from lightning_sp.data.loaders.replace_sampler import training_sampler
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.strategy import SequenceParallelStrategy
 

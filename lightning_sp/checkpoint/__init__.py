@@ -3,7 +3,7 @@
 from lightning_sp.checkpoint.export import export_checkpoint
 from lightning_sp.checkpoint.folder import local_path
 from lightning_sp.checkpoint.load import load_checkpoint
-from lightning_sp.checkpoint.rng import derived_seed, random_state, restore_random_state
+from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
 from lightning_sp.checkpoint.save import save_checkpoint
 from lightning_sp.checkpoint.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 

@@ -18,10 +18,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DistributedSampler
 
-from lightning_sp.data.collate import Batches, FillerAware
-from lightning_sp.data.lazy_loader import LazyDataLoader
-from lightning_sp.data.loop_position import align_loop_state, sampler_position
-from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, SequentialGlobalBatchSampler
+from lightning_sp.data.loaders.collate import Batches, FillerAware
+from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
+from lightning_sp.data.loop_state import align_loop_state, sampler_position
+from lightning_sp.data.samplers.batch_split import BatchSplit
+from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
+from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler, SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.text.corpus import Corpus, split_by_name, unigram_perplexity
 from lightning_sp.text.source import Source

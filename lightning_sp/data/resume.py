@@ -11,9 +11,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_sp.data.datamodule import SequenceShardingDataModule
-from lightning_sp.data.loaders import BroadcastLoader, training_sampler
-from lightning_sp.data.loop_position import ENDLESS, align_loop_state, finished_epoch, sampler_position
-from lightning_sp.data.order import num_trained
+from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
+from lightning_sp.data.loaders.replace_sampler import training_sampler
+from lightning_sp.data.loop_state import ENDLESS, align_loop_state, finished_epoch, sampler_position
+from lightning_sp.data.samplers.batch_split import num_trained
 from lightning_sp.errors import SequenceParallelError
 
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.attention.spec.documents import boundaries_from_positions
-from lightning_sp.data.names import (
+from lightning_sp.data.batch.entries import (
     ShardOptions,
     batch_entries,
     extent,

@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.context.batch import BatchInfo
 from lightning_sp.context.dropout import DropoutSource
-from lightning_sp.data.batch import is_sharded, shard_batch
-from lightning_sp.data.names import ShardOptions
+from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.sharded_batch import is_sharded
+from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_on_gathered

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.batch import BatchInfo
-from lightning_sp.data.batch import digest
-from lightning_sp.data.loaders import filler_batch
+from lightning_sp.data.batch.digest import digest
+from lightning_sp.data.loaders.replace_sampler import is_filler_batch
 from lightning_sp.mesh import SequenceMesh
 
 # Elements of which a digest is made at once: the copies it needs stay small beside the logits of a long sequence.
@@ -100,7 +100,7 @@ def share_predictions(loop: Any, mesh: SequenceMesh, group: ProcessGroup | None)
     if mesh.data_parallel_size == 1 or not loop.return_predictions or loop._combined_loader is None:
         return
     for predictions, loader in zip(loop._predictions, loop._combined_loader.flattened, strict=True):
-        own = [p for index, p in enumerate(predictions) if not filler_batch(loader, index)]
+        own = [p for index, p in enumerate(predictions) if not is_filler_batch(loader, index)]
         lists = dict(comm.gather_objects((mesh.data_parallel_rank, own), group))
         longest = max(len(each) for each in lists.values())
         predictions[:] = [lists[rank][i] for i in range(longest) for rank in sorted(lists) if i < len(lists[rank])]

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.text.corpus import encode_document
 from lightning_sp.text.documents import Documents
-from lightning_sp.text.token_file import TokenFile, TokenFileWriter, token_file_paths
+from lightning_sp.text.indexed_dataset import TokenFile, token_file_paths
+from lightning_sp.text.indexed_dataset_writer import TokenFileWriter
 from lightning_sp.text.tokenizer import Tokenizer, load_tokenizer, token_dtype
 
 

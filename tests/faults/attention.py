@@ -21,15 +21,15 @@ ATTENTION = (
     ),
     fault(
         "our own padding joined to the last document",
-        "data/batch.py",
+        "data/batch/packed_documents.py",
         "return torch.cat([boundaries, torch.full((boundaries.shape[0], 1), padded)], 1)",
         "return torch.cat([boundaries[:, :-1], torch.full((boundaries.shape[0], 1), padded)], 1)",
         "tests/unit/test_mask.py::test_padding_is_a_document_of_its_own[False-position_ids1-boundaries1]",
     ),
     fault(
         "padding mask of the batch dropped",
-        "data/batch.py",
-        "valid, seen = _valid_keys(entries[masked]) if mask_given else (None, None)",
+        "data/batch/sharding.py",
+        "valid, seen = visible_keys(entries[masked]) if mask_given else (None, None)",
         "valid, seen = None, None",
         REWRITTEN,
     ),
@@ -49,7 +49,7 @@ ATTENTION = (
     ),
     fault(
         "the two sequences of a batch taken for one",
-        "data/batch.py",
+        "data/batch/sharding.py",
         "padded += 0 if alike else layout.multiple",
         "padded += 0",
         TWO_SEQUENCES,
@@ -186,7 +186,7 @@ ATTENTION = (
     ),
     fault(
         "balanced positions not given",
-        "data/batch.py",
+        "data/batch/sharding.py",
         "local[places] = shard(position_ids, layout, rank, dim=1)",
         "local[places] = shard(position_ids, SequenceLayout(layout.ring_size, layout.ulysses_size), rank, dim=1)",
         "tests/trainer/test_balance.py::test_a_balanced_fit_is_that_of_one_process[llama]",
@@ -200,7 +200,7 @@ ATTENTION = (
     ),
     fault(
         "zigzag positions not given",
-        "data/batch.py",
+        "data/batch/sharding.py",
         "local[places] = shard(position_ids, layout, rank, dim=1)",
         "local[places] = shard(position_ids, SequenceLayout(1, layout.size), rank, dim=1)",
         PACKED,

@@ -9,7 +9,7 @@ DATA_MODULE = "tests/unit/test_data_datamodule.py"
 DATA = (
     fault(
         "a batch sharded twice",
-        "data/collective_shard.py",
+        "data/batch/collective_shard.py",
         "if by_hand or is_sharded(batch):",
         "if by_hand:",
         "tests/trainer/test_fit.py::test_a_batch_that_the_loader_sharded_is_not_sharded_again[4-False-marked]",
@@ -37,35 +37,35 @@ DATA = (
     ),
     fault(
         "a stream read by every rank",
-        "data/loaders.py",
+        "data/loaders/same_samples.py",
         "    )\n    return BroadcastLoader(loader, place)\n",
         "    )\n    return loader\n",
         "tests/trainer/test_fit.py::test_streams_are_read_by_one_rank_and_end_together",
     ),
     fault(
         "shuffled whatever the user said",
-        "data/loaders.py",
+        "data/loaders/replace_sampler.py",
         'shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)',
         "shuffle = True",
         "tests/trainer/test_lightning.py::test_loggers_and_checkpoints_of_one_device",
     ),
     fault(
         "every epoch in the order of the first",
-        "data/order.py",
+        "data/samplers/training_sampler.py",
         "        if epoch != self.epoch:\n",
         "        if False:\n",
         f"{DATA_MODULE}::test_a_chain_of_resumes_with_workers_is_exact[ends]",
     ),
     fault(
         "every epoch of a user's loader in the order of the first",
-        "data/order.py",
+        "data/samplers/training_sampler.py",
         "    def sampler(self) -> GlobalBatchSampler:\n",
         "    def not_found(self) -> GlobalBatchSampler:\n",
         "tests/trainer/test_checkpoint.py::test_epochs_are_shuffled_differently",
     ),
     fault(
         "a loader that estimated_stepping_batches starts too early",
-        "data/lazy_loader.py",
+        "data/loaders/lazy_loader.py",
         "yield from super().__iter__()",
         "return super().__iter__()",
         f"{DATA_MODULE}::test_a_chain_of_resumes_with_workers_is_exact[ends]",
@@ -101,7 +101,7 @@ DATA = (
     fault(
         "eval_loss with samples that fill the last batches",
         "strategy.py",
-        "return loaders is not None and filler_batch(loaders.flattened[dataloader_idx], batch_idx)",
+        "return loaders is not None and is_filler_batch(loaders.flattened[dataloader_idx], batch_idx)",
         "return False",
         EVALUATED,
     ),

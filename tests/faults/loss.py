@@ -7,7 +7,7 @@ from tests.faults.fault import FITS, LOSSES, REWRITTEN, fault
 LOSS = (
     fault(
         "labels shifted after sharding",
-        "data/batch.py",
+        "data/batch/sharding.py",
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n',
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n'
         "    if labels is not None and not any(name in entries for name in SHIFTED_BY_NAME):\n"
@@ -16,7 +16,7 @@ LOSS = (
     ),
     fault(
         "the target at each shard's edge dropped",
-        "data/batch.py",
+        "data/batch/sharding.py",
         "        return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)\n",
         "        part = shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim).clone()\n"
         "        if name in SHIFTED_BY_NAME and layout.size > 1:\n"

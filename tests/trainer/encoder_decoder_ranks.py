@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.context.batch import BatchInfo
-from lightning_sp.data import batch as data_batch
+from lightning_sp.data.batch import sharding as data_batch
 from tests.trainer.mask_models import plain_flex
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
@@ -339,7 +339,7 @@ def _shifted_on_the_shard() -> AbstractContextManager[Any]:
             local["decoder_input_ids"] = options.decoder_inputs(local["labels"])
         return local, info
 
-    return patch("lightning_sp.data.collective_shard.shard_batch", shard)
+    return patch("lightning_sp.data.batch.collective_shard.shard_batch", shard)
 
 
 def _own_padding_seen() -> AbstractContextManager[Any]:

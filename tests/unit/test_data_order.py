@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lightning_sp.data.order import BatchSplit, EvaluationBatchSampler, GlobalBatchSampler, epoch_permutation
+from lightning_sp.data.samplers.batch_split import BatchSplit
+from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
+from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler, epoch_permutation
 from lightning_sp.errors import SequenceParallelError
 
 splits = st.builds(BatchSplit, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))

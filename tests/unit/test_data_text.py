@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.text.corpus import CorpusView, MemoryCorpus, split_by_name, unigram_perplexity
 from lightning_sp.text.documents import Document, Documents
+from lightning_sp.text.indexed_dataset import TokenFile
 from lightning_sp.text.prepare import open_prepared, prepare
 from lightning_sp.text.source import Source
-from lightning_sp.text.token_file import TokenFile
 from lightning_sp.text.tokenizer import load_tokenizer
 
 

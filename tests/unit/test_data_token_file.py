@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.text.token_file import TokenFile, TokenFileWriter
+from lightning_sp.text.indexed_dataset import TokenFile
+from lightning_sp.text.indexed_dataset_writer import TokenFileWriter
 from lightning_sp.text.tokenizer import token_dtype
 
 

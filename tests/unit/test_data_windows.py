@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sp.data.collate import Batches, FillerAware, stack
+from lightning_sp.data.loaders.collate import Batches, FillerAware, stack
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.corpus import MemoryCorpus

@@ -9,8 +9,8 @@ import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, boundaries_from_positions
 from lightning_sp.attention.spec.documents import document_ids
-from lightning_sp.data.batch import shard_batch
-from lightning_sp.data.names import ShardOptions
+from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from tests import masks

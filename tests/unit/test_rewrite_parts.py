@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_sp.context.dropout import AttentionCalls
-from lightning_sp.data.order import BatchSplit, SequentialGlobalBatchSampler
+from lightning_sp.data.samplers.batch_split import BatchSplit
+from lightning_sp.data.samplers.training_sampler import SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import closure_tensors, learned_score_mod, rebuild
 from lightning_sp.rewrite.flex import _wrong_block

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.data.batch import hand_sharded_info, shard_batch
-from lightning_sp.data.names import ShardOptions
+from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.hand_sharded import hand_sharded_info
+from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout, merge
 from lightning_sp.preflight.crop import crop_batch, crop_extent
 

@@ -8,8 +8,11 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.batch import BatchInfo
-from lightning_sp.data.batch import digest, hand_sharded_info, is_sharded, shard_batch
-from lightning_sp.data.names import ShardOptions
+from lightning_sp.data.batch.digest import digest
+from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.hand_sharded import hand_sharded_info
+from lightning_sp.data.batch.sharded_batch import is_sharded
+from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
 

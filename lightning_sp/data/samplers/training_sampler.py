@@ -17,16 +17,14 @@ out: it would add nothing and log a loss of 0. Not here: reading samples.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, SequentialSampler
 
+from lightning_sp.data.samplers.batch_split import BatchSplit, Last, check_rank, num_trained
 from lightning_sp.errors import SequenceParallelError
-
-Last = Literal["pad", "drop", "drop_micro"]
 
 
 def epoch_permutation(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
@@ -39,52 +37,6 @@ def epoch_permutation(seed: int, epoch: int, num_samples: int) -> NDArray[np.int
         raise SequenceParallelError(f"seed {seed}, epoch {epoch} and num_samples {num_samples} must not be negative")
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_samples)
     return np.argsort(keys, kind="stable").astype(np.int64)
-
-
-def num_trained(num_samples: int, global_batch_size: int, accumulation: int, last: Last) -> int:
-    """Return how many samples an epoch trains; what is left is dropped."""
-    unit = {"pad": 1, "drop": global_batch_size, "drop_micro": global_batch_size // accumulation}[last]
-    return num_samples // unit * unit
-
-
-@dataclass(frozen=True)
-class BatchSplit:
-    """How a global batch is cut: micro_batch_size * accumulation * dp_size samples make one optimizer step."""
-
-    micro_batch_size: int
-    accumulation: int = 1
-    dp_size: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "accumulation", "dp_size"):
-            if getattr(self, name) < 1:
-                raise SequenceParallelError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples in one optimizer step, over all data-parallel ranks."""
-        return self.micro_batch_size * self.accumulation * self.dp_size
-
-    def require(self, global_batch_size: int, *, origin: str) -> None:
-        """Refuse a split that does not make `global_batch_size`, naming those that do at this dp_size.
-
-        Raises:
-            SequenceParallelError: With the product and the (micro_batch_size, accumulation) pairs that work.
-        """
-        if self.global_batch_size == global_batch_size:
-            return
-        given = f"micro_batch_size {self.micro_batch_size} x accumulation {self.accumulation} x dp {self.dp_size}"
-        message = f"{given} = {self.global_batch_size} samples a step, but {origin} is {global_batch_size}: "
-        per_rank, rest = divmod(global_batch_size, self.dp_size)
-        if rest or per_rank < 1:
-            degrees = [d for d in range(1, global_batch_size + 1) if global_batch_size % d == 0]
-            raise SequenceParallelError(
-                message + f"{global_batch_size} is not a multiple of dp {self.dp_size}; dp may be one of {degrees}"
-            )
-        pairs = [(m, per_rank // m) for m in range(1, per_rank + 1) if per_rank % m == 0]
-        raise SequenceParallelError(
-            message + f"at dp {self.dp_size} these (micro_batch_size, accumulate_grad_batches) do: {pairs}"
-        )
 
 
 class GlobalBatchSampler(DistributedSampler[list[int]]):
@@ -118,7 +70,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         last: Last = "pad",
     ) -> None:
         # DistributedSampler.__init__ is not called: it wants the dataset and would compute another split.
-        _check_rank(num_samples, dp_rank, split.dp_size)
+        check_rank(num_samples, dp_rank, split.dp_size)
         if last not in ("pad", "drop", "drop_micro"):
             raise SequenceParallelError(f"last must be 'pad', 'drop' or 'drop_micro', got {last!r}")
         size = split.global_batch_size
@@ -237,45 +189,3 @@ class SequentialGlobalBatchSampler(GlobalBatchSampler, SequentialSampler):  # ty
         seed: int = 0,
     ) -> None:
         GlobalBatchSampler.__init__(self, num_samples, split, dp_rank, seed=seed, shuffle=False, last=last)
-
-
-class EvaluationBatchSampler(DistributedSampler[list[int]], SequentialSampler):
-    """Deal the batches of the one-process run over the data-parallel ranks: batch i goes to rank i % dp_size.
-
-    Each sample is evaluated once. Ranks that would end a batch early get one of fillers, so that all ranks yield
-    equally many (their collectives must meet). `num_filler_batches` counts them over all ranks.
-    """
-
-    def __init__(self, num_samples: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> None:
-        BatchSplit(micro_batch_size, 1, dp_size)  # its checks
-        _check_rank(num_samples, dp_rank, dp_size)
-        self.num_samples, self.micro_batch_size = num_samples, micro_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.num_batches = -(-num_samples // micro_batch_size)
-        self.num_filler_batches = -self.num_batches % dp_size
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        """Return the batches of each rank."""
-        return -(-self.num_batches // self.dp_size)
-
-    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
-        """Yield this rank's batches, then its filler batch if it has one."""
-        for batch in range(self.dp_rank, len(self) * self.dp_size, self.dp_size):
-            yield self.batch(batch) if batch < self.num_batches else [~i for i in self.batch(self.num_batches - 1)]
-
-    def batch(self, index: int) -> list[int]:
-        """Return the samples of one batch of the one-process run."""
-        first = index * self.micro_batch_size
-        return list(range(first, min(first + self.micro_batch_size, self.num_samples)))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing to the order: evaluation is the same in every epoch."""
-        self.epoch = epoch
-
-
-def _check_rank(num_samples: int, dp_rank: int, dp_size: int) -> None:
-    if num_samples < 1:
-        raise SequenceParallelError(f"a sampler needs at least 1 sample, got {num_samples}")
-    if not 0 <= dp_rank < dp_size:
-        raise SequenceParallelError(f"dp_rank {dp_rank} is not in [0, {dp_size}), the data-parallel ranks")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_sp.data.order import GlobalBatchSampler
+from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 # The length of a loader that has none: longer than any epoch.

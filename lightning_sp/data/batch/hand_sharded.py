@@ -1,0 +1,50 @@
+"""Batches that the user's loader has sharded already (shard_batch=False): what was whole about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sp.context.batch import BatchInfo
+from lightning_sp.data.batch.entries import (
+    SHIFTED_BY_NAME,
+    ShardOptions,
+    extent,
+    plain_entries,
+    sequence_dims,
+    split_sequences,
+)
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout, positions
+
+
+def check_hand_sharded(info_length: int, layout: SequenceLayout) -> None:
+    """Refuse a hand-sharded batch whose global length the degrees do not divide."""
+    if info_length % layout.multiple:
+        raise SequenceParallelError(
+            f"a hand-sharded length of {info_length} tokens is no multiple of {layout.multiple}"
+        )
+
+
+def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> BatchInfo:
+    """Return what is whole about a batch that was sharded by hand in this layout, from its local position_ids or as one document."""
+    entries = plain_entries(batch)
+    dims, encoder = split_sequences(sequence_dims(entries, options))
+    if encoder:
+        raise SequenceParallelError(
+            f"shard_batch=False: the batch holds {', '.join(encoder)} of an encoder and {', '.join(dims)} of a decoder: an encoder-decoder "
+            "batch cannot be sharded by hand; leave shard_batch=True and return whole sequences"
+        )
+    rows, local = extent(entries, dims)
+    length = local * layout.size
+    check_hand_sharded(length, layout)
+    given = entries.get("position_ids")
+    expected = positions(layout, length, rank).expand(rows, local)
+    if isinstance(given, Tensor) and not bool((given.cpu() == expected).all()):
+        raise SequenceParallelError(
+            f"shard_batch=False: position_ids of rank {rank} are not the global positions of this layout (ring {layout.ring_size} x ulysses "
+            f"{layout.ulysses_size}); packed documents cannot be sharded by hand; use lightning_sp.layout.shard on the whole tensors"
+        )
+    labels = next((entries[n] for n in SHIFTED_BY_NAME if isinstance(entries.get(n), Tensor)), None)
+    return BatchInfo(rows, length, length, None, expected, labels, layout=layout)

@@ -1,0 +1,113 @@
+"""A user's DataLoader with one of our samplers in place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
+from lightning_sp.data.loaders.coordinates import DataCoordinates
+from lightning_sp.data.loaders.fillers import MarkedDataset, MaskFillers
+from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
+from lightning_sp.data.samplers.batch_split import BatchSplit, Last
+from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
+from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler, SequentialGlobalBatchSampler
+
+
+def has_our_sampler(loader: Any) -> bool:
+    """Return whether a loader already follows our orders."""
+    ours = (GlobalBatchSampler, EvaluationBatchSampler)
+    return isinstance(loader, BroadcastLoader) or any(
+        isinstance(s, ours) for s in (_inner_sampler(loader), getattr(loader, "sampler", None))
+    )
+
+
+def can_replace_sampler(loader: Any) -> bool:
+    """Return whether a loader's sampler says no more than its order: sequential or shuffled, in plain batches."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches = _innermost(loader.batch_sampler)
+    if type(batches) is not BatchSampler:
+        return False
+    sampler = batches.sampler
+    return type(sampler) in (SequentialSampler, DistributedSampler) or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+
+
+def replace_sampler(
+    loader: DataLoader[Any], place: DataCoordinates, *, training: bool, accumulation: int, seed: int
+) -> DataLoader[Any]:
+    """Return the same loader with the order of `order`.
+
+    Args:
+        loader: one for which `can_replace_sampler` holds.
+        place: this rank's.
+        training: a shuffled or sequential global order, else the one-process evaluation batches dealt out.
+        accumulation: micro-batches of an optimizer step.
+        seed: of the shuffle.
+    """
+    num_samples = len(loader.dataset)  # type: ignore[arg-type]
+    batches: Any = _innermost(loader.batch_sampler)
+    sampler: GlobalBatchSampler | EvaluationBatchSampler
+    if training:
+        split = BatchSplit(batches.batch_size, accumulation, place.dp_size)
+        last: Last = "drop_micro" if batches.drop_last else "pad"
+        shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)
+        if shuffle:
+            sampler = GlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, shuffle=True, last=last)
+        else:
+            sampler = SequentialGlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, last=last)
+    else:
+        sampler = EvaluationBatchSampler(num_samples, batches.batch_size, place.dp_rank, place.dp_size)
+    fillers_come = bool(sampler.num_fillers if training else sampler.num_filler_batches)  # type: ignore[union-attr]
+    wrapper: Any = type(loader.batch_sampler)
+    batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
+    return LazyDataLoader(
+        MarkedDataset(loader.dataset),
+        batch_sampler=batch_sampler,
+        collate_fn=MaskFillers(loader.collate_fn, fillers_come),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def training_sampler(loader: Any) -> GlobalBatchSampler | None:
+    """Return the global order that a training loader follows, None where it has one of its own."""
+    for sampler in (_inner_sampler(loader), getattr(loader, "sampler", None)):
+        if isinstance(sampler, GlobalBatchSampler) and not isinstance(loader, BroadcastLoader):
+            return sampler
+    return None
+
+
+def is_filler_batch(loader: Any, batch_idx: int) -> bool:
+    """Return whether an evaluation batch of this rank only keeps the others company: all its samples belong to another."""
+    if isinstance(loader, BroadcastLoader):
+        return loader.fillers_from is not None and batch_idx >= loader.fillers_from
+    for sampler in (_inner_sampler(loader), getattr(loader, "sampler", None)):
+        if isinstance(sampler, EvaluationBatchSampler):
+            return sampler.dp_rank + batch_idx * sampler.dp_size >= sampler.num_batches
+    return False
+
+
+def _inner_sampler(loader: Any) -> Any:
+    return _innermost(getattr(loader, "batch_sampler", None))
+
+
+def _innermost(sampler: Any) -> Any:
+    """Lightning wraps batch samplers in prediction, to know the indices."""
+    return getattr(sampler, "_batch_sampler", None) or sampler

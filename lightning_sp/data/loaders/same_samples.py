@@ -1,0 +1,50 @@
+"""Users' own loaders: the same samples for all ranks of a sequence, different ones for each data-parallel rank.
+
+Where a loader is a plain `DataLoader` over a map-style dataset, its sampler is replaced by the orders of `order`. Where it cannot be
+(iterable or streaming datasets, own samplers, own loader classes), one rank of each sequence's group reads, and sends every batch to its
+peers: they cannot differ then, whatever the loader's seeds and workers do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_sp import comm
+from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
+from lightning_sp.data.loaders.coordinates import DataCoordinates
+from lightning_sp.data.loaders.replace_sampler import can_replace_sampler, has_our_sampler, replace_sampler
+
+
+def same_samples(
+    loader: Any, place: DataCoordinates, *, training: bool, accumulation: int, seed: int, by_hand: bool
+) -> Any:
+    """Return a loader that gives all ranks of a sequence the same samples: its order replaced, or one rank of each sequence reading.
+
+    Args:
+        loader: the user's.
+        place: this rank's.
+        training: whether its order is one of training.
+        accumulation: micro-batches of an optimizer step.
+        seed: of the shuffle.
+        by_hand: each rank's loader gives its own part of every batch.
+    """
+    if has_our_sampler(loader):
+        return loader
+    if can_replace_sampler(loader):
+        return replace_sampler(loader, place, training=training, accumulation=accumulation, seed=seed)
+    world = comm.size_of(place.control_group or comm.world())
+    if world == 1:
+        return BroadcastLoader(loader, place) if training else loader
+    kind = type(loader).__name__
+    if by_hand:
+        rank_zero_info(
+            f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"
+        )
+        return BroadcastLoader(loader, DataCoordinates(place.dp_rank, place.dp_size, None, place.control_group))
+    rank_zero_info(
+        f"sequence_parallel: the order of {kind} cannot be replaced, so one rank of each sequence's group reads it and sends the batches to "
+        f"its peers; split the data over {place.dp_size} data-parallel groups by trainer.strategy.data_parallel_rank"
+    )
+    return BroadcastLoader(loader, place)

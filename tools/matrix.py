@@ -133,7 +133,7 @@ def main() -> int:
     """Run the sets named on the command line, all by default; fail when a required one did not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(each.name for each in SETS)}")
-    parser.add_argument("--pytest", default="", help='arguments for pytest, e.g. --pytest "tests/unit -x"')
+    parser.add_argument("--pytest", default="", help='arguments for pytest, e.g. --pytest "tests/data -x"')
     options = parser.parse_args()
     if unknown := set(options.sets) - {each.name for each in SETS}:
         parser.error(f"no such set: {', '.join(sorted(unknown))}; there are {', '.join(each.name for each in SETS)}")

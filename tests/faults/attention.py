@@ -24,7 +24,7 @@ ATTENTION = (
         "data/batch/packed_documents.py",
         "return torch.cat([boundaries, torch.full((boundaries.shape[0], 1), padded)], 1)",
         "return torch.cat([boundaries[:, :-1], torch.full((boundaries.shape[0], 1), padded)], 1)",
-        "tests/unit/test_mask.py::test_padding_is_a_document_of_its_own[False-position_ids1-boundaries1]",
+        "tests/attention/spec/test_mask.py::test_padding_is_a_document_of_its_own[False-position_ids1-boundaries1]",
     ),
     fault(
         "padding mask of the batch dropped",
@@ -182,7 +182,7 @@ ATTENTION = (
         "attention/operator.py",
         "ctx.numbers, masks, table, ctx.score_numbers",
         "ctx.numbers, masks, None, ctx.score_numbers",
-        "tests/dist/test_attention_law.py::test_law_for_balanced_documents[1x4]",
+        "tests/attention/ranks/test_law.py::test_law_for_balanced_documents[1x4]",
     ),
     fault(
         "balanced positions not given",
@@ -220,14 +220,14 @@ ATTENTION = (
         "            assert running is not None\n"
         "            running = (running[0], running[1].to(q.dtype).to(running[1].dtype))\n"
         "    assert running",
-        "tests/dist/test_attention_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
+        "tests/attention/ranks/test_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
     ),
     fault(
         "lse kept in bfloat16 for the backward",
         "attention/schemes/ring.py",
         "    return out.to(q.dtype), lse\n",
         "    return out.to(q.dtype), lse.to(q.dtype).to(lse.dtype)\n",
-        "tests/dist/test_attention_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
+        "tests/attention/ranks/test_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
     ),
     fault(
         "attention dropout's samples numbered by each data-parallel rank",
@@ -283,28 +283,28 @@ ATTENTION = (
         "attention/kernels/torch_flash.py",
         "q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale",
         "q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale",
-        f"{KERNELS}::test_causal_reaches_the_cuda_operators[True]",
+        f"{KERNELS}/test_torch_flash.py::test_causal_reaches_the_cuda_operators[True]",
     ),
     fault(
         "causal ignored by the CUDA kernel's backward",
         "attention/kernels/torch_flash.py",
         "q.shape[1], k.shape[1], 0.0, causal, rng,",
         "q.shape[1], k.shape[1], 0.0, False, rng,",
-        f"{KERNELS}::test_causal_reaches_the_cuda_operators[True]",
+        f"{KERNELS}/test_torch_flash.py::test_causal_reaches_the_cuda_operators[True]",
     ),
     fault(
         "causal ignored by flash-attn",
         "attention/kernels/flash_attn.py",
         "q, k, v, 0.0, scale, causal=causal,",
         "q, k, v, 0.0, scale, causal=False,",
-        f"{KERNELS}::test_causal_reaches_flash_attn_and_no_window_does[True]",
+        f"{KERNELS}/test_flash_attn.py::test_causal_reaches_flash_attn_and_no_window_does[True]",
     ),
     fault(
         "causal ignored by flash-attn's backward",
         "attention/kernels/flash_attn.py",
         "            causal,\n            -1,\n            -1,\n            self.softcap,",
         "            False,\n            -1,\n            -1,\n            self.softcap,",
-        f"{KERNELS}::test_causal_reaches_flash_attn_and_no_window_does[True]",
+        f"{KERNELS}/test_flash_attn.py::test_causal_reaches_flash_attn_and_no_window_does[True]",
     ),
     fault(
         "causal ignored by the rewrite",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import EVALUATED, FITS, REFUSED, fault
 
-DATA_MODULE = "tests/unit/test_data_datamodule.py"
+DATA_MODULE = "tests/data/test_datamodule.py"
 
 DATA = (
     fault(

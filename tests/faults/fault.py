@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAW = "tests/dist/test_attention_law.py::test_law"
-OUT_OF_STEP = "tests/dist/test_shared_memory.py::test_ranks_that_are_out_of_step_never_read_what_is_being_overwritten"
+LAW = "tests/attention/ranks/test_law.py::test_law"
+OUT_OF_STEP = (
+    "tests/comm/cpu/test_shared_memory.py::test_ranks_that_are_out_of_step_never_read_what_is_being_overwritten"
+)
 FITS = "tests/trainer/test_fit.py::test_a_fit_is_the_same_in_every_layout"
 PACKED = "tests/trainer/test_fit.py::test_packed_and_padded_sequences_through_the_trainer"
 EVALUATED = "tests/trainer/test_fit.py::test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences"
 REFUSED = "tests/trainer/test_fit.py::test_refused_by_name_on_all_ranks"
-KERNELS = "tests/unit/test_attention_operator.py"
+KERNELS = "tests/attention/kernels"
 LOSSES = "tests/trainer/test_loss.py::test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens[2]"
 REWRITTEN = "tests/trainer/test_rewrite.py::test_every_gradient_is_that_of_one_process[2]"
 TWO_SEQUENCES = "tests/trainer/test_encoder_decoder.py::test_every_gradient_is_that_of_one_process[2]"
-BLOCK_TABLE = "tests/unit/test_block_table.py::test_where_they_differ_the_lists_hold"
+BLOCK_TABLE = "tests/attention/spec/test_block_mask.py::test_where_they_differ_the_lists_hold"
 DROPPED = "tests/trainer/test_attention_dropout.py"
 NOT_CARRIED = "tests/trainer/test_rewrite.py::test_what_cannot_be_carried_is_refused_by_name"
 

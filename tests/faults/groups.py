@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import FITS, LAW, REFUSED, Change, Fault, fault
 
-GLOO = "tests/dist/test_gloo_collectives.py"
+GLOO = "tests/parallelize/test_gloo_collectives.py"
 
 GROUPS = (
     Fault(
@@ -49,14 +49,14 @@ GROUPS = (
         "config.py",
         "    if dp * sp != world_size or dp == 0:\n",
         "    if sp != world_size:\n",
-        "tests/unit/test_config.py::test_degrees_resolve_against_the_world[options2-8-expected2]",
+        "tests/test_config.py::test_degrees_resolve_against_the_world[options2-8-expected2]",
     ),
     fault(
         "samples compared over the world",
         "comm/agreement.py",
         "seen.setdefault(int(row[2]), {})",
         "seen.setdefault(0, {})",
-        "tests/dist/test_comm.py::test_ranks_of_one_sequence_hold_one_batch[same]",
+        "tests/comm/test_comm.py::test_ranks_of_one_sequence_hold_one_batch[same]",
     ),
     fault(
         "an average over ranks that is their sum",

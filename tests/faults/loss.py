@@ -61,7 +61,7 @@ LOSS = (
         "return grad_outputs[0] * ctx.size, None",
         "return grad_outputs[0], None",
         f"{FITS}[2]",
-        "tests/dist/test_comm.py::test_the_mirror_of_a_sum_is_a_product_with_the_ranks",
+        "tests/comm/test_comm.py::test_the_mirror_of_a_sum_is_a_product_with_the_ranks",
     ),
     fault(
         "nan where all tokens of a rank are masked",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import BLOCK_TABLE, KERNELS, LAW, NOT_CARRIED, REWRITTEN, fault
+from tests.faults.fault import BLOCK_TABLE, LAW, NOT_CARRIED, REWRITTEN, fault
 
 SCORES = (
     fault(
@@ -122,13 +122,13 @@ SCORES = (
         "attention/spec/dropout.py",
         "samples = rows if self.samples is None else self.samples.to(device)[rows]",
         "samples = rows",
-        f"{KERNELS}::test_dropout_numbers_samples_and_not_rows",
+        "tests/attention/spec/test_dropout.py::test_dropout_numbers_samples_and_not_rows",
     ),
     fault(
         "autocast within the operator",
         "attention/operator.py",
         "with torch.autocast(first.device.type, enabled=False):",
         "with torch.autocast(first.device.type, enabled=torch.is_autocast_enabled(first.device.type)):",
-        "tests/unit/test_attention_operator.py::test_autocast_rounds_what_it_is_given_and_no_sum_within[False-softcap]",
+        "tests/attention/test_sequence_parallel.py::test_autocast_rounds_what_it_is_given_and_no_sum_within[False-softcap]",
     ),
 )

@@ -14,7 +14,7 @@ from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 from lightning_sp.attention.kernels.tiled import TiledKernel
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests.dist.attention_ranks import inputs
+from tests.attention.ranks.attention_ranks import inputs
 from tests.gpu.emulated_ranks import emulate
 
 NAMES = ("out", "dq", "dk", "dv")

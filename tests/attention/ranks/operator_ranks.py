@@ -1,0 +1,292 @@
+"""What each rank runs in test_attention_{precision,traffic,operator}.py: importable by name in the spawned processes."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from benchmarks.resident import peak_growth
+from benchmarks.traffic import counted
+from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
+from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
+from lightning_sp.comm.point_to_point import Transfer
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import shard
+from tests.attention.ranks.attention_ranks import inputs, mesh_of
+
+
+def local_inputs(mesh, heads, kv_heads, length, dim, dtype, seed=0, batch=1):
+    whole = inputs(heads, kv_heads, length, batch=batch, dim=dim, dtype=dtype, seed=seed)
+    q, k, v, grad = (shard(t, mesh.layout, mesh.sequence_rank, dim=2) for t in whole)
+    return [t.requires_grad_(True) for t in (q, k, v)], grad
+
+
+def local_results(
+    ulysses, ring, heads, kv_heads, length, dim, dtype, seed, causal=True, transport="network", method="hops"
+):
+    """Return this rank's (out, dq, dk, dv)."""
+    mesh = mesh_of(ulysses, ring)
+    (q, k, v), grad = local_inputs(mesh, heads, kv_heads, length, dim, dtype, seed)
+    ways = dict(ring_transport=transport, ring_method=method)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal), **ways)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def traffic(
+    ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=None, transport="network", method="hops"
+):
+    """Return (bytes, calls) of this rank's forward and of its backward, the second of their length."""
+    if transport != "network":
+        # Shared memory grows once.
+        local_results(ulysses, ring, heads, kv_heads, length, dim, dtype, 0, causal, transport)
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, heads, kv_heads, length, dim, dtype)
+    boundaries = boundaries_from_lengths(lengths) if lengths else None
+    with counted() as forward:
+        mask = AttentionMask(causal, boundaries)
+        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, ring_transport=transport, ring_method=method)
+    with counted() as backward:
+        out.backward(grad)
+    return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
+
+
+def traffic_of_mask(ring, length, dim, given, size, method="hops"):
+    """Return (bytes, calls) of this rank's forward and of its backward under a mask of documents of a `size`, as a matrix or a function."""
+    mesh = mesh_of(1, ring)
+
+    def seen(row, head, query, key):
+        return query // size == key // size
+
+    places = torch.arange(length)
+    mask = {
+        "matrix": lambda: AttentionMask(False, dense=seen(0, 0, places[:, None], places)[None, None]),
+        "function": lambda: AttentionMask(False, mask_mod=seen),
+        "blocks": lambda: AttentionMask(
+            False, mask_mod=create_block_mask(seen, None, None, length, length, device="cpu", BLOCK_SIZE=size)
+        ),
+    }[given]()
+    (q, k, v), grad = local_inputs(mesh, 4, 2, length, dim, torch.float32)
+    with counted() as forward:
+        out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, ring_transport="network", ring_method=method)
+    with counted() as backward:
+        out.backward(grad)
+    return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
+
+
+def failing_mask(ulysses, ring, length, fails):
+    """Return what a rank's attention raises, whose mask's function fails on some ranks; and how far the next call is from right.
+
+    `fails`: those ranks, or the heads that a table of the function's has.
+    """
+    mesh, heads = mesh_of(ulysses, ring), 4 if isinstance(fails, list) else fails
+    ranks = fails if isinstance(fails, list) else []
+
+    def seen(row, head, query, key):
+        if mesh.sequence_rank in ranks:
+            raise ZeroDivisionError("of the user's")
+        return query >= key + torch.zeros(heads, dtype=torch.int64)[head]
+
+    (q, k, v), _ = local_inputs(mesh, 4, 2, length, 8, torch.float32)
+    try:
+        sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(False, mask_mod=seen))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    ranks.clear()
+    heads = 4
+    again, plain = (
+        sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask)
+        for mask in (AttentionMask(False, mask_mod=seen), AttentionMask())
+    )
+    return said, float((again - plain).detach().abs().max())
+
+
+def blocks_in_flight(ring, length):
+    """Return how many kernel calls came between the start and the wait of each hop, in the order of their start."""
+    mesh, calls, started, hidden = mesh_of(1, ring), 0, {}, []
+
+    def counting(original):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def start(self, *args):
+        original_start(self, *args)
+        started[id(self)] = len(hidden), calls
+        hidden.append(None)
+
+    def wait(self):
+        order, before = started[id(self)]
+        if hidden[order] is None:
+            hidden[order] = calls - before
+        return original_wait(self)
+
+    original_start, original_wait = Transfer.__init__, Transfer.wait
+    (q, k, v), grad = local_inputs(mesh, 4, 2, length, 8, torch.float32)
+    with contextlib.ExitStack() as stack:
+        for name in ("forward", "backward"):
+            stack.enter_context(mock.patch.object(TorchCpuKernel, name, counting(getattr(TorchCpuKernel, name))))
+        stack.enter_context(mock.patch.object(Transfer, "__init__", start))
+        stack.enter_context(mock.patch.object(Transfer, "wait", wait))
+        ways = dict(ring_transport="network", ring_method="hops")
+        sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), **ways).backward(grad)
+    return hidden
+
+
+@contextlib.contextmanager
+def kernel_calls():
+    """Count the calls of the local kernel, which stays the real one."""
+    calls = {"forward": 0, "backward": 0}
+
+    def counting(name):
+        original = getattr(TorchCpuKernel, name)
+
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(TorchCpuKernel, "forward", counting("forward")),
+        mock.patch.object(TorchCpuKernel, "backward", counting("backward")),
+    ):
+        yield calls
+
+
+def save_attention(_, operator, *args, **kwargs):
+    saved = operator is torch.ops.lightning_sp.attention.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Block(torch.nn.Module):
+    """Projections around the attention: what a checkpoint recomputes."""
+
+    def __init__(self, mesh, transport, heads=4, kv_heads=2, dim=8):
+        super().__init__()
+        self.transport = transport
+        self.mesh, self.sizes, self.dim = mesh, [heads, kv_heads, kv_heads], dim
+        width = heads * dim
+        self.project_in = torch.nn.Linear(width, sum(self.sizes) * dim, dtype=torch.float64)
+        self.project_out = torch.nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x):
+        q, k, v = (t.transpose(1, 2) for t in self.project_in(x).unflatten(-1, (-1, self.dim)).split(self.sizes, 2))
+        out = sequence_parallel_attention(q, k, v, mesh=self.mesh, mask=AttentionMask(), ring_transport=self.transport)
+        return x + self.project_out(torch.tanh(out.transpose(1, 2).flatten(2)))
+
+
+def block_step(ulysses, ring, how, transport="network"):
+    """Run two blocks forward and backward, and return (calls and kernel calls, every gradient).
+
+    Args:
+        how: "plain", "selective", "full" (checkpointing that saves nothing) or "compiled".
+    """
+    mesh = mesh_of(ulysses, ring)
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList([Block(mesh, transport), Block(mesh, transport)])
+    g = torch.Generator().manual_seed(1)
+    whole = torch.randn(2, 32, 32, generator=g, dtype=torch.float64)
+    x = start = shard(whole, mesh.layout, mesh.sequence_rank, dim=1).requires_grad_(True)
+    contexts = {
+        "selective": partial(create_selective_checkpoint_contexts, save_attention),
+        "full": partial(create_selective_checkpoint_contexts, []),
+    }
+    local_results(ulysses, ring, 4, 2, 32, 16, torch.float64, 0, transport=transport)  # shared memory grows once
+    with counted() as sent, kernel_calls() as kernels:
+        for block in blocks:
+            if how in contexts:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts[how])
+            elif how == "compiled":
+                x = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
+            else:
+                x = block(x)
+        x.square().sum().backward()
+    return {**sent.calls, **kernels}, [x.detach(), start.grad, *(p.grad for p in blocks.parameters())]
+
+
+def refusals():
+    """Return the message that this rank's attention with more Ulysses ranks than heads raises, and the collectives before it."""
+    mesh = mesh_of(4, 1)
+    q = torch.randn(1, 3, 8, 8)
+    with counted() as sent:
+        try:
+            sequence_parallel_attention(q, q, q, mesh=mesh, mask=AttentionMask())
+        except SequenceParallelError as error:
+            return str(error), dict(sent.calls)
+    return None
+
+
+def short_boundaries():
+    """Return the message for boundaries of the local instead of the global length, and the collectives before it."""
+    mesh = mesh_of(4, 1)
+    q = torch.randn(1, 4, 8, 8)
+    with counted() as sent:
+        try:
+            mask = AttentionMask(boundaries=boundaries_from_lengths([[3, 5]]))
+            sequence_parallel_attention(q, q, q, mesh=mesh, mask=mask)
+        except SequenceParallelError as error:
+            return str(error), dict(sent.calls)
+    return None
+
+
+def autocast_results(ulysses, ring):
+    """Return (out, dq, dk, dv) of this rank with a float32 q and k beside a bfloat16 v under autocast."""
+    mesh = mesh_of(ulysses, ring)
+    (q, k, v), grad = local_inputs(mesh, 4, 2, 64, 16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sequence_parallel_attention(q, k, v.to(torch.bfloat16), mesh=mesh, mask=AttentionMask())
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def peak_bytes(ulysses, ring, length, lengths):
+    """Return the growth of this rank's memory over a forward and backward with one head of 16."""
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, ulysses, ulysses, length, 16, torch.float32)
+    mask = AttentionMask(True, boundaries_from_lengths(lengths) if lengths else None)
+    dist.barrier()
+    with peak_growth() as growth:
+        sequence_parallel_attention(*qkv, mesh=mesh, mask=mask).backward(grad)
+    return growth.peak_bytes
+
+
+def settled_peak_bytes(ulysses, ring, heads, length, dim):
+    """Return the growth of this rank's memory over a forward and backward.
+
+    The least of three, after one that makes the libraries resident: what the step needs is always there, what else the process does only adds.
+    """
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, heads, heads, length, dim, torch.float32)
+    peaks = []
+    for _ in range(4):
+        for t in qkv:
+            t.grad = None
+        dist.barrier()
+        with peak_growth() as growth:
+            sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask()).backward(grad)
+            dist.barrier()
+        peaks.append(growth.peak_bytes)
+    return min(peaks[1:])
+
+
+def kept_graph(ulysses, ring):
+    """Return the gradients of two backwards through one graph, and the message of a third once it is gone."""
+    mesh = mesh_of(ulysses, ring)
+    qkv, grad = local_inputs(mesh, 4, 2, 32, 8, torch.float64)
+    out = sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask())
+    both = [torch.autograd.grad(out, qkv, grad, retain_graph=again) for again in (True, False)]
+    try:
+        torch.autograd.grad(out, qkv, grad)
+    except RuntimeError as error:
+        return *both, str(error)
+    return None

@@ -1,0 +1,61 @@
+"""How often Ulysses copies: once to pack what is sent, once to lay what came home side by side, and nothing is cast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp.attention.schemes.ulysses import HeadSplit
+from tests.attention.ranks.copies_ranks import copies
+
+LENGTH, DIM = 64, 16
+
+
+def moved(part):
+    return sum(elements for _, elements, _ in part)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1)], ids=str)
+def test_every_exchange_has_one_copy_before_and_at_most_one_after(pools, heads, batch, dtype):
+    size = 4
+    num_heads, num_kv_heads = heads
+    split = HeadSplit(num_heads, num_kv_heads, size)
+    token = batch * DIM  # elements of one head of one token
+    s = LENGTH // size
+    # Heads that travel for each token of a rank: each query head to one rank, each key-value head to every rank that
+    # needs it. The same come home.
+    travelling = sum(split.width(u) for u in range(size))
+    for rank, (forward, backward) in enumerate(pools(size).run(copies, size, 1, *heads, batch, LENGTH, DIM, dtype)):
+        h = split.queries(rank)[1] - split.queries(rank)[0]
+        lse = batch * h * LENGTH  # the CPU kernel's lies (B, S, h) in memory, the operator returns (B, h, S)
+        before, between, after = forward
+        assert moved(before) == s * token * travelling
+        assert len(before) == 3 * size  # q, k and v for each rank
+        # The CPU kernel lays out as q lies, which is as it is sent.
+        assert between == []
+        # Each head of this rank's tokens, from the rank that computed it. What is saved lies (B, S, h, D), and so does not at B = 2.
+        saved = LENGTH * token * h if batch > 1 else 0
+        assert moved(after) == s * token * num_heads + lse + saved
+        assert len(after) == size + 1 + (batch > 1)
+
+        before, between, after = backward
+        assert moved(before) == s * token * num_heads
+        assert len(before) == size
+        assert moved(between) == LENGTH * token * split.width(rank)
+        assert len(between) == 1
+        # A head that one rank used is copied to its place; shares of one head lie one on the other before they are summed.
+        assert moved(after) == s * token * travelling
+        shares = 2 * (size if num_kv_heads >= size else num_kv_heads)
+        assert len(after) == size + shares
+        for part in (*forward, *backward):
+            assert all(len(set(dtypes)) == 1 for _, _, dtypes in part), f"rank {rank} casts: {part}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_rank_copies_nothing_but_the_log_sum_exp(pools, batch, dtype):
+    ((forward, backward),) = pools(1).run(copies, 1, 1, 8, 2, batch, LENGTH, DIM, dtype)
+    assert [[elements for _, elements, _ in part] for part in forward] == [[batch * 8 * LENGTH]]
+    assert backward == [[]]

@@ -1,0 +1,61 @@
+"""The attention as one operator: saved by a checkpoint policy, opaque to torch.compile, refused before any byte moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.attention.ranks.operator_ranks import block_step, kept_graph, refusals, short_boundaries
+
+
+@pytest.mark.parametrize("transport", ["network", "shared_memory"])
+@pytest.mark.parametrize("degrees", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
+def test_selective_checkpointing_repeats_neither_kernel_nor_communication(pools, degrees, transport):
+    plain, selective, full = (
+        pools(4).run(block_step, *degrees, how, transport) for how in ("plain", "selective", "full")
+    )
+    for rank in range(4):
+        calls, tensors = plain[rank]
+        assert selective[rank][0] == calls
+        assert calls["all_to_all_single"] == 2 * 4
+        assert calls["forward"] == calls["backward"] == 2 * degrees[1]
+        # The count would show a repetition: checkpointing that saves nothing runs every forward part again.
+        assert full[rank][0]["all_to_all_single"] == 2 * 6
+        assert full[rank][0]["forward"] == 2 * calls["forward"]
+        for ours, theirs in zip(selective[rank][1], tensors, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "transport"),
+    [((2, 1), "network"), ((1, 2), "network"), ((1, 2), "shared_memory")],
+    ids=["2x1", "1x2", "1x2 shared memory"],
+)
+def test_compiled_equals_eager(pools, degrees, transport):
+    eager, compiled = (pools(2).run(block_step, *degrees, how, transport) for how in ("plain", "compiled"))
+    for rank in range(2):
+        assert compiled[rank][0] == eager[rank][0]
+        for ours, theirs in zip(compiled[rank][1], eager[rank][1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["2x1", "1x2"])
+def test_what_was_saved_stays_while_the_graph_is_kept(pools, degrees):
+    for first, second, message in pools(2).run(kept_graph, *degrees):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert "backward through the graph a second time" in message
+
+
+def test_more_ulysses_ranks_than_heads_are_refused_by_all_before_any_collective(pools):
+    for message, calls in pools(4).run(refusals):
+        assert message == (
+            "ulysses_size=4 exceeds the 3 query heads of this attention: a rank would hold no head; "
+            "use ulysses_size in [1, 2] and ring for the rest"
+        )
+        assert calls == {}
+
+
+def test_boundaries_of_the_local_length_are_refused_by_all(pools):
+    for message, calls in pools(4).run(short_boundaries):
+        assert "boundaries end at 8 tokens, the (padded) sequence has 32: they must be equal" in message
+        assert calls == {}

@@ -1,0 +1,146 @@
+"""What each rank runs in test_comm.py: importable by name in the spawned processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.traffic import counted
+from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
+from lightning_sp.testing import free_port
+
+
+def agreement(errors):
+    """Return what `agree` raised on this rank when rank i holds `errors[i]`, and how long it took; then prove the group still works."""
+    start = time.perf_counter()
+    message = None
+    try:
+        comm.agree(errors[dist.get_rank()])
+    except SequenceParallelError as error:
+        message = str(error)
+    elapsed = time.perf_counter() - start
+    assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
+    return message, elapsed
+
+
+def agreement_calls():
+    with counted() as sent:
+        comm.agree(None)
+    return dict(sent.calls)
+
+
+def gathered_dtypes(names):
+    """Return, by dtype, what `gather` gives of a tensor of two elements of this rank's number, and of one without dims."""
+    made = [torch.full((1, 2), dist.get_rank(), dtype=getattr(torch, name)) for name in names]
+    return [[comm.gather(each, dist.group.WORLD) for each in (tensor, tensor[0, 0])] for tensor in made]
+
+
+def collectives():
+    """Return this rank's results of each plain collective."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    mine = torch.full((2,), float(rank))
+    pairs = [comm.all_equal(torch.tensor([3, 4])), comm.all_equal(torch.tensor([3, rank]))]
+    return {
+        "gather": torch.stack(comm.gather(mine, world)),
+        "gather_strided": torch.stack(comm.gather(torch.arange(4.0).view(2, 2).t() + rank, world)),
+        "gather_objects": comm.gather_objects({"rank": rank}),
+        "broadcast_object": comm.broadcast_object(f"from {rank}", world, source=1),
+        "broadcast": comm.broadcast(mine.clone(), world, source=size - 1),
+        "reduce_sum": comm.reduce_sum(mine),
+        "untouched": mine,
+        "all_equal": pairs,
+        "names": (comm.group_by_name(comm.group_name(world)) is world, comm.size_of(world), comm.rank_in(world)),
+        "none": (comm.group_by_name(""), comm.group_name(None), comm.size_of(None), comm.rank_in(None)),
+    }
+
+
+def uneven_exchange():
+    """Rank r sends i + 1 elements of value 10 r + i to rank i."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = [i + 1 for i in range(size)]
+    buffer = torch.cat([torch.full((n,), 10.0 * rank + i) for i, n in enumerate(sent)])
+    return comm.exchange(buffer, sent, [rank + 1] * size, dist.group.WORLD)
+
+
+def half_empty_transfers():
+    """Even ranks alone send to their next rank; then nobody sends anything."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    even = rank % 2 == 0
+    sent, received = (torch.full((3,), float(rank)), torch.empty(0)) if even else (torch.empty(0), torch.empty(3))
+    neighbours, turn = ((rank + 1) % size, (rank - 1) % size), comm.next_turn(world)
+    result = comm.Transfer(sent, neighbours[0], received, neighbours[1], world, turn)
+    nothing = comm.Transfer(torch.empty(0), neighbours[0], torch.empty(0), neighbours[1], world, turn)
+    return result.wait(), nothing.wait()
+
+
+def turns_apart():
+    """Send a message that nobody takes and, in the next turn, one that is; return what arrived."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    to, source, empty = (rank + 1) % size, (rank - 1) % size, torch.empty(0)
+    left = comm.Transfer(torch.tensor([-1.0]), to, empty, source, world, comm.next_turn(world))
+    taken = comm.Transfer(torch.tensor([float(rank)]), to, torch.empty(1), source, world, comm.next_turn(world))
+    arrived = taken.wait().item(), taken.wait().item()  # twice: the second waits for nothing
+    # So that nothing is left to another test of these processes.
+    late = comm.Transfer(empty, to, torch.empty(1), source, world, comm.next_turn(world) - 2).wait()
+    left.wait()
+    return *arrived, late.item()
+
+
+def groups_alive():
+    """Return how many groups of a mesh live in their world, when it is made again in the same, and after its end."""
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=4)
+
+    def groups():
+        mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=2)
+        return mesh.ring_group, mesh.ulysses_group
+
+    first = groups()
+    same = [a is b for a, b in zip(first, groups(), strict=True)]
+    alive = [weakref.ref(group) for group in first]
+    first = base = None
+    dist.barrier()
+    port = comm.broadcast_object(free_port(), None)
+    dist.destroy_process_group()
+    gc.collect()
+    left = sum(each() is not None for each in alive)
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the pool ends it
+    return same, left
+
+
+def summed_loss():
+    """Return a loss that is the same number everywhere, built from every rank's part, and this rank's gradient."""
+    rank = dist.get_rank()
+    x = torch.tensor(float(rank + 1), dtype=torch.float64, requires_grad=True)
+    total = comm.sum_over_ranks(x.square())
+    loss = total.log()
+    loss.backward()
+    return loss.item(), x.grad.item()
+
+
+def same_batch(errors, digests, places, turns):
+    """Return what `check_same_batch` raised on this rank, None where it let the batch pass."""
+    rank = dist.get_rank()
+    try:
+        comm.check_same_batch(errors[rank], digests[rank], places[rank], turns[rank])
+    except SequenceParallelError as error:
+        return str(error)
+    return None
+
+
+def time_limits():
+    """Return the time limits, in seconds, of the world and of every group that the meshes make."""
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=4)
+    mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=2)
+    fsdp = build_fsdp_mesh("cpu", world_size=4, shard_size=2)
+    groups = [mesh.ring_group, mesh.ulysses_group, mesh.sequence_group, mesh.data_group, *fsdp.get_all_groups()]
+    cpu = torch.device("cpu")
+    return comm.timeout_s(), [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]

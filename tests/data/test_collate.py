@@ -1,0 +1,37 @@
+"""Samples become batches: stacked or refused, and fillers without targets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp.data.loaders.collate import Batches, FillerAware, stack
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.text.windows import Windows
+from tests.text.test_windows import corpus_of
+
+
+def test_a_filler_has_the_sample_without_its_targets():
+    windows = FillerAware(Windows(corpus_of([9, 9]), 4))
+    real, filler = windows[3], windows[~3]
+    assert len(windows) == 4
+    assert torch.equal(real["input_ids"], filler["input_ids"])
+    assert torch.equal(real["position_ids"], filler["position_ids"])
+    assert (filler["shift_labels"] == IGNORE_INDEX).all()
+    assert (filler["labels"] == IGNORE_INDEX).all()
+    assert (real["shift_labels"] != IGNORE_INDEX).all()
+    with pytest.raises(SequenceParallelError, match=r"no \['targets'\]: it has \['input_ids'"):
+        FillerAware(Windows(corpus_of([9]), 4), ("targets",))[~0]
+
+
+def test_batches_are_stacked_or_refused():
+    batch = Batches(FillerAware(Windows(corpus_of([9, 9]), 4)))[[0, ~2]]
+    assert batch["input_ids"].tolist() == [[100, 101, 102, 103], [200, 201, 202, 203]]
+    assert batch["shift_labels"].tolist() == [[101, 102, 103, 104], [-100] * 4]
+    with pytest.raises(SequenceParallelError, match=r"x of sample 1 has shape \(3,\), of sample 0 \(2,\)"):
+        stack([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}])
+    with pytest.raises(SequenceParallelError, match=r"sample 1 of a batch has \['y'\], sample 0 has \['x'\]"):
+        stack([{"x": torch.zeros(2)}, {"y": torch.zeros(2)}])
+    with pytest.raises(SequenceParallelError, match="at least one sample"):
+        stack([])

@@ -1,0 +1,132 @@
+"""What a rewritten model's functions hold, how its attention calls and samples are numbered, and the names that its files bound."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+from lightning_sp.data.samplers.batch_split import BatchSplit
+from lightning_sp.data.samplers.training_sampler import SequentialGlobalBatchSampler
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.closures import closure_tensors, learned_score_mod, rebuild
+from lightning_sp.rewrite.flex import _wrong_block
+from lightning_sp.rewrite.query_heads import tried_query_heads
+from lightning_sp.step.run_state import RunState
+from tests.trainer import mask_models
+
+TABLE = torch.randn(7)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unread = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(5))
+
+    def by_name(self, index: int) -> torch.Tensor:
+        return self.weight[index]
+
+    def forward(self, index: int) -> torch.Tensor:
+        return self.weight[index] + TABLE[index]
+
+
+class Outer(nn.Module):
+    """As a LightningModule that leaves `forward` out."""
+
+
+def _by_default(index: int, held: torch.Tensor = TABLE) -> torch.Tensor:
+    return held[index]
+
+
+def _enclosing(held: torch.Tensor, how: str):
+    if how == "nested":
+
+        def inner(index: int) -> torch.Tensor:
+            return held[index]
+
+        return lambda index: inner(index)
+    if how == "elements":
+        parts = {"a": [held]}
+        return lambda index: parts["a"][0][index]
+    if how == "itself":
+
+        def countdown(index: int) -> torch.Tensor:
+            return held[0] if index == 0 else countdown(index - 1)
+
+        return countdown
+    return lambda index: held[index]
+
+
+@pytest.mark.parametrize("how", ["direct", "nested", "elements", "itself"])
+def test_tensors_of_enclosing_functions_are_found_and_replaced(how):
+    held, other = torch.randn(3), torch.full((3,), 5.0)
+    function = _enclosing(held, how)
+    assert [id(t) for t in closure_tensors(function).values()] == [id(held)]
+    assert float(rebuild(function, {id(held): other})(2)) == 5.0
+    assert float(function(2)) == float(held[0] if how == "itself" else held[2]), "the user's own is as it was"
+
+
+def test_tensors_of_modules_defaults_partials_and_globals_are_found_and_what_is_not_read_is_not():
+    module, other = Holder(), torch.full((7,), 5.0)
+    assert [t is module.weight for t in closure_tensors(module.by_name).values()] == [True]
+    assert {id(t) for t in closure_tensors(lambda i: module(i)).values()} <= {id(module.weight), id(TABLE)}
+    assert float(rebuild(module.by_name, {id(module.weight): other})(1)) == 5.0
+    for function in (_by_default, partial(_by_default, held=TABLE), lambda i: TABLE[i]):
+        assert next(iter(closure_tensors(function).values())) is TABLE
+        assert float(rebuild(function, {id(TABLE): other})(1)) == 5.0
+        assert float(function(1)) == float(TABLE[1])
+
+
+def test_a_score_function_learns_by_what_it_holds_or_is_refused():
+    table, gate = nn.Parameter(torch.randn(2, 8)), nn.Linear(1, 1)
+    like = torch.zeros(1, 2, 4, 3)
+    made = learned_score_mod(lambda s, b, h, i, j: s + table[h, i - j], like)
+    assert [t is table for t in made.tensors] == [True]
+    with pytest.raises(SequenceParallelError, match=r"none of those found in it, \[\(1, 1\)\]"):
+        learned_score_mod(lambda s, b, h, i, j: s * gate.weight[0, 0] + gate(s.reshape(1)).sum(), like)
+
+
+@pytest.mark.parametrize("split", [(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)])
+def test_a_sample_has_one_number_however_the_global_batch_is_cut(split):
+    micro, accumulate, dp_size = split
+    trainer = SimpleNamespace(current_epoch=0, accumulate_grad_batches=accumulate)
+    for dp_rank in range(dp_size):
+        mesh = SimpleNamespace(data_parallel_size=dp_size, data_parallel_rank=dp_rank)
+        state = RunState()
+        sampler = SequentialGlobalBatchSampler(11, BatchSplit(micro, accumulate, dp_size), dp_rank, seed=0)
+        for place, samples in enumerate(sampler):
+            state.note_micro_batch(len(samples), trainer, mesh)
+            drawn = state.dropout_source(len(samples), place // accumulate, mesh)
+            real = [(s, n) for s, n in zip(samples, drawn.samples.tolist(), strict=True) if s >= 0]
+            assert all(n == s % 4 and drawn.step == s // 4 for s, n in real), (samples, drawn)
+
+
+@pytest.mark.parametrize(
+    "build", [mask_models.Imported, partial(mask_models.Imported, True), partial(mask_models.Flex, "full")]
+)
+def test_heads_are_found_behind_imported_names_and_flex_attention(build):
+    holder = Outer()
+    holder.model = build()
+    assert tried_query_heads(holder) == (mask_models.HEADS, "")
+
+
+def test_a_shards_block_mask_is_looked_at_for_each_number_of_heads_and_again_when_it_changes():
+    reach = torch.tensor([3, 6])
+    made = create_block_mask(
+        lambda row, head, i, j: (i - j).abs() < reach[head], None, None, 16, 16, device="cpu", BLOCK_SIZE=4
+    )
+    one, two = (torch.zeros(1, heads, 16, 8) for heads in (1, 2))
+    assert _wrong_block(made, one) is None
+    assert "in row 0 and head 1, its blocks otherwise" in _wrong_block(made, two), "lists of head 0"
+    reach[1] = 3
+    assert _wrong_block(made, two) is None
+    reach[0] = 6
+    assert "head 0, its blocks otherwise" in _wrong_block(made, one), "its function's tensor was written anew"
+    reach[0] = 3
+    assert _wrong_block(made, one) is None
+    made.kv_num_blocks.zero_()
+    assert "the function says seen" in _wrong_block(made, one)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from lightning_sp.checkpoint.folder import damage, local_path, partial_path, read_manifest
-from lightning_sp.checkpoint.load import read_file, read_folder
+from lightning_sp.checkpoint.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
 
 FORMATS = (".pt", ".safetensors")

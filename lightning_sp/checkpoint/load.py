@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.folder import META, damage, first_failure, read_manifest
+from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
+from lightning_sp.checkpoint.folder import damage, first_failure, read_manifest
+from lightning_sp.checkpoint.read import read_file, read_folder
 from lightning_sp.checkpoint.state import model_state, user_name
 from lightning_sp.errors import SequenceParallelError
-
-_STATE = "state_dict."
 
 
 def load_checkpoint(
@@ -76,86 +74,6 @@ def load_checkpoint(
     return _read_tensors(path, checkpoint, metadata, module, optimizers, group)
 
 
-def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint in a single file, its tensors mapped from it.
-
-    Raises:
-        SequenceParallelError: the file is damaged, or no checkpoint of a Trainer.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise SequenceParallelError(
-            f"checkpoint {path} ({path.stat().st_size} bytes) cannot be read: damaged, half-written or not plain values alone: {reason}"
-        ) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "loops" not in checkpoint:
-        raise SequenceParallelError(
-            f"{path} is no checkpoint of a Trainer (it has no state_dict and loops): to start from exported weights, load them into the model "
-            "before the Trainer gets it, with model.load_state_dict"
-        )
-    return checkpoint
-
-
-def read_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], Metadata]:
-    """Return what a checkpoint folder holds besides tensors, and DCP's description of these.
-
-    Raises:
-        SequenceParallelError: the folder is missing, half-written or damaged.
-    """
-    files = read_manifest(path)
-    if wrong := damage(path, files, [name for name in (META, ".metadata") if name in files]):
-        raise SequenceParallelError(wrong)
-    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
-    return checkpoint, FileSystemReader(path).read_metadata()
-
-
-def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors in a checkpoint folder."""
-    return {
-        key[len(_STATE) :]: tuple(value.size)
-        for key, value in metadata.state_dict_metadata.items()
-        if key.startswith(_STATE) and isinstance(value, TensorStorageMetadata)
-    }
-
-
-def check_model(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> None:
-    """Refuse a checkpoint of another model, with counts and the first names."""
-    differing = [f"{n} is {stored[n]} there and {own[n]} here" for n in own if n in stored and stored[n] != own[n]]
-    only_own = [name for name in own if name not in stored]
-    only_stored = [name for name in stored if name not in own]
-    parts = []
-    if differing:
-        parts.append(f"{len(differing)} of {len(own)} tensors differ in shape ({_first(differing, '; ')})")
-    if strict and only_own:
-        parts.append(f"{len(only_own)} are only in this model ({_first(only_own)})")
-    if strict and only_stored:
-        parts.append(f"{len(only_stored)} are only in the checkpoint ({_first(only_stored)})")
-    if parts:
-        fix = "" if differing else ", or set strict_loading=False on the LightningModule"
-        raise SequenceParallelError(
-            f"checkpoint {path} is of another model: {'; '.join(parts)}; build the model with the options it was trained with{fix}"
-        )
-
-
-def _first(names: list[str], separator: str = ", ") -> str:
-    return separator.join(names[:3]) + (f"{separator}..." if len(names) > 3 else "")
-
-
-def check_optimizers(path: Path, checkpoint: Mapping[str, Any], count: int) -> None:
-    """Refuse a checkpoint without optimizers' state, or of another number of them."""
-    if "optimizer_states" not in checkpoint:
-        raise SequenceParallelError(
-            f"checkpoint {path} holds weights alone (save_weights_only=True), and fit(ckpt_path=...) needs the optimizers' state: give another "
-            "checkpoint, or export it and load the weights into the model"
-        )
-    stored = len(checkpoint["optimizer_states"])
-    if stored != count:
-        raise SequenceParallelError(
-            f"checkpoint {path} holds the state of {stored} optimizers, configure_optimizers returned {count} in this run: return the same"
-        )
-
-
 def _check_files(path: Path, group: ProcessGroup | None) -> None:
     """Verify the tensors' files, each by one rank."""
     files = read_manifest(path)
@@ -173,11 +91,11 @@ def _read_tensors(
 ) -> dict[str, Any]:
     stored = metadata.state_dict_metadata
     state = {
-        name: _empty_like(value, stored[_STATE + name])
+        name: _empty_like(value, stored[STATE_PREFIX + name])
         for name, value in model_state(module).items()
-        if _STATE + name in stored
+        if STATE_PREFIX + name in stored
     }
-    wanted = {_STATE + name: value for name, value in state.items()}
+    wanted = {STATE_PREFIX + name: value for name, value in state.items()}
     if optimizers is not None:
         parameters = {user_name(name): parameter for name, parameter in module.named_parameters()}
         for optimizer_values in checkpoint["optimizer_states"]:

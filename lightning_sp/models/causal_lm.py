@@ -7,8 +7,7 @@ metrics are torchmetrics' own: what makes them right on shards is the strategy's
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,24 +24,13 @@ from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.models.gpt import GPTConfig
 from lightning_sp.models.hugging_face import HuggingFaceConfig
 from lightning_sp.models.llama import LlamaConfig
+from lightning_sp.models.schedule import warmup_cosine
 
 # Perplexity's update makes several (tokens, vocabulary) tensors: at most this many logits go in at once.
 MAX_METRIC_LOGITS = 2**24
 
 Batch = dict[str, Tensor]
 ModelConfig = LlamaConfig | GPTConfig | HuggingFaceConfig
-
-
-def warmup_cosine(*, warmup_steps: int, max_steps: int, min_ratio: float) -> Callable[[int], float]:
-    """Return the learning rate's factor by step: linear warmup, then half a cosine down to ``min_ratio``."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-        return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return factor
 
 
 def token_chunks(logits_BSV: Tensor, labels_BS: Tensor, *, max_logits: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,12 +14,17 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import open_dict
 
+import lightning_sp
 from lightning_sp import SequenceParallelStrategy, cli
+from lightning_sp.cli.external_launcher import external_rank, external_rank_overrides
+from lightning_sp.cli.hydra_command import hydra_resume_command
+from lightning_sp.cli.suggest_names import suggest_names
+from lightning_sp.cli.sweep import SUMMARY, quoted, run_sweep_job, sweep_job_command
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data import SequenceShardingDataModule, TokenFile
 from lightning_sp.errors import SequenceParallelError
 
-CONF = Path(cli.__file__).parent / "conf"
+CONF = Path(lightning_sp.__file__).parent / "conf"
 GROUPS = {
     group: sorted(file.stem for file in (CONF / group).glob("*.yaml")) for group in ("model", "data", "callbacks")
 }
@@ -159,7 +164,7 @@ def test_a_sweeps_job_is_run_alone(job, tmp_path):
             "hydra.verbose=true",
         ],
     )
-    command = cli.sweep_job_command()
+    command = sweep_job_command()
     at = command.index("--config-dir")
     assert command[at + 1] == "mine"
     assert command[at + 2 : -1] == ["seed=2", "trainer.max_steps=3", "hydra.verbose=true"]
@@ -170,7 +175,7 @@ def test_a_sweeps_job_is_run_alone(job, tmp_path):
 
 @pytest.mark.parametrize("value", ["a b", "it's", "a=b,c", "\\", "x{y}"])
 def test_quoted_values_are_read_back(value):
-    (parsed,) = OverridesParser.create().parse_overrides([f"key={cli.quoted(value)}"])
+    (parsed,) = OverridesParser.create().parse_overrides([f"key={quoted(value)}"])
     assert parsed.value() == value
 
 
@@ -179,17 +184,17 @@ def test_a_failed_job_of_a_sweep_is_named(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     command = [sys.executable, "-c", "import sys; sys.exit(3)"]
     with pytest.raises(SequenceParallelError, match=f"job {tmp_path.name} .* exit code 3: .*sys.exit"):
-        cli.run_sweep_job(command, tmp_path)
-    assert cli.run_sweep_job([sys.executable, "-c", ""], tmp_path) is None
-    (tmp_path / cli.SUMMARY).write_text('{"perplexity_after": 12.5}')
-    assert cli.run_sweep_job([sys.executable, "-c", ""], tmp_path) == 12.5
+        run_sweep_job(command, tmp_path)
+    assert run_sweep_job([sys.executable, "-c", ""], tmp_path) is None
+    (tmp_path / SUMMARY).write_text('{"perplexity_after": 12.5}')
+    assert run_sweep_job([sys.executable, "-c", ""], tmp_path) == 12.5
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SequenceParallelError, match="--multirun starts every job itself"):
-        cli.run_sweep_job([sys.executable, "-c", ""], tmp_path)
+        run_sweep_job([sys.executable, "-c", ""], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +208,8 @@ def test_a_sweep_under_torchrun_is_refused(tmp_path, monkeypatch):
     ],
 )
 def test_ranks_that_others_started_make_no_folder_of_their_own(environment, rank):
-    assert cli.external_rank(environment) == rank
-    overrides = cli.external_rank_overrides(environment)
+    assert external_rank(environment) == rank
+    overrides = external_rank_overrides(environment)
     assert overrides == (["hydra.run.dir=.", "hydra.output_subdir=null"] if rank else [])
 
 
@@ -212,7 +217,7 @@ def test_resume_command_keeps_the_overrides_and_replaces_the_end(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/lightning-sp-train"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     overrides = ["data.source=[a b]", "trainer.max_steps=5", "ckpt_path=old", "+trainer.max_time=1", "model=gpt_tiny"]
-    command = cli.hydra_resume_command(overrides)
+    command = hydra_resume_command(overrides)
     assert shlex.split(command)[-5:] == [
         "data.source=[a b]",
         "+trainer.max_time=1",
@@ -224,16 +229,14 @@ def test_resume_command_keeps_the_overrides_and_replaces_the_end(monkeypatch):
 
 def test_unknown_names_get_the_nearest():
     lines = list(
-        cli.suggest_names(
-            ["strategy.ulyses_size=2", "model=gpt_tiny", "model.model.dropot=1", "data.sequence_length=8"]
-        )
+        suggest_names(["strategy.ulyses_size=2", "model=gpt_tiny", "model.model.dropot=1", "data.sequence_length=8"])
     )
     assert lines == [
         "'strategy.ulyses_size' is no option here; did you mean 'strategy.ulysses_size'?",
         "'model.model.dropot' is no option here; did you mean 'model.model.dropout'?",
     ]
-    assert list(cli.suggest_names(["model=lama", "+new.key=1", "seed=1"])) == []
-    assert list(cli.suggest_names(["data=[broken"])) == []
+    assert list(suggest_names(["model=lama", "+new.key=1", "seed=1"])) == []
+    assert list(suggest_names(["data=[broken"])) == []
 
 
 # The Lightning CLI ---------------------------------------------------------------------------------------------------

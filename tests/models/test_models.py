@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import CausalLM, GPTConfig, HuggingFaceConfig, LlamaConfig, init_weights
-from lightning_sp.models.causal_lm import token_chunks, warmup_cosine
+from lightning_sp.models.causal_lm import token_chunks
 from lightning_sp.models.llama import rotary_angles, rotate
+from lightning_sp.models.schedule import warmup_cosine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -1,0 +1,49 @@
+"""Reading a checkpoint's file, or what its folder holds besides tensors."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_sp.checkpoint.folder import META, damage, read_manifest
+from lightning_sp.errors import SequenceParallelError
+
+
+def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint in a single file, its tensors mapped from it.
+
+    Raises:
+        SequenceParallelError: the file is damaged, or no checkpoint of a Trainer.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SequenceParallelError(
+            f"checkpoint {path} ({path.stat().st_size} bytes) cannot be read: damaged, half-written or not plain values alone: {reason}"
+        ) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "loops" not in checkpoint:
+        raise SequenceParallelError(
+            f"{path} is no checkpoint of a Trainer (it has no state_dict and loops): to start from exported weights, load them into the model "
+            "before the Trainer gets it, with model.load_state_dict"
+        )
+    return checkpoint
+
+
+def read_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], Metadata]:
+    """Return what a checkpoint folder holds besides tensors, and DCP's description of these.
+
+    Raises:
+        SequenceParallelError: the folder is missing, half-written or damaged.
+    """
+    files = read_manifest(path)
+    if wrong := damage(path, files, [name for name in (META, ".metadata") if name in files]):
+        raise SequenceParallelError(wrong)
+    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
+    return checkpoint, FileSystemReader(path).read_metadata()

@@ -11,7 +11,7 @@ LOSS = (
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n',
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n'
         "    if labels is not None and not any(name in entries for name in SHIFTED_BY_NAME):\n"
-        '        local_labels = F.pad(cut("labels", entries["labels"], 1), (0, 1), value=IGNORE_INDEX)[:, 1:]\n',
+        '        local_labels = torch.nn.functional.pad(cut("labels", entries["labels"], 1), (0, 1), value=-100)[:, 1:]\n',
         REWRITTEN,
     ),
     fault(
@@ -20,7 +20,7 @@ LOSS = (
         "        return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)\n",
         "        part = shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim).clone()\n"
         "        if name in SHIFTED_BY_NAME and layout.size > 1:\n"
-        "            part[:, -1] = IGNORE_INDEX\n"
+        "            part[:, -1] = -100\n"
         "        return part\n",
         f"{FITS}[2]",
     ),
@@ -35,7 +35,7 @@ LOSS = (
         "the mean of the ranks' means",
         "loss/interception.py",
         "        both = comm.sum_over_ranks(torch.stack([total, count]), group)\n        if step",
-        "        both = comm.sum_over_ranks(torch.stack([total / _or_one(count), torch.ones_like(count)]), group)\n"
+        "        both = comm.sum_over_ranks(torch.stack([total / or_one(count), torch.ones_like(count)]), group)\n"
         "        if step",
         LOSSES,
     ),
@@ -44,7 +44,7 @@ LOSS = (
         "loss/reduction.py",
         "    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)\n",
         '    if reduction == "mean":\n'
-        "        total, count = total / _or_one(count), torch.ones_like(count)\n"
+        "        total, count = total / or_one(count), torch.ones_like(count)\n"
         "    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)\n",
         LOSSES,
     ),

@@ -37,7 +37,7 @@ from lightning_sp.checkpoint import (
     save_checkpoint,
 )
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.entries import ShardOptions
@@ -153,7 +153,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._control_group: dist.ProcessGroup | None = None
         self._sequence_control_group: dist.ProcessGroup | None = None
         self._options = ShardOptions()
-        self._batch: BatchInfo | None = None
+        self._batch: SequenceInfo | None = None
         self._window = TokenWindow()
         self._run_state = RunState()
         self._evaluated = (0, -1)  # loader of the evaluation batch in progress, and its place there
@@ -428,7 +428,7 @@ class SequenceParallelStrategy(ProcessStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         by_hand = not self.config.shard_batch
         assert self._mesh is not None
-        options = replace(self._options, attention=self._steps.context.kinds)
+        options = replace(self._options, attention=self._steps.context.last_attention_patterns)
         local, info = collective_shard(batch, self._mesh, options, self._control_group, by_hand=by_hand)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -456,7 +456,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         index = (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
         before, tokens = self._batch, self.config.preflight_tokens
 
-        def run(batch: Any, info: BatchInfo) -> Any:
+        def run(batch: Any, info: SequenceInfo) -> Any:
             self._batch = info
             return Strategy.training_step(self, Strategy.batch_to_device(self, batch), *index)
 
@@ -489,7 +489,7 @@ class SequenceParallelStrategy(ProcessStrategy):
             self._steps.end()
         return output
 
-    def _with_dropout(self, batch: BatchInfo) -> BatchInfo:
+    def _with_dropout(self, batch: SequenceInfo) -> SequenceInfo:
         assert self.lightning_module is not None
         step = self.lightning_module.trainer.global_step
         source = self._run_state.dropout_source(batch.rows, step, self.sequence_mesh)

@@ -1,4 +1,4 @@
-"""What attention dropout is drawn by: the seed, the step, the samples, and the number of the call."""
+"""What attention dropout is drawn from: the seed, the step, the samples, and the number of the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sp.errors import SequenceParallelError
 
 @dataclass(frozen=True, eq=False)
 class DropoutSource:
-    """What the attention dropout of a micro-batch is drawn by, besides the number of the call: equal at all degrees.
+    """What the attention dropout of a micro-batch is drawn from, besides the number of the call: equal at all degrees.
 
     Args:
         seed: of the run, the same on all ranks.
@@ -25,10 +25,10 @@ class DropoutSource:
     samples: Tensor
 
 
-class AttentionCalls:
-    """Numbers the attention calls of a step that draw dropout: a recomputed call has its forward's. A class because it counts.
+class DropoutCalls:
+    """Numbers the attention calls of a step that draw dropout: a recomputed call gets the number of its forward.
 
-    A call is known by one draw from the CPU's random stream, which checkpoints restore before they recompute. The draws differ between
+    A call is recognised by one draw from the CPU's random stream, which checkpoints restore before they recompute. The draws differ between
     ranks, the numbers do not.
     """
 
@@ -43,7 +43,7 @@ class AttentionCalls:
         """
         # On the CPU: no device waits.
         drawn = int(torch.randint(2**62, (), device="cpu"))
-        # torch.utils.checkpoint knows by the same number that it is in a backward; there is no public name.
+        # torch.utils.checkpoint recognises a backward by the same number; there is no public name.
         if drawn not in self._numbers and torch._C._current_graph_task_id() != -1:
             raise SequenceParallelError(
                 f"attention with dropout is recomputed in the backward, after {len(self._numbers)} calls in the forward, and the random state "

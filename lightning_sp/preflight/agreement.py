@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp import comm
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.step.isolation import isolated, streams
@@ -74,7 +74,7 @@ def run_preflight(
     *,
     whole: Callable[[], Any],
     sharded: Callable[[], Any],
-    whole_batch: BatchInfo,
+    whole_batch: SequenceInfo,
     crop: str,
     device: torch.device,
 ) -> Agreement | None:

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import ProcessGroup
 
-from lightning_sp.context.batch import BatchInfo
 from lightning_sp.context.dropout import DropoutSource
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.entries import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
@@ -27,7 +27,7 @@ from lightning_sp.step.run import Steps
 # Of the attention dropout in both runs.
 DROPOUT_SEED = 1234
 # Runs training_step on a batch of the host, as the precision and the device want it; given what was whole.
-RunStep = Callable[[Any, BatchInfo], Any]
+RunStep = Callable[[Any, SequenceInfo], Any]
 
 
 def try_first_batch(

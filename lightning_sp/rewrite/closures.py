@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import ScoreMod
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
@@ -38,7 +38,7 @@ def check_whole_tensors(context: SequenceContext, function: Callable[..., Any], 
         return
     tensors = closure_tensors(function)
     for sequence in step.batch.sequences:
-        local = context.tokens_of(sequence)
+        local = context.local_tokens(sequence)
         short = {name: tuple(t.shape) for name, t in tensors.items() if local in t.shape}
         if not short:
             continue
@@ -49,7 +49,7 @@ def check_whole_tensors(context: SequenceContext, function: Callable[..., Any], 
         )
 
 
-def of_real_tokens(function: Callable[..., Tensor], queries: BatchInfo, keys: BatchInfo) -> Callable[..., Tensor]:
+def of_real_tokens(function: Callable[..., Tensor], queries: SequenceInfo, keys: SequenceInfo) -> Callable[..., Tensor]:
     """Return a user's function of (..., query, key) that is asked for no position of our padding, of which its tensors may hold nothing.
 
     There it is told the last token's: no token sees padding, and what a query of it sees is thrown away.
@@ -66,7 +66,7 @@ def of_real_tokens(function: Callable[..., Tensor], queries: BatchInfo, keys: Ba
 
 
 def learned_score_mod(
-    function: Callable[..., Tensor], like: Tensor, sequences: tuple[BatchInfo, BatchInfo] | None = None
+    function: Callable[..., Tensor], like: Tensor, sequences: tuple[SequenceInfo, SequenceInfo] | None = None
 ) -> ScoreMod:
     """Return a user's score function with the tensors that it learns by as its arguments, so that they get their gradients.
 

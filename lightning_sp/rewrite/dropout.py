@@ -32,5 +32,5 @@ def attention_dropout(context: SequenceContext, probability: float) -> Attention
             f"attention dropout {probability} in an evaluation step: no dropout is drawn there; pass dropout_p=self.dropout if self.training "
             "else 0.0"
         )
-    drawn, number = batch.dropout, context.calls.number()
+    drawn, number = batch.dropout, context.dropout_calls.number()
     return AttentionDropout(probability, drawn.seed, (drawn.step << _CALLS_BITS) + number, drawn.samples)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.masks import build_mask
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
@@ -28,7 +29,7 @@ _HIDDEN_BELOW = -1e4
 
 
 def explicit_mask(
-    context: SequenceContext, given: Tensor, queries: BatchInfo, keys: BatchInfo, what: str = "attn_mask"
+    context: SequenceContext, given: Tensor, queries: SequenceInfo, keys: SequenceInfo, what: str = "attn_mask"
 ) -> tuple[AttentionMask, Tensor | None]:
     """Return the mask and the bias that an explicit mask means for the whole sequence.
 
@@ -52,27 +53,30 @@ def explicit_mask(
             f"{what} of shape {tuple(given.shape)}, {given.dtype}: must be bool or floating point, (queries, keys) with rows and heads before"
         )
     mask = given[(None,) * (4 - given.dim())]
-    own, other = context.tokens_of(queries), context.tokens_of(keys)
+    own, other = context.local_tokens(queries), context.local_tokens(keys)
     whole_own, whole = (queries.length, queries.padded_length), (keys.length, keys.padded_length)
     alone = context.mesh.layout.size > 1 and other in whole  # of the shard and of the whole: which one is not known
     if mask.shape[3] in whole and mask.shape[2] in (1, *whole_own) and not alone:
-        plain, mask = queries.mask(False, keys=keys), _padded(mask, queries, keys, context.mesh.layout.multiple)
+        plain, mask = (
+            build_mask(queries, keys, causal=False),
+            _padded(mask, queries, keys, context.mesh.layout.multiple),
+        )
         if mask.dtype == torch.bool:
             return replace(plain, dense=mask), None
         return plain, mask
     if mask.shape[3] != other or mask.shape[2] not in (1, own) or other in whole:
         raise SequenceParallelError(_unknown(what, given, queries, keys, (own, other)))
-    if not keys.mask_given or mask.requires_grad:
+    if not keys.has_attention_mask or mask.requires_grad:
         raise SequenceParallelError(_of_the_shard(what, given, queries, keys, other))
-    if not any(known is given and version == given._version for known, version in step.padding_masks):
+    if not any(known is given and version == given._version for known, version in step.checked_padding_masks):
         # The values of a shard are known to its rank alone: all ranks refuse what one refuses.
         refusal = None if _is_padding(mask, keys) else _of_the_shard(what, given, queries, keys, other)
         comm.agree(refusal, step.loss_group)
-        step.padding_masks.append((given, given._version))
-    return queries.mask(False, hides_padding=True, keys=keys), None
+        step.checked_padding_masks.append((given, given._version))
+    return build_mask(queries, keys, causal=False, hides_padding=True), None
 
 
-def _padded(mask: Tensor, queries: BatchInfo, keys: BatchInfo, multiple: int) -> Tensor:
+def _padded(mask: Tensor, queries: SequenceInfo, keys: SequenceInfo, multiple: int) -> Tensor:
     """Return a whole mask at the length of sequences that are padded by more than the degrees need, to be told from one another."""
     below = queries.padded_length - mask.shape[2] if mask.shape[2] > 1 else 0
     beside = keys.padded_length - mask.shape[3]
@@ -82,10 +86,10 @@ def _padded(mask: Tensor, queries: BatchInfo, keys: BatchInfo, multiple: int) ->
     return F.pad(mask, (0, beside, 0, below))
 
 
-def _is_padding(mask: Tensor, batch: BatchInfo) -> bool:
+def _is_padding(mask: Tensor, batch: SequenceInfo) -> bool:
     """Return whether a mask says for every query what the batch's says of this rank's keys. Shapes: (rows, heads, s or 1, s)."""
-    assert batch.local_mask is not None
-    seen = (batch.local_mask != 0)[:, None, None]
+    assert batch.attention_mask is not None
+    seen = (batch.attention_mask != 0)[:, None, None]
     if mask.shape[0] not in (1, seen.shape[0]):
         return False
     if mask.dtype == torch.bool:
@@ -97,7 +101,7 @@ def _is_padding(mask: Tensor, batch: BatchInfo) -> bool:
     return bool(torch.where(seen, mask == 0, mask <= _HIDDEN_BELOW).all())
 
 
-def _unknown(what: str, given: Tensor, queries: BatchInfo, keys: BatchInfo, local: tuple[int, int]) -> str:
+def _unknown(what: str, given: Tensor, queries: SequenceInfo, keys: SequenceInfo, local: tuple[int, int]) -> str:
     if queries is keys:
         held, asked = (
             f"sequence has {keys.length} tokens and whose shard {local[1]}",
@@ -112,8 +116,8 @@ def _unknown(what: str, given: Tensor, queries: BatchInfo, keys: BatchInfo, loca
     )
 
 
-def _of_the_shard(what: str, given: Tensor, queries: BatchInfo, batch: BatchInfo, local: int) -> str:
-    cause = "" if batch.mask_given else ", and the batch has none"
+def _of_the_shard(what: str, given: Tensor, queries: SequenceInfo, batch: SequenceInfo, local: int) -> str:
+    cause = "" if batch.has_attention_mask else ", and the batch has none"
     return (
         f"{what} of shape {tuple(given.shape)} is of this rank's {local} of {batch.length} tokens: places in a shard are not those in the "
         "sequence, so that only the batch's attention_mask, alike for all queries, is carried in that form"

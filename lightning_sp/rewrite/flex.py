@@ -24,7 +24,7 @@ from lightning_sp.attention.spec.block_mask import BlockTable
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import MaskMod
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import check_whole_tensors, closure_tensors, learned_score_mod, of_real_tokens
@@ -122,7 +122,7 @@ def _check(query: Tensor, key: Tensor, enable_gqa: bool, options: dict[str, Any]
 
 
 def _mask_mod(
-    block_mask: BlockMask, context: SequenceContext, query: Tensor, queries: BatchInfo, keys: BatchInfo
+    block_mask: BlockMask, context: SequenceContext, query: Tensor, queries: SequenceInfo, keys: SequenceInfo
 ) -> MaskMod | None:
     """Return a block mask as a mask of the whole sequence, None where it lets everything be seen."""
     alone = block_mask.mask_mod is torch_flex.noop_mask  # without a function the blocks are the mask
@@ -186,9 +186,9 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
     return None
 
 
-def _check_lengths(block_mask: BlockMask, context: SequenceContext, queries: BatchInfo, keys: BatchInfo) -> None:
+def _check_lengths(block_mask: BlockMask, context: SequenceContext, queries: SequenceInfo, keys: SequenceInfo) -> None:
     for made, sequence in zip(block_mask.seq_lengths, (queries, keys), strict=True):
-        tokens = context.tokens_of(sequence)
+        tokens = context.local_tokens(sequence)
         if made not in (tokens, sequence.length, sequence.padded_length):
             raise SequenceParallelError(
                 f"flex_attention with a BlockMask of {tuple(block_mask.seq_lengths)} queries and keys, on a sequence of {sequence.length} "
@@ -196,7 +196,7 @@ def _check_lengths(block_mask: BlockMask, context: SequenceContext, queries: Bat
             )
 
 
-def _whole_mask(reference: BatchInfo, mask_mod: MaskMod | None, query: Tensor, key: Tensor) -> Tensor | None:
+def _whole_mask(reference: SequenceInfo, mask_mod: MaskMod | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return what a short whole sequence's queries see, within its documents. Shapes: () -> (rows or 1, heads or 1, S, S)."""
     seen = None if mask_mod is None else mask_mod.seen(whole_positions(query, key))
     if reference.boundaries is None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.score_mod import ScoreMod
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.masks import AttentionPattern
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
@@ -93,7 +94,7 @@ class AttentionInterception(AbstractContextManager[None]):
 
 
 def _with_documents(
-    reference: BatchInfo, given: Tensor | None, causal: bool, query: Tensor
+    reference: SequenceInfo, given: Tensor | None, causal: bool, query: Tensor
 ) -> tuple[Tensor | None, bool]:
     """Return the mask of a short whole batch within its documents, and whether the function is to be causal by itself.
 
@@ -133,7 +134,7 @@ def attend(
         not torch.compiler.is_compiling()
     ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
         step.num_attention_calls += 1
-        step.kinds.append((mask.causal, mask.window_size, mask.chunk_size, mask.valid is not None))
+        step.attention_patterns.append(AttentionPattern.of(mask))
     run = partial(
         sequence_parallel_attention,
         query,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.loaders.replace_sampler import is_filler_batch
 from lightning_sp.mesh import SequenceMesh
@@ -22,7 +22,7 @@ DIGEST_ELEMENTS = 1 << 22
 
 def unsharded_output(
     output: Any,
-    batch: BatchInfo,
+    batch: SequenceInfo,
     unshard: Callable[[Tensor], Tensor],
     sequence_group: ProcessGroup,
     control_group: ProcessGroup | None,

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import distributed as dist
 
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
@@ -46,7 +46,7 @@ class Steps:
         """Read the answer about the last loss. Every rank must call it."""
         self._loss_check.finish(self._control_group)
 
-    def train(self, batch: BatchInfo, run: Callable[[], Any]) -> Any:
+    def train(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         """Run training_step and leave the step open for its backward; `end` closes it.
 
         Args:
@@ -71,7 +71,13 @@ class Steps:
         return output
 
     def evaluate(
-        self, batch: BatchInfo, run: Callable[[], Any], module: LightningModule, device: torch.device, *, filler: bool
+        self,
+        batch: SequenceInfo,
+        run: Callable[[], Any],
+        module: LightningModule,
+        device: torch.device,
+        *,
+        filler: bool,
     ) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
 
@@ -95,8 +101,8 @@ class Steps:
         """Give every intercepted function back its own behaviour."""
         self.context.step = None
 
-    def _begin(self, batch: BatchInfo, loss_group: dist.ProcessGroup | None) -> Step:
-        self.context.step = Step(batch, loss_group)
+    def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
+        self.context.step = Step(batch=batch, loss_group=loss_group)
         return self.context.step
 
     def _counted(self) -> AbstractContextManager[Any]:
@@ -108,7 +114,7 @@ class Steps:
         """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
         if self._compiled and self._attention_reached:
             return
-        self.context.kinds = tuple(step.kinds)
+        self.context.last_attention_patterns = tuple(step.attention_patterns)
         self._attention_reached = step.num_attention_calls > 0
         if not self._attention_reached and self.context.mesh.layout.size > 1:
             raise SequenceParallelError(

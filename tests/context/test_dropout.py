@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from lightning_sp.context.dropout import AttentionCalls
+from lightning_sp.context.dropout import DropoutCalls
 
 
 def test_a_recomputed_call_has_its_forwards_number():
-    calls = AttentionCalls()
+    calls = DropoutCalls()
     states, numbers = [], []
     for _ in range(3):
         states.append(torch.get_rng_state())

@@ -10,7 +10,7 @@ LOSS = (
         "data/batch/sharding.py",
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n',
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n'
-        "    if labels is not None and not any(name in entries for name in SHIFTED_BY_NAME):\n"
+        "    if labels is not None and not any(name in entries for name in ('shift_labels', 'targets')):\n"
         '        local_labels = torch.nn.functional.pad(cut("labels", entries["labels"], 1), (0, 1), value=-100)[:, 1:]\n',
         REWRITTEN,
     ),
@@ -19,7 +19,7 @@ LOSS = (
         "data/batch/sharding.py",
         "        return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)\n",
         "        part = shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim).clone()\n"
-        "        if name in SHIFTED_BY_NAME and layout.size > 1:\n"
+        "        if name in ('shift_labels', 'targets') and layout.size > 1:\n"
         "            part[:, -1] = -100\n"
         "        return part\n",
         f"{FITS}[2]",

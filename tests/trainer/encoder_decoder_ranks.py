@@ -15,9 +15,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.masks import build_mask
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch import sharding as data_batch
-from tests.trainer.mask_models import plain_flex
+from tests.trainer.mask_models import built_by, plain_flex
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
 HEADS, DIM = 4, 32
@@ -344,14 +345,14 @@ def _shifted_on_the_shard() -> AbstractContextManager[Any]:
 
 def _own_padding_seen() -> AbstractContextManager[Any]:
     """The padding that makes the encoder's sequence divisible is attended to."""
-    original = BatchInfo.mask
+    original = build_mask
 
-    def mask(self: BatchInfo, causal: bool, *args: Any, keys: BatchInfo | None = None, **kwargs: Any) -> Any:
-        if keys is not None and keys is not self:
+    def mask(queries: SequenceInfo, keys: SequenceInfo, **kwargs: Any) -> Any:
+        if keys is not queries:
             object.__setattr__(keys, "length", keys.padded_length)
-        return original(self, causal, *args, keys=keys, **kwargs)
+        return original(queries, keys, **kwargs)
 
-    return patch.object(BatchInfo, "mask", mask)
+    return built_by(mask)
 
 
 FAULTS: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.rewrite.hugging_face import interface as hugging_face
 from tests.trainer import mask_models
-from tests.trainer.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder
+from tests.trainer.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder, built_by
 from tests.trainer.preflight_ranks import LLAMA, hf
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
@@ -407,7 +407,7 @@ def _globals(module: Model) -> dict[str, Any]:
 # ---- what goes silently wrong elsewhere, put back
 
 
-def _edges(info: BatchInfo) -> BatchInfo:
+def _edges(info: SequenceInfo) -> SequenceInfo:
     """Labels shifted on the shard: the target at its edge is lost."""
     if info.shift_labels is not None:
         labels = info.shift_labels.clone()
@@ -417,12 +417,12 @@ def _edges(info: BatchInfo) -> BatchInfo:
 
 
 def _local_edges() -> AbstractContextManager[Any]:
-    original = BatchInfo.to
-    return patch.object(BatchInfo, "to", lambda self, device: _edges(original(self, device)))
+    original = SequenceInfo.to
+    return patch.object(SequenceInfo, "to", lambda self, device: _edges(original(self, device)))
 
 
 def _no_documents() -> AbstractContextManager[Any]:
-    return patch.object(BatchInfo, "mask", lambda self, causal, **_: AttentionMask(causal, None))
+    return built_by(lambda *_, causal, **__: AttentionMask(causal))
 
 
 def _no_positions() -> AbstractContextManager[Any]:
@@ -459,8 +459,6 @@ def _without(option: str) -> AbstractContextManager[Any]:
 
 
 def _both(*managers: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    from contextlib import ExitStack
-
     stack = ExitStack()
     for each in managers:
         stack.enter_context(each)

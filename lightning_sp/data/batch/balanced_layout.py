@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sp.attention.plan.balance import Balance, balance
 from lightning_sp.attention.spec.mask import AttentionMask
+from lightning_sp.context.masks import AttentionPattern
 from lightning_sp.data.batch.entries import ShardOptions
 from lightning_sp.layout import SequenceLayout
 
@@ -21,12 +22,18 @@ def balanced_layout(
     """Return the layout to use for a batch's documents; None where none are known, or zigzag is wanted."""
     if options.balance == "zigzag" or boundaries is None or layout.ring_size == 1:
         return None
-    kinds = options.attention or ((True, (None, None), None, False),)
+    patterns = options.attention or (AttentionPattern(),)
     masks = {
-        kind: AttentionMask(kind[0], boundaries, kind[1], kind[2], valid if kind[3] else None)
-        for kind in dict.fromkeys(kinds)
+        pattern: AttentionMask(
+            causal=pattern.causal,
+            boundaries=boundaries,
+            window_size=pattern.window_size,
+            chunk_size=pattern.chunk_size,
+            valid=valid if pattern.hides_padding else None,
+        )
+        for pattern in dict.fromkeys(patterns)
     }
-    found = balance([masks[kind] for kind in kinds], layout, padded, device=options.device)
+    found = balance([masks[pattern] for pattern in patterns], layout, padded, device=options.device)
     if options.balance == "auto" and not (found.pays and found.zigzag_imbalance > UNBALANCED):
         return replace(found, layout=layout)
     return found

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.entries import ShardOptions
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
@@ -19,7 +19,7 @@ from lightning_sp.mesh import SequenceMesh
 
 def collective_shard(
     batch: Any, mesh: SequenceMesh, options: ShardOptions, group: ProcessGroup | None, *, by_hand: bool
-) -> tuple[Any, BatchInfo]:
+) -> tuple[Any, SequenceInfo]:
     """Return this rank's part of a batch, and what was whole. Every rank must call it.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.context.batch import AttentionKind
+from lightning_sp.context.masks import AttentionPattern
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX, shift_labels
 
@@ -56,7 +56,7 @@ class ShardOptions:
     packed_documents: bool | None = None
     balance: str = "zigzag"
     device: str = "cpu"
-    attention: tuple[AttentionKind, ...] = ()
+    attention: tuple[AttentionPattern, ...] = ()
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
     apart: bool = True
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.entries import (
     SHIFTED_BY_NAME,
     ShardOptions,
@@ -27,7 +27,7 @@ def check_hand_sharded(info_length: int, layout: SequenceLayout) -> None:
         )
 
 
-def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> BatchInfo:
+def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> SequenceInfo:
     """Return what is whole about a batch that was sharded by hand in this layout, from its local position_ids or as one document."""
     entries = plain_entries(batch)
     dims, encoder = split_sequences(sequence_dims(entries, options))
@@ -47,4 +47,12 @@ def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: Sh
             f"{layout.ulysses_size}); packed documents cannot be sharded by hand; use lightning_sp.layout.shard on the whole tensors"
         )
     labels = next((entries[n] for n in SHIFTED_BY_NAME if isinstance(entries.get(n), Tensor)), None)
-    return BatchInfo(rows, length, length, None, expected, labels, layout=layout)
+    return SequenceInfo(
+        rows=rows,
+        length=length,
+        padded_length=length,
+        boundaries=None,
+        position_ids=expected,
+        shift_labels=labels,
+        layout=layout,
+    )

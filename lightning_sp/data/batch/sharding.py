@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.balanced_layout import balanced_layout
 from lightning_sp.data.batch.entries import (
     DECODER,
@@ -35,7 +35,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge, pad, shard
 
 
-def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> tuple[Any, BatchInfo]:
+def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> tuple[Any, SequenceInfo]:
     """Return this rank's part of a whole batch, and what was whole.
 
     Args:
@@ -82,8 +82,8 @@ def _shard_sequence(
     *,
     prefix: str = "",
     others: Mapping[str, int],
-    decoder: BatchInfo | None = None,
-) -> tuple[dict[str, Tensor], BatchInfo]:
+    decoder: SequenceInfo | None = None,
+) -> tuple[dict[str, Tensor], SequenceInfo]:
     """Return this rank's part of one sequence, its positions with it, and what was whole.
 
     Args:
@@ -104,7 +104,7 @@ def _shard_sequence(
     valid, seen = visible_keys(entries[masked]) if mask_given else (None, None)
     if decoder is not None and options.apart and padded == decoder.padded_length:
         # By what the batch holds and not by its values: those of data-parallel groups and of later batches are others.
-        alike = length == decoder.length and not mask_given and not decoder.mask_given
+        alike = length == decoder.length and not mask_given and not decoder.has_attention_mask
         padded += 0 if alike else layout.multiple
     boundaries = document_boundaries(position_ids, options, entries.get(masked) is not None) if given else None
     if boundaries is not None and others:
@@ -128,19 +128,18 @@ def _shard_sequence(
     local = {n: cut(n, entries[n], dim) for n, dim in dims.items() if n != places}
     local[places] = shard(position_ids, layout, rank, dim=1)
     local_labels = None if labels is None else cut("shift_labels", labels, 1)
-    return local, BatchInfo(
-        rows,
-        length,
-        padded,
-        boundaries,
-        local[places],
-        local_labels,
-        valid,
-        mask_given,
-        local[masked] if mask_given else None,
-        layout,
-        found,
-        seen,
+    return local, SequenceInfo(
+        rows=rows,
+        length=length,
+        padded_length=padded,
+        boundaries=boundaries,
+        position_ids=local[places],
+        shift_labels=local_labels,
+        attention_mask=local[masked] if mask_given else None,
+        valid=valid,
+        visible_keys=seen,
+        layout=layout,
+        balance=found,
     )
 
 

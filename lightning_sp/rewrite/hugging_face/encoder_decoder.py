@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.hugging_face.models import own_class
 
@@ -43,7 +43,7 @@ def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
     return unknown
 
 
-def check_encoder_decoder(model: Any, batch: BatchInfo, given: Mapping[str, Any]) -> None:
+def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, Any]) -> None:
     """Refuse a model of one sequence in an encoder-decoder batch's place, and inputs that are not the batch's own."""
     if batch.encoder is None:
         raise SequenceParallelError(

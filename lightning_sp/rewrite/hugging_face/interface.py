@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
@@ -145,7 +145,7 @@ def _attention(
         )
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
-    asked = context.step.causal_masks
+    asked = context.step.requested_causal
     if asked and causal not in asked:
         raise SequenceParallelError(
             f"{kind} says is_causal={causal}, but the model asked for {'causal' if True in asked else 'full'} masks: the two must agree"
@@ -166,7 +166,7 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-def _bias(context: SequenceContext, given: Any, queries: BatchInfo, keys: BatchInfo, what: str) -> Tensor | None:
+def _bias(context: SequenceContext, given: Any, queries: SequenceInfo, keys: SequenceInfo, what: str) -> Tensor | None:
     if isinstance(given, Tensor) and given.numel() == 1 and not given.requires_grad:
         return None  # one number for all scores changes no weight: see `relative_bias`
     found = explicit_mask(context, given, queries, keys, what)[1] if isinstance(given, Tensor) else None
@@ -220,10 +220,10 @@ def _hand_in_positions(
     return args, kwargs
 
 
-def _read_sequence(context: SequenceContext, batch: BatchInfo, like: Tensor | None) -> BatchInfo:
+def _read_sequence(context: SequenceContext, batch: SequenceInfo, like: Tensor | None) -> SequenceInfo:
     """Return the sequence that a model of one is given: of a batch of two, the one of so many tokens."""
     for sequence in batch.sequences:
-        tokens = sequence.length if context.step is None else context.tokens_of(sequence)
+        tokens = sequence.length if context.step is None else context.local_tokens(sequence)
         if like is not None and like.dim() > 1 and like.shape[1] == tokens:
             return sequence
     return batch

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention.spec.documents import document_ids
-from lightning_sp.context.batch import BatchInfo
+from lightning_sp.context.masks import build_mask
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import check_whole_tensors, of_real_tokens
@@ -58,7 +59,7 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
     # A window that holds the whole sequence hides nothing.
     parts = [p for p in _mask_parts(kwargs.get("mask_function")) if p.size is None or p.size < batch.padded_length]
     padding = kwargs.get("attention_mask")
-    hides = padding is not None and (batch.hides_keys or not batch.mask_given)
+    hides = padding is not None and (batch.hides_keys or not batch.has_attention_mask)
     if hides:
         # The values of a shard are known to its rank alone: all ranks of the sequence refuse what one refuses. Not those of others, whose batch
         # may hide nothing.
@@ -67,7 +68,7 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
     sizes: dict[str, int] = {}
     functions: list[_MaskFunction] = []
     # Where the model is not given the batch's padding mask, transformers does not count from it.
-    counted = _counted_from(batch) if hides or not batch.mask_given else None
+    counted = _counted_from(batch) if hides or not batch.has_attention_mask else None
     for part in parts:
         if part.size is not None and not sizes and (part.name != _CHUNKS or counted is None):
             sizes[part.name] = part.size
@@ -75,17 +76,19 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
             functions.append(_mask_function(context, part, counted, queries, batch))
     causal = _CAUSAL in [part.name for part in parts]
     if not any(part.name not in _KNOWN for part in parts):
-        step.causal_masks.add(causal)
+        step.requested_causal.add(causal)
     if not sizes and not hides and not functions:
         return None
     left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
     window = (right, right) if right is not None else (None if left is None else left - 1, None)
-    mask = queries.mask(causal, window, sizes.get(_CHUNKS), hides_padding=hides, keys=batch)
+    mask = build_mask(
+        queries, batch, causal=causal, window_size=window, chunk_size=sizes.get(_CHUNKS), hides_padding=hides
+    )
     return replace(mask, mask_mod=_all_of(functions)) if functions else mask
 
 
 def _mask_function(
-    context: SequenceContext, part: _Part, start: Tensor | None, queries: BatchInfo, batch: BatchInfo
+    context: SequenceContext, part: _Part, start: Tensor | None, queries: SequenceInfo, batch: SequenceInfo
 ) -> _MaskFunction:
     """Return a part of a mask as a function of global positions, counted from `start` where transformers does so.
 
@@ -103,7 +106,7 @@ def _mask_function(
             f"the model asks for a mask made of {part.name} of unknown size: it cannot be carried; without it the model would be silently wrong"
         )
     check_whole_tensors(context, part.function, f"the model's mask function {part.name}")
-    if start is None or batch.mask_given or part.name in _KNOWN:
+    if start is None or batch.has_attention_mask or part.name in _KNOWN:
         return of_real_tokens(part.function, queries, batch)
     begins = start.to(_device(batch))
     return of_real_tokens(
@@ -123,21 +126,21 @@ def _all_of(functions: list[_MaskFunction]) -> _MaskFunction:
     return mask_mod
 
 
-def _device(batch: BatchInfo) -> torch.device:
+def _device(batch: SequenceInfo) -> torch.device:
     """Return where the step computes."""
     return torch.device("cpu") if batch.position_ids is None else batch.position_ids.device
 
 
-def _counted_from(batch: BatchInfo) -> Tensor | None:
+def _counted_from(batch: SequenceInfo) -> Tensor | None:
     """Return where each token's positions are counted from, None for the row's start: its document, or what padding leaves.
 
     Shapes: () -> (rows, S), int64, on the CPU.
     """
-    if batch.boundaries is not None and not batch.mask_given and _counts_within_documents():
+    if batch.boundaries is not None and not batch.has_attention_mask and _counts_within_documents():
         starts = batch.boundaries.gather(1, document_ids(batch.boundaries, batch.padded_length))
         return starts.expand(batch.rows, -1)
-    if batch.seen is not None:
-        first = batch.seen.cpu().long().argmax(1)
+    if batch.visible_keys is not None:
+        first = batch.visible_keys.cpu().long().argmax(1)
     elif batch.valid is not None:
         first = batch.valid[:, 0]
     else:
@@ -152,7 +155,7 @@ def _counts_within_documents() -> bool:
     return hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
-def _wrong_padding(batch: BatchInfo, padding: Any) -> str | None:
+def _wrong_padding(batch: SequenceInfo, padding: Any) -> str | None:
     """Return what is wrong with the padding that a model hides, of this rank's tokens: it must be the batch's, whose whole is known."""
     if not batch.hides_keys:
         if bool(padding.all()):
@@ -161,8 +164,8 @@ def _wrong_padding(batch: BatchInfo, padding: Any) -> str | None:
             f"a padding mask of shape {tuple(padding.shape)} that hides tokens reached the model, and the batch has none: from a rank's part "
             "alone the whole is not known; give it as the batch's attention_mask (a decoder's as decoder_attention_mask)"
         )
-    assert batch.local_mask is not None
-    if padding.shape != batch.local_mask.shape or not torch.equal(padding.bool(), batch.local_mask.bool()):
+    assert batch.attention_mask is not None
+    if padding.shape != batch.attention_mask.shape or not torch.equal(padding.bool(), batch.attention_mask.bool()):
         return (
             f"the padding mask of shape {tuple(padding.shape)} that reached the model is not the batch's attention_mask: one made in "
             "training_step cannot be carried; change the batch before it is sharded"

@@ -9,6 +9,7 @@ import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, boundaries_from_positions
 from lightning_sp.attention.spec.documents import document_ids
+from lightning_sp.context.masks import build_mask
 from lightning_sp.data.batch.entries import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
@@ -84,27 +85,29 @@ def test_a_mask_survives_its_way_into_the_operator(name):
 def test_padding_masks_become_runs_of_keys(rows, valid):
     batch = {"input_ids": torch.zeros(len(rows), 4, dtype=torch.int64), "attention_mask": torch.tensor(rows)}
     _, info = shard_batch(batch, SequenceLayout(ring_size=2), 0, ShardOptions(model_shifts_labels=True))
-    assert info.mask_given
+    assert info.has_attention_mask
     assert (None if info.valid is None else info.valid.tolist()) == valid
-    assert info.mask(True).valid is None, "a model that hides no padding is not made to"
-    assert info.mask(True, hides_padding=True).valid is info.valid
+    assert build_mask(info, info, causal=True).valid is None, "a model that hides no padding is not made to"
+    assert build_mask(info, info, causal=True, hides_padding=True).valid is info.valid
 
 
 def test_padding_masks_with_holes_are_kept_whole_and_those_of_pairs_pass_as_they_are():
     rows = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
     batch = {"input_ids": torch.zeros(2, 5, dtype=torch.int64), "attention_mask": rows}
     local, info = shard_batch(batch, SequenceLayout(ring_size=2), 1, ShardOptions())
-    assert info.mask_given
+    assert info.has_attention_mask
     assert info.hides_keys
     assert info.valid is None
-    assert info.mask(False).dense is None, "a model that hides no padding is not made to"
+    assert build_mask(info, info, causal=False).dense is None, "a model that hides no padding is not made to"
     padded = torch.nn.functional.pad(rows.bool(), (0, 3))
-    assert torch.equal(info.mask(False, hides_padding=True).dense, padded[:, None, None]), "our own padding is not seen"
+    assert torch.equal(build_mask(info, info, causal=False, hides_padding=True).dense, padded[:, None, None]), (
+        "our own padding is not seen"
+    )
     assert local["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 1]], "of tokens 2 to 5, padding of ours seen"
     pairs = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     local, info = shard_batch({**batch, "attention_mask": pairs}, SequenceLayout(ring_size=2), 1, ShardOptions())
     assert local["attention_mask"] is pairs
-    assert not info.mask_given
+    assert not info.has_attention_mask
 
 
 def test_boundaries_from_lengths_repeat_the_end_in_shorter_rows():
@@ -138,4 +141,4 @@ def test_boundaries_and_positions_agree():
 def test_padding_is_a_document_of_its_own(causal, position_ids, boundaries):
     batch = {"input_ids": torch.zeros(1, 13, dtype=torch.int64), "position_ids": torch.tensor([position_ids])}
     _, info = shard_batch(batch, SequenceLayout(ring_size=2), 0, ShardOptions(packed_documents=True))
-    assert info.mask(causal).boundaries.tolist() == boundaries
+    assert build_mask(info, info, causal=causal).boundaries.tolist() == boundaries

@@ -1,0 +1,81 @@
+"""One sequence of a sharded batch: what was whole before it was sharded, and this rank's part of what a step reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lightning_sp.attention.plan.balance import Balance
+from lightning_sp.context.dropout import DropoutSource
+from lightning_sp.layout import SequenceLayout
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SequenceInfo:
+    """One sequence of a batch, and all of a batch that holds one. An encoder-decoder batch is its decoder's sequence, with an `encoder`.
+
+    B rows, S tokens of each before padding, s = padded S / layout.size of them on this rank.
+
+    Args:
+        rows: B, samples in the batch.
+        length: S, tokens of each sequence as given.
+        padded_length: tokens after padding to what the degrees divide.
+        boundaries: documents in global positions, with the padding as a document of its own; None for one document.
+        position_ids: this rank's global positions, (B, s).
+        shift_labels: this rank's targets, (B, s), where the labels are known; else None.
+        attention_mask: this rank's part of the batch's padding mask, (B, s); None where the batch has none.
+        valid: the run of keys that the padding mask leaves visible in each row, (B, 2); None where it hides none, or leaves more than a run.
+        visible_keys: the keys that it leaves visible, whole, (B, S), bool, where they are more than a run; else None.
+        layout: which tokens each rank holds.
+        balance: how that compares to zigzag; None where no documents are known, or nothing was compared.
+        dropout: what attention dropout is drawn from; None in evaluation.
+        encoder: the encoder's sequence; None where the batch holds one sequence.
+    """
+
+    rows: int
+    length: int
+    padded_length: int
+    boundaries: Tensor | None
+    position_ids: Tensor | None
+    shift_labels: Tensor | None
+    attention_mask: Tensor | None = None
+    valid: Tensor | None = None
+    visible_keys: Tensor | None = None
+    layout: SequenceLayout = field(default_factory=SequenceLayout)
+    balance: Balance | None = None
+    dropout: DropoutSource | None = None
+    encoder: SequenceInfo | None = None
+
+    @property
+    def sequences(self) -> tuple[SequenceInfo, ...]:
+        """This sequence, and the encoder's if there is one."""
+        return (self,) if self.encoder is None else (self, self.encoder)
+
+    @property
+    def has_attention_mask(self) -> bool:
+        """Whether the batch has a padding mask, be it that it hides nothing."""
+        return self.attention_mask is not None
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether the padding mask hides a token."""
+        return self.valid is not None or self.visible_keys is not None
+
+    def to(self, device: torch.device) -> SequenceInfo:
+        """Return the same with what the step reads on its device; boundaries stay on the host."""
+        dropout = self.dropout
+        return replace(
+            self,
+            position_ids=_to(self.position_ids, device),
+            shift_labels=_to(self.shift_labels, device),
+            attention_mask=_to(self.attention_mask, device),
+            visible_keys=_to(self.visible_keys, device),
+            dropout=None if dropout is None else replace(dropout, samples=dropout.samples.to(device)),
+            encoder=None if self.encoder is None else self.encoder.to(device),
+        )
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)

@@ -1,7 +1,6 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
-from lightning_sp.parallelize.blocks import transformer_blocks
-from lightning_sp.parallelize.checkpointing import checkpoint_blocks
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
 from lightning_sp.parallelize.fsdp import (
     check_same_gradients,
     check_unsharded,
@@ -11,7 +10,8 @@ from lightning_sp.parallelize.fsdp import (
     start_root,
     without_gradient_sync,
 )
-from lightning_sp.parallelize.initialize import materialize_meta, receive_weights, tied_parameters, whole_state
+from lightning_sp.parallelize.initial_weights import materialize_meta, receive_weights, tied_parameters, whole_state
+from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
     "check_same_gradients",

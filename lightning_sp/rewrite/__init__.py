@@ -1,10 +1,10 @@
 """Getting the attention into a model from outside, never by editing its code."""
 
 from lightning_sp.rewrite.flex import FlexInterception
-from lightning_sp.rewrite.functional import AttentionInterception
 from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models
+from lightning_sp.rewrite.sdpa import AttentionInterception
 
 __all__ = [
     "AttentionInterception",

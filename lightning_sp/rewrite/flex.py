@@ -28,9 +28,9 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import check_whole_tensors, closure_tensors, learned_score_mod, of_real_tokens
-from lightning_sp.rewrite.functional import attend
 from lightning_sp.rewrite.rebind import rebind
 from lightning_sp.rewrite.reference import whole_attention, whole_positions
+from lightning_sp.rewrite.sdpa import attend
 
 
 class FlexInterception(AbstractContextManager[None]):

@@ -56,7 +56,7 @@ ATTENTION = (
     ),
     fault(
         "a decoder's positions counted from its shard's start",
-        "rewrite/hugging_face/positions.py",
+        "rewrite/hugging_face/position_embeddings.py",
         '"position_ids": places}',
         '"position_ids": None}',
         TWO_SEQUENCES,
@@ -259,7 +259,7 @@ ATTENTION = (
     ),
     fault(
         "dropout drawn again in the recomputation",
-        "parallelize/checkpointing.py",
+        "parallelize/activation_checkpointing.py",
         "use_reentrant=False, context_fn=_contexts, **kwargs",
         "use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, **kwargs",
         "tests/trainer/test_fit.py::test_recomputation_draws_the_forwards_dropout_again",
@@ -308,7 +308,7 @@ ATTENTION = (
     ),
     fault(
         "causal ignored by the rewrite",
-        "rewrite/functional.py",
+        "rewrite/sdpa.py",
         "self.context.step.mask(queries, keys, is_causal)",
         "self.context.step.mask(queries, keys, True)",
         REWRITTEN,

@@ -24,16 +24,16 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
-from lightning_sp.rewrite.functional import attend
 from lightning_sp.rewrite.hugging_face.encoder_decoder import check_encoder_decoder, is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import wrap_generate
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import asked_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
-from lightning_sp.rewrite.hugging_face.positions import positions_of_shards
+from lightning_sp.rewrite.hugging_face.position_embeddings import positions_of_shards
 from lightning_sp.rewrite.hugging_face.relative_bias import adds_zeros, bias_of_whole_sequences
 from lightning_sp.rewrite.hugging_face.rotary import follow_all_positions
 from lightning_sp.rewrite.reference import whole_attention
+from lightning_sp.rewrite.sdpa import attend
 
 _numbers = itertools.count()
 # Added to the scores, in each model's eager attention.

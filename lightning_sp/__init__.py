@@ -15,7 +15,7 @@ from lightning_sp.attention import (
     sequence_parallel_attention,
 )
 from lightning_sp.checkpoint import export_checkpoint
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import ShardedBatch
 from lightning_sp.data.batch.sharding import shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError

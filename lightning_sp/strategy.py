@@ -40,7 +40,7 @@ from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_s
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.collective_shard import collective_shard
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import unshard
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loaders.coordinates import DataCoordinates

@@ -13,15 +13,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.attention.spec.documents import boundaries_from_positions
-from lightning_sp.data.batch.entries import (
-    ShardOptions,
-    batch_entries,
-    extent,
-    plain_entries,
-    sequence_dims,
-    shifted_labels,
-    split_sequences,
-)
+from lightning_sp.data.batch.entries import batch_entries, extent, plain_entries, sequence_dims, split_sequences
+from lightning_sp.data.batch.labels import shifted_labels
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout, merge

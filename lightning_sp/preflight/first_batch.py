@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.data.batch.entries import ShardOptions
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout, merge
 from lightning_sp.preflight.crop import crop_batch, crop_extent

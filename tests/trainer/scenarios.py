@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
 from lightning_sp import SequenceLayout, SequenceParallelError, shard_batch
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import shard
 from lightning_sp.models import Llama
 from tests.trainer.tiny import Plain, TokenDataset, _full, fit, quiet_trainer, tiny_gpt, tiny_llama

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, crop_tokens, join_crops
 from lightning_sp.step.isolation import isolated

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sp.attention.plan.balance import Balance, balance
 from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.context.masks import AttentionPattern
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
 
 # What the busiest rank may compute above the mean before `balance="auto"` leaves zigzag.

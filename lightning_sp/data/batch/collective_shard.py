@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
-from lightning_sp.data.batch.entries import ShardOptions
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError

@@ -8,15 +8,15 @@ Names that begin with "decoder_" are the decoder's, Hugging Face's standard name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.context.masks import AttentionPattern
+from lightning_sp.data.batch.labels import SHIFTED_BY_NAME
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.labels import IGNORE_INDEX, shift_labels
+from lightning_sp.labels import IGNORE_INDEX
 
 DECODER = "decoder_"
 # Standard names -> (dimension of the sequence, value of padding). Hugging Face's, nanoGPT's and torchtune's.
@@ -37,28 +37,7 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "decoder_position_ids": (1, 0),
     "decoder_attention_mask": (1, 1),
 }
-SHIFTED_BY_NAME = ("shift_labels", "targets")
 _OF_TARGETS = ("labels", *SHIFTED_BY_NAME, "loss_mask")
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How to find and read the sequence in a batch; see the options of the same names in `config`.
-
-    `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
-    `decoder_inputs` makes a Hugging Face decoder's input of whole labels, where the batch has none. `apart` is whether the sequences of an
-    encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does.
-    """
-
-    sequence_dims: Mapping[str, int] = field(default_factory=dict)
-    labels_shifted: bool | None = None
-    model_shifts_labels: bool = False
-    packed_documents: bool | None = None
-    balance: str = "zigzag"
-    device: str = "cpu"
-    attention: tuple[AttentionPattern, ...] = ()
-    decoder_inputs: Callable[[Tensor], Tensor] | None = None
-    apart: bool = True
 
 
 def plain_entries(batch: Any) -> dict[str, Any]:
@@ -193,27 +172,3 @@ def shapes_of(entries: Mapping[str, Any]) -> str:
 def _holds_tensors(value: Any) -> bool:
     parts = value.values() if isinstance(value, Mapping) else value
     return any(isinstance(part, Tensor) for part in parts)
-
-
-def shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
-    """Return the target of each position of a whole batch, None where it has none.
-
-    Raises:
-        SequenceParallelError: whether its labels are shifted is not known.
-    """
-    for name in SHIFTED_BY_NAME:
-        if isinstance(entries.get(name), Tensor):
-            found: Tensor = entries[name]
-            return found
-    labels = entries.get("labels")
-    if not isinstance(labels, Tensor):
-        return None
-    if options.labels_shifted is None and not options.model_shifts_labels:
-        raise SequenceParallelError(
-            "the batch has 'labels', and nothing says whether they are shifted: pass labels_shifted=True when labels[t] is the target of "
-            "position t, labels_shifted=False when it is input_ids[t] (Hugging Face's convention; the model then shifts), "
-            "or name them 'shift_labels'"
-        )
-    if options.labels_shifted:
-        return labels
-    return shift_labels(labels)

@@ -7,14 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import (
-    SHIFTED_BY_NAME,
-    ShardOptions,
-    extent,
-    plain_entries,
-    sequence_dims,
-    split_sequences,
-)
+from lightning_sp.data.batch.entries import extent, plain_entries, sequence_dims, split_sequences
+from lightning_sp.data.batch.labels import SHIFTED_BY_NAME
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, positions
 

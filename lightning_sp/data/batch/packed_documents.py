@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.documents import boundaries_from_positions
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 
 

@@ -20,16 +20,16 @@ from lightning_sp.data.batch.balanced_layout import balanced_layout
 from lightning_sp.data.batch.entries import (
     DECODER,
     STANDARD_NAMES,
-    ShardOptions,
     batch_entries,
     extent,
     sequence_dims,
     shapes_of,
-    shifted_labels,
     split_sequences,
 )
+from lightning_sp.data.batch.labels import shifted_labels
 from lightning_sp.data.batch.packed_documents import document_boundaries, pad_boundaries, read_position_ids
 from lightning_sp.data.batch.padding import check_padding, visible_keys
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import rebuild
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge, pad, shard

@@ -10,7 +10,7 @@ import torch
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, boundaries_from_positions
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.context.masks import build_mask
-from lightning_sp.data.batch.entries import ShardOptions
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout

@@ -1,4 +1,4 @@
-"""The perplexity that a language model must beat: that of the tokens' own frequencies."""
+"""Histograms of the validated labels, over all ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,3 @@ def sum_counts(trainer: Trainer, counts: Tensor) -> Tensor:
     padded = F.pad(counts, (0, int(size) - counts.numel()))
     total: Tensor = trainer.strategy.reduce(padded, reduce_op="sum")
     return total
-
-
-def unigram_perplexity(counts: Tensor) -> float:
-    """Return the perplexity, on the counted tokens themselves, of the model that knows their frequencies alone."""
-    shares = counts[counts > 0].double() / counts.sum()
-    return float(torch.exp(-(shares * shares.log()).sum()))

@@ -1,0 +1,38 @@
+"""The target of each position of a whole batch: given shifted, or shifted here, before sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import shift_labels
+
+SHIFTED_BY_NAME = ("shift_labels", "targets")
+
+
+def shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
+    """Return the target of each position of a whole batch, None where it has none.
+
+    Raises:
+        SequenceParallelError: whether its labels are shifted is not known.
+    """
+    for name in SHIFTED_BY_NAME:
+        if isinstance(entries.get(name), Tensor):
+            found: Tensor = entries[name]
+            return found
+    labels = entries.get("labels")
+    if not isinstance(labels, Tensor):
+        return None
+    if options.labels_shifted is None and not options.model_shifts_labels:
+        raise SequenceParallelError(
+            "the batch has 'labels', and nothing says whether they are shifted: pass labels_shifted=True when labels[t] is the target of "
+            "position t, labels_shifted=False when it is input_ids[t] (Hugging Face's convention; the model then shifts), "
+            "or name them 'shift_labels'"
+        )
+    if options.labels_shifted:
+        return labels
+    return shift_labels(labels)

@@ -1,0 +1,30 @@
+"""How to find and read the sequence in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_sp.context.masks import AttentionPattern
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How to find and read the sequence in a batch; see the options of the same names in `config`.
+
+    `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
+    `decoder_inputs` makes a Hugging Face decoder's input of whole labels, where the batch has none. `apart` is whether the sequences of an
+    encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does.
+    """
+
+    sequence_dims: Mapping[str, int] = field(default_factory=dict)
+    labels_shifted: bool | None = None
+    model_shifts_labels: bool = False
+    packed_documents: bool | None = None
+    balance: str = "zigzag"
+    device: str = "cpu"
+    attention: tuple[AttentionPattern, ...] = ()
+    decoder_inputs: Callable[[Tensor], Tensor] | None = None
+    apart: bool = True

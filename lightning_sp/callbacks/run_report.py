@@ -20,13 +20,14 @@ from rich.console import Console
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sp.callbacks.label_counts import add_counts, sum_counts
 from lightning_sp.callbacks.memory import MemoryMonitor
 from lightning_sp.callbacks.plot import draw_run
 from lightning_sp.callbacks.summary import RunSummary
 from lightning_sp.callbacks.throughput import ThroughputMonitor
-from lightning_sp.callbacks.unigram import add_counts, sum_counts, unigram_perplexity
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.strategy import SequenceParallelStrategy
+from lightning_sp.text.unigram import unigram_perplexity
 
 
 class RunReport(Callback):

@@ -18,16 +18,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DistributedSampler
 
-from lightning_sp.data.loaders.collate import Batches, FillerAware
+from lightning_sp.data.loaders.collate import Batches
 from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
 from lightning_sp.data.loop_state import align_loop_state, sampler_position
 from lightning_sp.data.samplers.batch_split import BatchSplit
 from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
 from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler, SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.text.corpus import Corpus, split_by_name, unigram_perplexity
+from lightning_sp.text.corpus import Corpus, split_by_name
 from lightning_sp.text.source import Source
 from lightning_sp.text.tokenizer import load_tokenizer
+from lightning_sp.text.unigram import held_out_perplexity
 from lightning_sp.text.windows import Packing, Remainder, Windows
 
 
@@ -110,7 +111,7 @@ class SequenceShardingDataModule(LightningDataModule):
 
     def unigram_perplexity(self) -> float:
         """Return the held-out perplexity of a model that knows the training tokens' frequencies alone (add-one)."""
-        return unigram_perplexity(self.train_windows.corpus, self.held_out_windows.corpus, self.vocab_size)
+        return held_out_perplexity(self.train_windows.corpus, self.held_out_windows.corpus, self.vocab_size)
 
     @property
     def split(self) -> BatchSplit:
@@ -247,7 +248,7 @@ class SequenceShardingDataModule(LightningDataModule):
 
     def _loader(self, windows: Windows, sampler: DistributedSampler[list[int]]) -> LazyDataLoader:
         # batch_size=None: the sampler yields whole batches, and is where Lightning looks for one that it may replace.
-        dataset = Batches(FillerAware(windows))
+        dataset = Batches(windows)
         pin = torch.cuda.is_available()
         return LazyDataLoader(dataset, batch_size=None, sampler=sampler, num_workers=self.num_workers, pin_memory=pin)
 

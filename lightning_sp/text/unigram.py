@@ -1,36 +1,52 @@
-"""The perplexity of a unigram model."""
+"""The perplexity of a unigram model, which knows nothing but the tokens' frequencies: the yardstick beside a model's perplexity."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.text.corpus import Corpus
 
 
-def unigram_perplexity(train: Corpus, held_out: Corpus, vocab_size: int) -> float:
-    """Return the perplexity of held-out tokens under the training tokens' frequencies, add-one smoothed.
+def unigram_perplexity(counts: Tensor, train_counts: Tensor | None = None) -> float:
+    """Return the perplexity of counted tokens under frequencies: their own, or add-one smoothed those of training.
 
-    What a model that knows no context can reach: the yardstick beside a validation perplexity. Reads every token once.
+    Under their own it is a bound: no model that sees one token at a time does better on them.
+
+    Args:
+        counts: how often each token id occurs.
+        train_counts: how often each occurs in the training text.
+
+    Shapes: (V,), (V,) -> a number.
     """
-    train_counts, held_out_counts = (_count(corpus, vocab_size) for corpus in (train, held_out))
-    if not held_out_counts.sum():
+    occurring = counts > 0
+    shares = counts[occurring].double() / counts.sum()
+    probabilities = shares
+    if train_counts is not None:
+        probabilities = (train_counts[occurring] + 1).double() / (train_counts.sum() + train_counts.numel())
+    return float(torch.exp(-(shares * probabilities.log()).sum()))
+
+
+def held_out_perplexity(train: Corpus, held_out: Corpus, vocab_size: int) -> float:
+    """Return the unigram perplexity of the held-out tokens, trained on the others. Reads every token once.
+
+    Raises:
+        SequenceParallelError: no token is held out.
+    """
+    counts = count_tokens(held_out, vocab_size)
+    if not counts.sum():
         raise SequenceParallelError("no held-out tokens to compute a perplexity of: raise held_out")
-    log_probs = np.log((train_counts + 1) / (train_counts.sum() + vocab_size))
-    return float(np.exp(-(held_out_counts @ log_probs) / held_out_counts.sum()))
+    return unigram_perplexity(counts, count_tokens(train, vocab_size))
 
 
-def _count(corpus: Corpus, vocab_size: int) -> NDArray[np.int64]:
+def count_tokens(corpus: Corpus, vocab_size: int) -> Tensor:
+    """Return how often each token id occurs.
+
+    Shapes: -> (vocab_size,), int64.
+    """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for document, size in enumerate(corpus.sizes):
         counts += np.bincount(corpus.read(document, 0, int(size)), minlength=vocab_size)
-    return counts
-
-
-def unigram_perplexity(counts: Tensor) -> float:
-    """Return the perplexity, on the counted tokens themselves, of the model that knows their frequencies alone."""
-    shares = counts[counts > 0].double() / counts.sum()
-    return float(torch.exp(-(shares * shares.log()).sum()))
+    return torch.from_numpy(counts)

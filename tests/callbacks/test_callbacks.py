@@ -18,13 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_sp.callbacks import AttentionShape, MemoryMonitor, RunReport, ThroughputMonitor
 from lightning_sp.callbacks.flops import find_attention_shape, model_flops, num_matrix_parameters, peak_flops
+from lightning_sp.callbacks.label_counts import add_counts
 from lightning_sp.callbacks.memory import describe_peak, peak_bytes, peak_resident_bytes
 from lightning_sp.callbacks.plot import read_curve
 from lightning_sp.callbacks.progress_bar import short
 from lightning_sp.callbacks.summary import RunSummary
-from lightning_sp.callbacks.unigram import add_counts, unigram_perplexity
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import CausalLM, GPTConfig, HuggingFaceConfig, LlamaConfig
+from lightning_sp.text.unigram import unigram_perplexity
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -21,8 +21,9 @@ from lightning_sp.cli.hydra_command import hydra_resume_command
 from lightning_sp.cli.suggest_names import suggest_names
 from lightning_sp.cli.sweep import SUMMARY, quoted, run_sweep_job, sweep_job_command
 from lightning_sp.config import StrategyConfig
-from lightning_sp.data import SequenceShardingDataModule, TokenFile
+from lightning_sp.data import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.text import TokenFile
 
 CONF = Path(lightning_sp.__file__).parent / "conf"
 GROUPS = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.data.loaders.collate import Batches, FillerAware, stack
+from lightning_sp.data.loaders.collate import Batches, stack
+from lightning_sp.data.loaders.fillers import FillerCollate, FillerDataset
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.windows import Windows
@@ -13,22 +14,34 @@ from tests.text.test_windows import corpus_of
 
 
 def test_a_filler_has_the_sample_without_its_targets():
-    windows = FillerAware(Windows(corpus_of([9, 9]), 4))
-    real, filler = windows[3], windows[~3]
-    assert len(windows) == 4
+    batches = Batches(Windows(corpus_of([9, 9]), 4))
+    real, filler = batches[[3, 0]], batches[[~3, ~0]]
     assert torch.equal(real["input_ids"], filler["input_ids"])
     assert torch.equal(real["position_ids"], filler["position_ids"])
     assert (filler["shift_labels"] == IGNORE_INDEX).all()
     assert (filler["labels"] == IGNORE_INDEX).all()
     assert (real["shift_labels"] != IGNORE_INDEX).all()
-    with pytest.raises(SequenceParallelError, match=r"no \['targets'\]: it has \['input_ids'"):
-        FillerAware(Windows(corpus_of([9]), 4), ("targets",))[~0]
+
+
+def test_a_mask_of_the_loss_is_zero_in_a_filler():
+    samples = FillerDataset([{"labels": torch.tensor([3, 4]), "loss_mask": torch.tensor([1, 1])}])
+    filler = FillerCollate(stack, fillers_come=True)([samples[~0]])
+    assert len(samples) == 1
+    assert filler["labels"].tolist() == [[IGNORE_INDEX] * 2]
+    assert filler["loss_mask"].tolist() == [[0, 0]]
+
+
+def test_targets_without_a_known_name_are_refused_with_the_first_batch():
+    samples = FillerDataset([{"x": torch.zeros(2)}])
+    assert list(FillerCollate(stack, fillers_come=False)([samples[0]])) == ["x"]
+    with pytest.raises(SequenceParallelError, match=r"the batch \(\['x'\]\) has no shift_labels, labels, targets"):
+        FillerCollate(stack, fillers_come=True)([samples[0]])
 
 
 def test_batches_are_stacked_or_refused():
-    batch = Batches(FillerAware(Windows(corpus_of([9, 9]), 4)))[[0, ~2]]
+    batch = Batches(Windows(corpus_of([9, 9]), 4))[[0, 2]]
     assert batch["input_ids"].tolist() == [[100, 101, 102, 103], [200, 201, 202, 203]]
-    assert batch["shift_labels"].tolist() == [[101, 102, 103, 104], [-100] * 4]
+    assert batch["shift_labels"].tolist() == [[101, 102, 103, 104], [201, 202, 203, 204]]
     with pytest.raises(SequenceParallelError, match=r"x of sample 1 has shape \(3,\), of sample 0 \(2,\)"):
         stack([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}])
     with pytest.raises(SequenceParallelError, match=r"sample 1 of a batch has \['y'\], sample 0 has \['x'\]"):

@@ -10,8 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_sp.data import SequenceShardingDataModule, TokenFileWriter
+from lightning_sp.data import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.text import TokenFileWriter
 from lightning_sp.text.prepare import prepare
 
 pytestmark = [

@@ -12,12 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.text.corpus import CorpusView, MemoryCorpus, split_by_name, unigram_perplexity
+from lightning_sp.text.corpus import CorpusView, MemoryCorpus, split_by_name
 from lightning_sp.text.documents import Document, Documents
 from lightning_sp.text.indexed_dataset import TokenFile
 from lightning_sp.text.prepare import open_prepared, prepare
 from lightning_sp.text.source import Source
 from lightning_sp.text.tokenizer import load_tokenizer
+from lightning_sp.text.unigram import held_out_perplexity
 
 
 @pytest.fixture
@@ -167,9 +168,9 @@ def test_the_unigram_perplexity_is_the_formulas():
     corpus = MemoryCorpus(np.array([0, 0, 1, 2, 0, 1]), [4, 2], ["train", "test"])
     train, test = CorpusView(corpus, np.array([0])), CorpusView(corpus, np.array([1]))
     # counts 2, 1, 1, 0 of 4 -> (3, 2, 2, 1) / 8; held out 0 and 1
-    assert unigram_perplexity(train, test, 4) == pytest.approx((3 / 8 * 2 / 8) ** -0.5, rel=1e-12)
+    assert held_out_perplexity(train, test, 4) == pytest.approx((3 / 8 * 2 / 8) ** -0.5, rel=1e-12)
     with pytest.raises(SequenceParallelError, match="no held-out tokens"):
-        unigram_perplexity(train, CorpusView(corpus, np.array([], dtype=np.int64)), 4)
+        held_out_perplexity(train, CorpusView(corpus, np.array([], dtype=np.int64)), 4)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_sp import comm
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.loaders.coordinates import DataCoordinates
-from lightning_sp.data.loaders.fillers import mask_targets
+from lightning_sp.data.loaders.fillers import ignore_targets
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -82,7 +82,7 @@ class BroadcastLoader:
                         f"data-parallel rank {self.place.dp_rank} has no batch at all while others have: split the dataset so that each has one"
                     )
                 self.fillers_from = count if self.fillers_from is None else self.fillers_from
-                value = mask_targets(last)
+                value = ignore_targets(last)
             last = value
             count += 1
             if count > skip:

@@ -1,4 +1,4 @@
-"""Samples -> a batch, and what a filler index means: the sample with all of its targets ignored."""
+"""Samples -> a batch."""
 
 from __future__ import annotations
 
@@ -7,52 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import Dataset
 
+from lightning_sp.data.loaders.fillers import FillerCollate, FillerDataset
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.windows import Sample
 
 
-class FillerAware(Dataset[Sample]):
-    """Give sample i for i, and for ``~i`` (a filler of `order`) the same with every target ignored.
-
-    A filler keeps shapes and collectives as they are and contributes exactly nothing to a loss over valid tokens.
+class Batches(Dataset[Sample]):
+    """The whole batch for a list of indices: for loaders whose sampler yields lists (``batch_size=None``).
 
     Args:
-        dataset: Map style.
-        target_keys: The entries that hold targets. All must be there.
+        dataset: map style, its samples dicts of tensors.
     """
 
-    def __init__(self, dataset: Dataset[Sample], target_keys: Sequence[str] = ("shift_labels", "labels")) -> None:
-        self.dataset = dataset
-        self.target_keys = tuple(target_keys)
-
-    def __len__(self) -> int:
-        """Return the number of real samples."""
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Sample:
-        """Return a sample, its targets ignored where the index is a filler's."""
-        if index >= 0:
-            return self.dataset[index]
-        sample = dict(self.dataset[~index])
-        missing = [key for key in self.target_keys if key not in sample]
-        if missing:
-            raise SequenceParallelError(
-                f"a filler's targets must be ignored, but the sample has no {missing}: it has {sorted(sample)}; "
-                "name the entries that hold targets in target_keys"
-            )
-        return sample | {key: torch.full_like(sample[key], IGNORE_INDEX) for key in self.target_keys}
-
-
-class Batches(Dataset[Sample]):
-    """The whole batch for a list of indices: for loaders whose sampler yields lists (``batch_size=None``)."""
-
     def __init__(self, dataset: Dataset[Sample]) -> None:
-        self.dataset = dataset
+        self.dataset = FillerDataset(dataset)
+        self.collate = FillerCollate(stack, fillers_come=False)
 
     def __getitem__(self, indices: list[int]) -> Sample:
-        """Return the stacked samples."""
-        return stack([self.dataset[index] for index in indices])
+        """Return the stacked samples; for indices ``~i`` their targets are ignored."""
+        batch: Sample = self.collate([self.dataset[index] for index in indices])
+        return batch
 
 
 def stack(samples: Sequence[Sample]) -> Sample:

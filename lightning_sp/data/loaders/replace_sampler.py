@@ -15,7 +15,7 @@ from torch.utils.data import (
 
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.coordinates import DataCoordinates
-from lightning_sp.data.loaders.fillers import MarkedDataset, MaskFillers
+from lightning_sp.data.loaders.fillers import FillerCollate, FillerDataset
 from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
 from lightning_sp.data.samplers.batch_split import BatchSplit, Last
 from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
@@ -72,9 +72,9 @@ def replace_sampler(
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
     return LazyDataLoader(
-        MarkedDataset(loader.dataset),
+        FillerDataset(loader.dataset),
         batch_sampler=batch_sampler,
-        collate_fn=MaskFillers(loader.collate_fn, fillers_come),
+        collate_fn=FillerCollate(loader.collate_fn, fillers_come=fillers_come),
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from lightning_sp.errors import SequenceParallelError, closest
 
@@ -18,16 +18,11 @@ RING_METHODS = ("auto", "hops", "all_gather")
 BALANCES = ("auto", "zigzag", "documents")
 
 
-@dataclass(frozen=True)
-class StrategyConfig:
-    """Validated options of the strategy; everything but the degrees' resolution against the world.
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """How every attention of a run is computed; nothing of it changes a result.
 
     Args:
-        sequence_parallel_size: Ranks that share one sequence. "auto": world / data_parallel_size, the whole world by default.
-        data_parallel_size: Ranks groups that read different samples. "auto": world / sequence_parallel_size.
-        ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow.
-        ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
-        shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
         kernel: Local attention kernel. "auto" is torch's own; "flash_attn" is refused where it is not installed.
         ring_transport: How keys and values reach the other ranks of a ring. "shared_memory": read in place, by CPU ranks of one
             machine; "network": messages of the process group; "network_kept": those, and what arrived is kept for the backward: a third
@@ -36,6 +31,53 @@ class StrategyConfig:
         ring_method: When they come. "hops": rank by rank, each while the one before is computed; "all_gather": all that are needed first, then
             computed at once, which takes up to ring_size - 1 times the local keys and values of a layer more; "auto": that for sequences
             so short that a hop does not pay.
+
+    Raises:
+        SequenceParallelError: an unknown name.
+    """
+
+    kernel: str = "auto"
+    ring_transport: str = "auto"
+    ring_method: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_name("kernel", self.kernel, KERNELS)
+        _check_name("ring_transport", self.ring_transport, RING_TRANSPORTS)
+        _check_name("ring_method", self.ring_method, RING_METHODS)
+
+    def keywords(self) -> AttentionKeywords:
+        """Return them as `sequence_parallel_attention` takes them."""
+        found: Any = {name: getattr(self, name) for name in ATTENTION_OPTIONS}
+        keywords: AttentionKeywords = found
+        return keywords
+
+    @property
+    def attention(self) -> AttentionOptions:
+        """The attention's options alone, of a strategy's."""
+        return AttentionOptions(**self.keywords())
+
+
+ATTENTION_OPTIONS = tuple(f.name for f in fields(AttentionOptions))
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """The same as keywords of a function, for type checkers and editors."""
+
+    kernel: str
+    ring_transport: str
+    ring_method: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig(AttentionOptions):
+    """Validated options of the strategy, the attention's among them; everything but the degrees' resolution against the world.
+
+    Args:
+        sequence_parallel_size: Ranks that share one sequence. "auto": world / data_parallel_size, the whole world by default.
+        data_parallel_size: Ranks groups that read different samples. "auto": world / sequence_parallel_size.
+        ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow.
+        ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
+        shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         compile: Compile each transformer block with torch.compile.
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded.
@@ -58,9 +100,6 @@ class StrategyConfig:
     ulysses_size: Degree = "auto"
     ring_size: Degree = "auto"
     shard_size: Degree = "auto"
-    kernel: str = "auto"
-    ring_transport: str = "auto"
-    ring_method: str = "auto"
     activation_checkpointing: bool = False
     compile: bool = False
     preflight: bool = True
@@ -74,6 +113,7 @@ class StrategyConfig:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (
             "sequence_parallel_size",
             "data_parallel_size",
@@ -85,16 +125,7 @@ class StrategyConfig:
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SequenceParallelError(f"{name}={value!r}: must be a positive integer or 'auto'")
-        if self.kernel not in KERNELS:
-            raise SequenceParallelError(
-                f"kernel={self.kernel!r}: must be one of {', '.join(KERNELS)}{closest(self.kernel, KERNELS)}"
-            )
-        check_known_transport(self.ring_transport)
-        check_known_method(self.ring_method)
-        if self.balance not in BALANCES:
-            raise SequenceParallelError(
-                f"balance={self.balance!r}: must be one of {', '.join(BALANCES)}{closest(self.balance, BALANCES)}"
-            )
+        _check_name("balance", self.balance, BALANCES)
         if self.balance == "documents" and not self.shard_batch:
             raise SequenceParallelError(
                 "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
@@ -121,20 +152,9 @@ class StrategyConfig:
         return cls(**options)
 
 
-def check_known_transport(name: str) -> None:
-    """Refuse a ring_transport that is none."""
-    if name not in RING_TRANSPORTS:
-        raise SequenceParallelError(
-            f"ring_transport={name!r}: must be one of {', '.join(RING_TRANSPORTS)}{closest(name, RING_TRANSPORTS)}"
-        )
-
-
-def check_known_method(name: str) -> None:
-    """Refuse a ring_method that is none."""
-    if name not in RING_METHODS:
-        raise SequenceParallelError(
-            f"ring_method={name!r}: must be one of {', '.join(RING_METHODS)}{closest(name, RING_METHODS)}"
-        )
+def _check_name(option: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise SequenceParallelError(f"{option}={given!r}: must be one of {', '.join(known)}{closest(given, known)}")
 
 
 @dataclass(frozen=True)

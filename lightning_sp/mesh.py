@@ -17,7 +17,6 @@ from lightning_sp.comm.collectives import gather_objects
 from lightning_sp.comm.cpu.shared_memory import arena_of, connect
 from lightning_sp.comm.groups import group_name, group_of, once_in_a_world, take_worlds_timeout
 from lightning_sp.comm.point_to_point import turns_begun
-from lightning_sp.config import check_known_transport
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 
@@ -135,12 +134,11 @@ class SequenceMesh:
 
 
 def check_ring_transport(name: str, mesh: SequenceMesh | None) -> None:
-    """Refuse a transport that is unknown, or that the ranks cannot have; all ranks together, without communication.
+    """Refuse a transport that the ranks cannot have; all ranks together, without communication.
 
     Raises:
         SequenceParallelError: with what keeps which rank from it.
     """
-    check_known_transport(name)
     if name == "shared_memory" and mesh is not None and mesh.not_shared:
         raise SequenceParallelError(
             f"ring_transport='shared_memory': {mesh.not_shared}; it is for CPU ranks of one machine; use 'network', or 'auto'"

@@ -318,7 +318,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._batch = None  # of another model, perhaps in another layout
         self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)
         check_ring_transport(self.config.ring_transport, self._mesh)
-        context = SequenceContext(self._mesh, self.config.kernel, self.config.ring_transport, self.config.ring_method)
+        context = SequenceContext(self._mesh, self.config.attention)
         self._runner = Steps(context, compiled=self.config.compile, control_group=self._control_group)
         self.model = self.precision_plugin.convert_module(module)
         if self.global_rank == 0:

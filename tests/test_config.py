@@ -73,7 +73,9 @@ def test_degrees_that_contradict_each_other():
 def test_an_unknown_option_names_the_nearest_and_all():
     with refusal("unknown option 'ring_sizes' of the sequence_parallel strategy; did you mean 'ring_size'?"):
         StrategyConfig.from_options({"ring_sizes": 2})
-    with refusal("known: sequence_parallel_size, data_parallel_size, ulysses_size, ring_size, shard_size, kernel"):
+    with refusal(
+        "known: kernel, ring_transport, ring_method, sequence_parallel_size, data_parallel_size, ulysses_size"
+    ):
         StrategyConfig.from_options({"zzz": 2})
     assert StrategyConfig.from_options({"ring_size": 2}) == StrategyConfig(ring_size=2)
 

@@ -7,15 +7,17 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_sp import comm
 from lightning_sp.attention.kernels.select import check_kernel
 from lightning_sp.attention.operator import attention_op
+from lightning_sp.attention.spec.codec import AttentionSpec, encode
 from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.mask import AttentionMask, check_whole
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 from lightning_sp.attention.spec.scores import Scores
-from lightning_sp.config import check_known_method
+from lightning_sp.config import AttentionKeywords, AttentionOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh, check_ring_transport
@@ -35,9 +37,7 @@ def sequence_parallel_attention(
     bias: Tensor | None = None,
     score_mod: ScoreMod | Callable[..., Tensor] | None = None,
     dropout: AttentionDropout | None = None,
-    kernel: str = "auto",
-    ring_transport: str = "auto",
-    ring_method: str = "auto",
+    **options: Unpack[AttentionKeywords],
 ) -> Tensor:
     """Attend over whole sequences of which every rank holds a part, exactly as one device would.
 
@@ -55,9 +55,7 @@ def sequence_parallel_attention(
             on each rank is of that rank's part, as a parameter's. None for none.
         score_mod: a function of score and place in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
         dropout: of the weights, the same at all degrees; None for none.
-        kernel: "auto", "torch" or "flash_attn".
-        ring_transport: "auto", "shared_memory", "network" or "network_kept": see `StrategyConfig`.
-        ring_method: "auto", "hops" or "all_gather": see `StrategyConfig`.
+        options: kernel, ring_transport and ring_method, the names and values of `config.AttentionOptions`.
 
     Shapes: q (B, H, s, D), k (B, K, t, D), v (B, K, t, E), sinks (H,), bias (B or 1, H or 1, S or 1, T), H a multiple of K -> (B, H, s, E);
     s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the
@@ -77,25 +75,31 @@ def sequence_parallel_attention(
     layout = degrees if layout is None else layout
     _check(q, k, v, sinks, softcap, degrees.ulysses_size)
     _check_layout(layout, degrees, q.shape[2])
-    check_kernel(kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
-    check_ring_transport(ring_transport, mesh)
-    check_known_method(ring_method)
+    chosen = AttentionOptions(**options)
+    check_kernel(chosen.kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
+    check_ring_transport(chosen.ring_transport, mesh)
     ranks = degrees.size
     sizes = dict(length=q.shape[2] * ranks, batch=q.shape[0], key_length=k.shape[2] * ranks, heads=q.shape[1])
     sizes["multiple"] = layout.multiple
     mask.check(**sizes)
     scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
-    ring = comm.group_name(mesh.ring_group) if mesh is not None else ""
-    ulysses = comm.group_name(mesh.ulysses_group) if mesh is not None else ""
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    spec = AttentionSpec(
+        mask=mask,
+        layout_table=layout.table,
+        scores=scores,
+        sinks=sinks,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        options=chosen,
+        ring_group=comm.group_name(mesh.ring_group) if mesh is not None else "",
+        ulysses_group=comm.group_name(mesh.ulysses_group) if mesh is not None else "",
+    )
     width = v.shape[-1]
     dim = max(q.shape[-1], width)
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     # The fused kernels read a head's numbers one after the other whatever the stride says: channels before tokens would be silently wrong.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     out: Tensor
-    seen = (*mask.arguments(), layout.table, *scores.arguments())
-    out, *_ = attention_op(q, k, v, *seen, sinks, factor, ring, ulysses, kernel, ring_transport, ring_method)
+    out, *_ = attention_op(q, k, v, *encode(spec))
     return out[..., :width] if width < dim else out
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.spec.mask import AttentionMask
+from lightning_sp.config import AttentionOptions
 from lightning_sp.context.dropout import DropoutCalls
 from lightning_sp.context.masks import AttentionPattern, build_mask
 from lightning_sp.context.sequence import SequenceInfo
@@ -69,13 +70,9 @@ class Step:
 class SequenceContext:
     """The state shared by the strategy, the rewrite and the loss. Inactive (step None): every interception is the original function."""
 
-    def __init__(
-        self, mesh: SequenceMesh, kernel: str, ring_transport: str = "auto", ring_method: str = "auto"
-    ) -> None:
+    def __init__(self, mesh: SequenceMesh, options: AttentionOptions) -> None:
         self.mesh = mesh
-        self.kernel = kernel
-        self.ring_transport = ring_transport
-        self.ring_method = ring_method
+        self.options = options
         self.step: Step | None = None
         self.reference: SequenceInfo | None = None
         # Of the attention calls of the step before: the next batch is balanced for them.

@@ -148,9 +148,7 @@ def attend(
         softcap=softcap,
         bias=bias,
         score_mod=score_mod,
-        kernel=context.kernel,
-        ring_transport=context.ring_transport,
-        ring_method=context.ring_method,
+        **context.options.keywords(),
     )
     return _with_dropout(run, context, dropout_p) if dropout_p else run()
 

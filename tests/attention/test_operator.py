@@ -14,8 +14,11 @@ from lightning_sp.attention import (
     boundaries_from_lengths,
     sequence_parallel_attention,
 )
+from lightning_sp.attention.fakes import Outputs
 from lightning_sp.attention.operator import attention_backward_op, attention_op
+from lightning_sp.attention.spec.codec import AttentionSpec, encode
 from lightning_sp.attention.spec.scores import Scores
+from lightning_sp.config import AttentionOptions
 from tests.attention.tensors import tensors
 
 
@@ -28,22 +31,27 @@ from tests.attention.tensors import tensors
 @pytest.mark.parametrize("assigned", [None, torch.tensor([[0, 0, 7], [0, 7, 12]])], ids=["zigzag", "assigned"])
 def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scored, assigned):
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
-    mask = (*AttentionMask(boundaries=boundaries, window_size=(7, None)).arguments(), assigned)
+    mask = AttentionMask(boundaries=boundaries, window_size=(7, None))
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
     table = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
     score_mod = alibi(table) if scored == "function" else None
     bias = torch.linspace(0, 1, 576, dtype=torch.float64).view(1, 12, 12, 4).requires_grad_(True) if scored else None
     bias = bias.permute(0, 3, 1, 2) if bias is not None else None  # of strides as T5's
     dropout = AttentionDropout(0.2, 3) if scored else None
-    scores = Scores(bias=bias, score_mod=score_mod, tensors=(table,) if score_mod else (), dropout=dropout).arguments()
-    options = (*scores, sinks, 0.3, "", "", "auto", "auto", "auto")
+    scores = Scores(bias=bias, score_mod=score_mod, tensors=(table,) if score_mod else (), dropout=dropout)
+    code = encode(
+        AttentionSpec(
+            mask=mask, layout_table=assigned, scores=scores, sinks=sinks, scale=0.3, options=AttentionOptions()
+        )
+    )
     # What compares storages cannot look into torch.vmap, by which a function is applied; see `test_a_function_compiles`.
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     utils = utils[1:2] if score_mod else utils
-    torch.library.opcheck(attention_op, (q, k, v, *mask, *options), test_utils=utils)
-    out, lse, *_, kept, seen = attention_op(q, k, v, *mask, *options)
+    torch.library.opcheck(attention_op, (q, k, v, *code), test_utils=utils)
+    made = Outputs(*attention_op(q, k, v, *code))
     saved = [t.detach() for t in (q, k, v)]
-    backward = (out.detach(), saved, kept, seen, out.detach(), lse, *mask, *options, 4, kv_heads, bool(scored))
+    out = made.out.detach()
+    backward = (out, saved, made.saved_kv, made.visible, out, made.lse, 4, kv_heads, bool(scored), *code)
     # Not differentiable twice, so the test of its autograd does not apply.
     torch.library.opcheck(attention_backward_op, backward, test_utils=utils[::2] if score_mod is None else [])
 

@@ -36,8 +36,8 @@ SCORES = (
     fault(
         "a rank's heads numbered from 0",
         "attention/operator.py",
-        "seen), ring_group, split.queries(rank), scores, arena)",
-        "seen), ring_group, split.queries(0), scores, arena)",
+        "heads = ulysses.queries if spec.scores.names() else None",
+        "heads = ulysses.split.queries(0) if spec.scores.names() else None",
         f"{LAW}[32-2]",
     ),
     fault(

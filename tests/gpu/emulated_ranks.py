@@ -21,10 +21,13 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention import AttentionMask, operator
+from lightning_sp.attention.fakes import Outputs
 from lightning_sp.attention.kernels.kernel import Kernel
 from lightning_sp.attention.schemes import network as network_hops
 from lightning_sp.attention.schemes import ulysses
+from lightning_sp.attention.spec.codec import AttentionSpec, encode
 from lightning_sp.attention.spec.scores import Scores
+from lightning_sp.config import AttentionOptions
 from lightning_sp.layout import SequenceLayout, merge, shard
 
 TIMEOUT_S = 60.0
@@ -152,19 +155,28 @@ def emulate(
     layout = SequenceLayout(ring_size, ulysses_size)
     world = EmulatedWorld(layout)
     scale = whole[0].shape[-1] ** -0.5
-    seen = (*mask.arguments(), layout.table)
 
     def rank_step(rank: int) -> list[Tensor]:
         q, k, v, grad = (shard(t, layout, rank, dim=2) for t in whole)
-        groups = (world.name("ring", rank), world.name("ulysses", rank))
-        options = (*Scores().arguments(), None, scale, *groups, kernel, "network", method)
-        out, lse, heads_out, packed, _, kept, found = operator.attention_op(q, k, v, *seen, *options)
-        saved, own_out = ([packed], heads_out) if ulysses_size > 1 else ([q, k, v], out)
-        heads = [q.shape[1], k.shape[1]]
-        *gradients, _, _ = operator.attention_backward_op(
-            grad, saved, kept, found, own_out, lse, *seen, *options, *heads, False
+        code = encode(
+            AttentionSpec(
+                mask=mask,
+                layout_table=layout.table,
+                scores=Scores(),
+                sinks=None,
+                scale=scale,
+                options=AttentionOptions(kernel=kernel, ring_transport="network", ring_method=method),
+                ring_group=world.name("ring", rank),
+                ulysses_group=world.name("ulysses", rank),
+            )
         )
-        return [out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
+        made = Outputs(*operator.attention_op(q, k, v, *code))
+        saved, own_out = ([made.exchanged], made.heads_out) if ulysses_size > 1 else ([q, k, v], made.out)
+        heads = [q.shape[1], k.shape[1]]
+        *gradients, _ = operator.attention_backward_op(
+            grad, saved, made.saved_kv, made.visible, own_out, made.lse, *heads, False, *code
+        )
+        return [made.out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():
         futures = [threads.submit(rank_step, rank) for rank in range(layout.size)]

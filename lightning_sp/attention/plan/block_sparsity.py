@@ -6,7 +6,7 @@ what they find into one map of the whole attention, from which each knows what t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.attention.plan.blocks import Plan
 from lightning_sp.attention.plan.intervals import BlockSparsity
+from lightning_sp.attention.spec.codec import Code, hides_by_matrix_or_function
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.scores import SCORE_TILE, Scores
 from lightning_sp.errors import SequenceParallelError
@@ -26,14 +27,14 @@ SIDE = 64
 _FAILED = 2  # in the map, of a rank that could not look
 
 
-def empty_map(score_numbers: Sequence[int], ranks: int) -> Tensor:
+def empty_map(code: Code, ranks: int) -> Tensor:
     """Return room for the map; nothing where no mask is searched. Shapes: () -> (SIDE, SIDE) or (0,), uint8 on the CPU.
 
     Args:
-        score_numbers: of `Scores.arguments`.
+        code: of the attention.
         ranks: that share the sequence.
     """
-    searched = ranks > 1 and Scores.searched(score_numbers)
+    searched = ranks > 1 and hides_by_matrix_or_function(code)
     return torch.empty((SIDE, SIDE) if searched else 0, dtype=torch.uint8, device="cpu")
 
 

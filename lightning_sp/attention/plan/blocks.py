@@ -17,11 +17,9 @@ Zigzag makes causal steps simple. Ring rank r holds chunks early(r) < late(r), a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
-
-import torch
 
 from lightning_sp.attention.plan.intervals import BlockSparsity, Piece, Range, local, restricted, visible
 from lightning_sp.attention.spec.mask import AttentionMask
@@ -107,10 +105,8 @@ class Plan:
     ) -> None:  # fmt: skip
         self.layout, self.length, self._tile = layout, length, tile
         self.key_length = length if key_length is None else key_length
-        tensors = mask.arguments()[1]
-        pieces = [
-            visible(mask, row, length, key_length) for row in range(max([t.shape[0] for t in tensors], default=1))
-        ]
+        mask_rows = max((t.shape[0] for t in mask.run_tensors if t is not None), default=1)
+        pieces = [visible(mask, row, length, key_length) for row in range(mask_rows)]
         pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
         assert len(pieces) in (1, rows)
         self._runs = [[row] if seen is None else restricted(row, seen) for row in pieces]
@@ -153,15 +149,25 @@ def plan_of(
     seen: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
 ) -> Plan:  # fmt: skip
     """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
-    numbers, tensors = mask.arguments()
-    contents = tuple((tuple(t.shape), t.numpy().tobytes()) for t in tensors)
-    return _plan(tuple(numbers), contents, layout, length, rows, key_length, seen, tile)
+    tensors = tuple(None if t is None else (tuple(t.shape), t.numpy().tobytes()) for t in mask.run_tensors)
+    key = _MaskContents(mask.causal, mask.window_size, mask.chunk_size, tensors, mask)
+    return _plan(key, layout, length, rows, key_length, seen, tile)
+
+
+@dataclass(frozen=True)
+class _MaskContents:
+    """What masks are compared by."""
+
+    causal: bool
+    window_size: tuple[int | None, int | None]
+    chunk_size: int | None
+    tensors: tuple[tuple[tuple[int, ...], bytes] | None, ...]
+    mask: AttentionMask = field(compare=False)
 
 
 @lru_cache(maxsize=32)
 def _plan(
-    numbers: tuple[int, ...],
-    contents: tuple[tuple[tuple[int, ...], bytes], ...],
+    contents: _MaskContents,
     layout: SequenceLayout,
     length: int,
     rows: int,
@@ -169,13 +175,7 @@ def _plan(
     seen: BlockSparsity | None,
     tile: int | None,
 ) -> Plan:
-    tensors = [
-        torch.tensor(memoryview(held).cast("q"), dtype=torch.int64).view(shape)
-        if held
-        else torch.empty(shape, dtype=torch.int64)
-        for shape, held in contents
-    ]
-    return Plan(AttentionMask.from_arguments(numbers, tensors), layout, length, rows, key_length, seen, tile)
+    return Plan(contents.mask, layout, length, rows, key_length, seen, tile)
 
 
 def key_ranges(blocks: Iterable[Block]) -> list[Range]:

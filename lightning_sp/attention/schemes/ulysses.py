@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_sp import comm
 from lightning_sp.attention.kernels.block_kernel import HeadGroup
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.comm.collectives import exchange
@@ -81,6 +82,33 @@ class HeadSplit:
             else:
                 groups.append(HeadGroup((low, high), (kv - first_kv, kv + 1 - first_kv)))
         return tuple(groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ulysses:
+    """One rank's view of the ranks that exchange heads; without a group, of itself alone."""
+
+    split: HeadSplit
+    group: ProcessGroup | None
+    rank: int
+
+    @classmethod
+    def of(cls, group_name: str, num_heads: int, num_kv_heads: int) -> Ulysses:
+        """Return that of the group of a name; empty for one rank."""
+        group = comm.group_by_name(group_name)
+        # Under dynamic shapes the numbers of heads are symbols; a model has fixed ones, so specialising on them costs nothing.
+        split = HeadSplit(int(num_heads), int(num_kv_heads), comm.size_of(group))
+        return cls(split=split, group=group, rank=comm.rank_in(group))
+
+    @property
+    def size(self) -> int:
+        """Return the ranks that exchange heads."""
+        return self.split.size
+
+    @property
+    def queries(self) -> Range:
+        """Return this rank's query heads."""
+        return self.split.queries(self.rank)
 
 
 def exchange_qkv(q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -189,21 +189,10 @@ class AttentionMask:
                     f"{name} for {value.shape[0]} rows, but the batch has {batch}: must be 1 or {batch}"
                 )
 
-    def arguments(self) -> tuple[list[int], list[Tensor]]:
-        """Return the mask as an operator takes it, `dense` and `mask_mod` apart, which are of the scores; `from_arguments` is the inverse."""
-        left, right = self.window_size
-        tensors = (self.boundaries, self.valid, self.bidirectional, self.key_boundaries)
-        numbers = [int(self.causal), -1 if left is None else left, -1 if right is None else right, self.chunk_size or 0]
-        return [*numbers, *[int(t is not None) for t in tensors]], [t for t in tensors if t is not None]
-
-    @classmethod
-    def from_arguments(cls, numbers: Sequence[int], tensors: Sequence[Tensor]) -> AttentionMask:
-        """Return the mask that `arguments` described."""
-        causal, left, right, chunk, *given = (int(n) for n in numbers)
-        window = (None if left < 0 else left, None if right < 0 else right)
-        present = iter(tensors)
-        boundaries, valid, bidirectional, keys = (next(present) if there else None for there in given)
-        return cls(bool(causal), boundaries, window, chunk or None, valid, bidirectional, keys)
+    @property
+    def run_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that say which runs of keys are visible."""
+        return (self.boundaries, self.valid, self.bidirectional, self.key_boundaries)
 
 
 def check_whole(

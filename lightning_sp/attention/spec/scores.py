@@ -2,7 +2,7 @@
 
     x = scale q k^T      cap: c tanh(x / c)      + bias      score_mod(x, ...)      -inf where the mask hides      softmax      dropout
 
-in this order. The tiled kernel applies it; an operator takes it as numbers and tensors (`arguments`).
+in this order. The tiled kernel applies it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.merge import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, rows_or_heads_slice
-from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod, function_by_number
+from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 
 # Queries and keys of a tile: as many scores a head are in memory at once.
 SCORE_TILE = 512
@@ -61,46 +61,6 @@ class Scores:
     def hides(self) -> bool:
         """Whether a query may see no key of a tile: by a mask, or by -inf in a bias or out of a function."""
         return any(each is not None for each in (self.dense, self.mask_mod, self.bias, self.score_mod))
-
-    def arguments(self) -> tuple[list[int], list[float], list[Tensor]]:
-        """Return it as an operator takes it; `from_arguments` is the inverse."""
-        drop = self.dropout
-        samples = drop.samples if drop is not None else None
-        given = (self.bias, self.dense, samples)
-        integers = [
-            self.score_mod.number if self.score_mod is not None else 0,
-            self.mask_mod.number if self.mask_mod is not None else 0,
-            drop.seed if drop is not None else 0,
-            drop.call if drop is not None else 0,
-            *[int(tensor is not None) for tensor in given],
-        ]
-        return (
-            integers,
-            [self.softcap, drop.probability if drop is not None else 0.0],
-            [*[tensor for tensor in given if tensor is not None], *self.tensors],
-        )
-
-    @classmethod
-    def from_arguments(cls, integers: Sequence[int], factors: Sequence[float], tensors: Sequence[Tensor]) -> Scores:
-        """Return what `arguments` described."""
-        score_mod, mask_mod, seed, call, *given = (int(n) for n in integers)
-        softcap, probability = factors
-        rest = list(tensors)
-        bias, dense, samples = (rest.pop(0) if there else None for there in given)
-        return cls(
-            softcap=softcap,
-            bias=bias,
-            score_mod=function_by_number(score_mod),
-            tensors=tuple(rest),
-            dense=dense,
-            mask_mod=function_by_number(mask_mod),
-            dropout=AttentionDropout(probability, seed, call, samples) if probability else None,
-        )
-
-    @staticmethod
-    def searched(integers: Sequence[int]) -> bool:
-        """Return whether `arguments` described a matrix or a function that hides keys; where a compiler traces, no number is read for that."""
-        return bool(integers[1] != 0) or bool(integers[5] != 0)
 
     def hidden(self, places: ScorePositions) -> Tensor | None:
         """Return which keys of a tile the dense mask or the function hides; None where there is neither.
@@ -175,16 +135,6 @@ class ScoreGradients:
             return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
         return cls(zeros(scores.bias), [zeros(tensor) for tensor in scores.tensors])
-
-    def as_arguments(self, scores: Scores, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return them in the order of the tensors of `Scores.arguments`, in their dtypes, empty for those without one."""
-        samples = scores.dropout.samples if scores.dropout is not None else None
-        given = [(scores.bias, self.bias), (scores.dense, None), (samples, None)]
-        parts = [part for tensor, part in given if tensor is not None] + self.tensors
-        return [
-            like.new_empty(0) if part is None else part.to(like.dtype)
-            for like, part in zip(tensors, parts, strict=True)
-        ]
 
     def add_tensors(self, parts: Sequence[Tensor | None]) -> None:
         """Add a tile's."""

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, boundaries_from_positions
+from lightning_sp.attention.spec.codec import AttentionSpec, decode, encode
 from lightning_sp.attention.spec.documents import document_ids
+from lightning_sp.attention.spec.scores import Scores
+from lightning_sp.config import AttentionOptions
 from lightning_sp.context.masks import build_mask
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
@@ -71,7 +74,10 @@ def test_runs_beyond_the_sequence_or_of_other_rows_are_refused():
 @pytest.mark.parametrize("name", masks.NAMED)
 def test_a_mask_survives_its_way_into_the_operator(name):
     mask = masks.build(masks.NAMED[name], 32, 32)
-    back = AttentionMask.from_arguments(*mask.arguments())
+    given = AttentionSpec(
+        mask=mask, layout_table=None, scores=Scores(), sinks=None, scale=1.0, options=AttentionOptions()
+    )
+    back = decode(encode(given)).mask
     assert (back.causal, back.window_size, back.chunk_size) == (mask.causal, mask.window_size, mask.chunk_size)
     for each in ("boundaries", "valid", "bidirectional"):
         given, found = getattr(mask, each), getattr(back, each)

@@ -1,17 +1,21 @@
 """For tests, ours and users': run a function on several gloo ranks, and compare sharded with whole.
 
-The processes start once and serve many calls (a `RankPool`), for starting a rank costs seconds and a test milliseconds.
+The processes start once and serve many calls (a `RankPool`): to start a rank costs seconds, a test milliseconds.
+No rank outlives the process that started it, whatever the rank does and however that process ends.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import socket
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
@@ -30,8 +34,6 @@ def free_port() -> int:
 
 # What the first call of a pool takes besides: its processes start.
 _START_S = 30.0
-# How long the other ranks may still answer once one has failed.
-_OTHERS_S = 15.0
 
 
 class RankPool:
@@ -42,17 +44,21 @@ class RankPool:
     Args:
         size: number of ranks.
         timeout_s: limit of each call and of each collective in it.
+        others_s: how long the other ranks may still answer once one has failed.
+        preload: modules that the ranks' server imports once for all ranks. The first pool of a process decides, for the server stays.
 
     Attributes:
         failure: why the pool has ended; None while it serves.
     """
 
-    def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
-        self.size, self.timeout_s = size, timeout_s
+    def __init__(
+        self, size: int, *, timeout_s: float = 120.0, others_s: float = 15.0, preload: Sequence[str] = ()
+    ) -> None:
+        self.size, self.timeout_s, self.others_s = size, timeout_s, others_s
         self.failure: str | None = None
         # The server imports once what every rank would: a rank then starts in a fraction of a second.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["lightning_sp", "lightning_sp.testing"])
+        context.set_forkserver_preload(["lightning_sp", "lightning_sp.testing", *preload])
         self._tasks = [context.Queue() for _ in range(size)]
         self._results = context.Queue()
         port = free_port()
@@ -93,7 +99,7 @@ class RankPool:
         failures: dict[int, str] = {}
         while len(results) + len(failures) < self.size:
             try:
-                rank, ok, value = self._results.get(timeout=_OTHERS_S if failures else self.timeout_s + _START_S)
+                rank, ok, value = self._results.get(timeout=self.others_s if failures else self.timeout_s + _START_S)
             except queue.Empty:
                 break
             (results if ok else failures)[rank] = value
@@ -107,7 +113,7 @@ class RankPool:
     def _why(self, failures: dict[int, str], silent: set[int]) -> str:
         first = [f"rank {rank} of {self.size} failed first:\n{text}" for rank, text in list(failures.items())[:1]]
         ended = [rank for rank in silent if not self._processes[rank].is_alive()]
-        within = f"{_OTHERS_S:g} s more" if failures else f"{self.timeout_s + _START_S:g} s"
+        within = f"{self.others_s:g} s more" if failures else f"{self.timeout_s + _START_S:g} s"
         return "\n".join(
             first + [f"no answer from ranks {sorted(silent)} within {within}; of them ended: {ended}"] * bool(silent)
         )
@@ -132,13 +138,25 @@ class RankPool:
                 process.kill()
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, others_s: float = 15.0
+) -> list[Any]:
     """Call `function(*args)` once on `size` new gloo ranks and return the results in rank order."""
-    with RankPool(size, timeout_s=timeout_s) as pool:
+    with RankPool(size, timeout_s=timeout_s, others_s=others_s) as pool:
         return pool.run(function, *args)
 
 
+def _end_with_parent() -> None:
+    """End this process when the one that started the pool has ended. Its end closes a pipe, also when it was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
 def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, results: Any) -> None:
+    # A rank that sleeps, computes or waits for another rank reads no queue, so a thread of its own waits.
+    Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.end_with_parent import end_with_parent
 from benchmarks.resident import Growth, peak_growth
 from benchmarks.written import written_bytes
 
@@ -48,6 +49,8 @@ def whole(problem: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
 
 def main(peer: str, variant: str, text: str, reference: str) -> None:
     """Serve runs until stdin ends."""
+    # A rank that waits for another one reads no stdin.
+    end_with_parent()
     problem = json.loads(text)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # One process takes all cores, ranks one thread each, as their launchers would set it.

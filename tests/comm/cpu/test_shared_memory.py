@@ -193,7 +193,7 @@ def test_nothing_is_left_when_one_rank_fails_and_nobody_waits_for_one_that_has_e
     place = folder or Path("/dev/shm")
     before, used = names(place), ranks.used_bytes(place)
     with pytest.raises(RuntimeError, match=said) as raised:
-        run_ranks(ranks.raise_in_mid_run, 4, place, how, timeout_s=60)
+        run_ranks(ranks.raise_in_mid_run, 4, place, how, timeout_s=60, others_s=4)
     # One that raised and lives may go on with another pass: it is waited for, here until the pool ends.
     assert f"no answer from ranks {silent} within" in str(raised.value)
     assert names(place) == before
@@ -233,7 +233,7 @@ def test_signals_do_not_pile_up():
 
 def test_the_cause_of_an_error_is_said_where_another_rank_has_ended():
     with pytest.raises(RuntimeError, match="ValueError: the cause on rank"):
-        run_ranks(ranks.an_error_beside_a_dead_rank, 4, timeout_s=20)
+        run_ranks(ranks.an_error_beside_a_dead_rank, 4, timeout_s=20, others_s=4)
 
 
 def names(place):

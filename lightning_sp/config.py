@@ -141,9 +141,14 @@ class StrategyConfig(AttentionOptions):
             )
 
     @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of all options."""
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> StrategyConfig:
         """Build from keywords, refusing an unknown one with the nearest known name."""
-        known = [f.name for f in fields(cls)]
+        known = cls.names()
         for name in options:
             if name not in known:
                 raise SequenceParallelError(

@@ -13,9 +13,11 @@ from lightning_sp.comm.collectives import (
     sum_over_ranks,
 )
 from lightning_sp.comm.groups import (
+    HostGroups,
     group_by_name,
     group_name,
     group_of,
+    host_groups,
     is_gloo_on_cpu,
     is_on_hosts,
     is_registered,
@@ -31,6 +33,7 @@ from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_turn,
 
 __all__ = [
     "ALL_PAIRS_TAG",
+    "HostGroups",
     "Spread",
     "Transfer",
     "agree",
@@ -45,6 +48,7 @@ __all__ = [
     "group_by_name",
     "group_name",
     "group_of",
+    "host_groups",
     "is_gloo_on_cpu",
     "is_on_hosts",
     "is_registered",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -74,6 +75,38 @@ def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
             own = group
             take_worlds_timeout(group)
     return own
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """This rank's groups for values on the host, so that no step waits for its device.
+
+    Args:
+        world: all ranks; None is torch's default group.
+        sequence: the ranks that share this rank's sequence.
+    """
+
+    world: ProcessGroup | None
+    sequence: ProcessGroup
+
+
+def host_groups(sequence: ProcessGroup, timeout: timedelta) -> HostGroups:
+    """Return the device's own groups where those take values on the host, else new ones. Every rank must call it.
+
+    Args:
+        sequence: this rank's block of a partition of the world into blocks of consecutive ranks, on the device's backend.
+        timeout: of the new groups' collectives.
+    """
+    if dist.get_backend() != "nccl":
+        return HostGroups(None, sequence)
+    world = dist.new_group(backend="gloo", timeout=timeout)
+    size, own = dist.get_world_size(sequence), sequence
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        if dist.get_rank() in ranks:
+            own = group
+    return HostGroups(world, own)
 
 
 def is_registered(group: ProcessGroup) -> bool:

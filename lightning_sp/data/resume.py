@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader

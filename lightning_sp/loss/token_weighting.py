@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.reduction import or_one
@@ -55,3 +57,12 @@ class TokenWindow:
         if first is None or total is None or accumulate == 1:
             return None
         return accumulate * first / or_one(total)
+
+
+def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
+    """Multiply this rank's shard of every gradient that an optimizer is about to read, in place."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                grad.mul_(factor.to(grad.dtype))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.distributed import ProcessGroup
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
+from lightning_sp import comm
+from lightning_sp.config import StrategyConfig
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -21,8 +21,8 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_on_gathered
 from lightning_sp.preflight.agreement import run_preflight
-from lightning_sp.preflight.crop import shared_crop
-from lightning_sp.step.run import Steps
+from lightning_sp.preflight.crop import Crop, shared_crop
+from lightning_sp.step.runner import StepRunner
 
 # Of the attention dropout in both runs.
 DROPOUT_SEED = 1234
@@ -30,32 +30,61 @@ DROPOUT_SEED = 1234
 RunStep = Callable[[Any, SequenceInfo], Any]
 
 
+class FirstBatch:
+    """Keeps a fit's first batch, as its loader gave it, until the first step begins; a class because it waits for that."""
+
+    def __init__(self) -> None:
+        self._due = False
+        self._batch: Any = None
+
+    def expect(self, due: bool) -> None:
+        """Begin a fit, with a preflight or without."""
+        self._due = due
+
+    def offer(self, batch: Any) -> None:
+        """Remember a training batch if a preflight is due."""
+        if self._due:
+            self._batch = batch
+
+    def take(self) -> Any:
+        """Return the batch once, None where no preflight is due."""
+        batch, self._batch = self._batch, None
+        if not self._due or batch is None:
+            return None
+        self._due = False
+        return batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """A batch for training_step, and what was whole before it was sharded."""
+
+    batch: Any
+    info: SequenceInfo
+
+
 def try_first_batch(
     batch: Any,
-    module: LightningModule,
-    steps: Steps,
+    module: nn.Module,
+    runner: StepRunner,
     run: RunStep,
     *,
+    config: StrategyConfig,
     options: ShardOptions,
-    tokens: int | None,
-    by_hand: bool,
+    groups: comm.HostGroups,
     device: torch.device,
-    sequence_group: ProcessGroup,
-    control_group: ProcessGroup | None,
 ) -> None:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
     Args:
         batch: as the loader gave it.
         module: the model.
-        steps: what runs its steps.
+        runner: of its steps.
         run: the user's training_step on a batch.
+        config: how long a crop is wanted, and whether batches are sharded by hand.
         options: which tensors carry the sequence.
-        tokens: of the crop; None for what the degrees need.
-        by_hand: the batch is this rank's part already.
+        groups: for values on the host.
         device: where the model is.
-        sequence_group: the ranks that share a sequence, on a backend for host objects.
-        control_group: the world, likewise.
 
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop.
@@ -65,20 +94,41 @@ def try_first_batch(
             "preflight: skipped, for with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
         )
         return
-    mesh: SequenceMesh = steps.context.mesh
+    mesh = runner.context.mesh
     crop, own = shared_crop(
         batch,
         options,
         mesh.layout,
-        wanted=tokens,
-        hand_sharded=by_hand or is_sharded(batch),
+        wanted=None if config.preflight_tokens == "auto" else config.preflight_tokens,
+        hand_sharded=not config.shard_batch or is_sharded(batch),
         place=(mesh.data_parallel_rank, mesh.sequence_rank),
-        sequence_group=sequence_group,
-        control_group=control_group,
+        sequence_group=groups.sequence,
+        control_group=groups.world,
     )
     if crop.num_targets == 0:
         rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
         return
+    whole, sharded = _both_runs(crop, own, options, mesh, device)
+    try:
+        found = run_preflight(
+            module,
+            runner.context,
+            whole=lambda: run_on_gathered(lambda: run(whole.batch, whole.info)),
+            sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
+            whole_batch=whole.info,
+            crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
+            device=device,
+        )
+    finally:
+        runner.start_run()
+    if found is not None:
+        rank_zero_info(found.describe())
+
+
+def _both_runs(
+    crop: Crop, own: Crop, options: ShardOptions, mesh: SequenceMesh, device: torch.device
+) -> tuple[Run, Run]:
+    """Return the whole crop as one device would train on it, and this rank's part of its group's crop."""
     whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, replace(options, apart=False))
     # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
@@ -89,20 +139,4 @@ def try_first_batch(
         replace(each, dropout=DropoutSource(DROPOUT_SEED, 0, torch.arange(start, start + rows))).to(device)
         for each, start, rows in ((whole_info, 0, crop.rows), (info, first, own.rows))
     )
-    trainer = module.trainer
-    loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
-    try:
-        found = run_preflight(
-            module,
-            steps.context,
-            whole=lambda: run_on_gathered(lambda: run(whole, whole_info)),
-            sharded=lambda: steps.train(info, lambda: run(local, info)),
-            whole_batch=whole_info,
-            crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
-            device=device,
-        )
-    finally:
-        trainer.loggers = loggers
-        steps.start_run()
-    if found is not None:
-        rank_zero_info(found.describe())
+    return Run(whole, whole_info), Run(local, info)

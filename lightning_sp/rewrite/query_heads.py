@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -22,6 +21,8 @@ _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead",
 _TOKEN_NAMES = ("input_ids", "input", "inputs", "tokens", "token_ids", "ids", "idx", "x")
 _POSITION_NAMES = ("position_ids", "positions")
 _TRIAL_TOKENS = 8
+# Their `forward` computes nothing: nn.Module's raises, LightningModule's calls that.
+_BASE_CLASSES = ("torch.nn.modules.module", "lightning.pytorch.core.module")
 
 
 def named_query_heads(module: nn.Module) -> int | None:
@@ -62,8 +63,8 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
 
 
 def _with_forward(module: nn.Module) -> nn.Module | None:
-    """Return the module itself, or, for a LightningModule that leaves `forward` out, the one submodule it holds."""
-    has_forward = type(module).forward not in (LightningModule.forward, nn.Module.forward)
+    """Return the module itself, or, where it leaves `forward` to its framework's base class, the one submodule it holds."""
+    has_forward = type(module).forward.__module__ not in _BASE_CLASSES
     if has_forward or getattr(module, "example_input_array", None) is not None:
         return module
     children = [child for child in module.children() if any(True for _ in child.parameters())]

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_sp.errors import SequenceParallelError
 
+PRECISIONS = ("64-true", "32-true", "bf16-true", "bf16-mixed")
 # They copy the module and write plain tensors into its parameters; newer versions of Lightning alone have the second, and its EMA.
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 _STEPS = {
@@ -16,6 +17,14 @@ _STEPS = {
     TrainerFn.TESTING: ("test_step",),
     TrainerFn.PREDICTING: ("predict_step",),
 }
+
+
+def check_precision(precision: str) -> None:
+    """Refuse a precision that needs more than each rank's own numbers."""
+    if precision not in PRECISIONS:
+        raise SequenceParallelError(
+            f"precision={precision!r} is not supported: float16 needs a loss scale that all ranks share; use one of {', '.join(PRECISIONS)}"
+        )
 
 
 def check_trainer_features(trainer: Trainer, module: LightningModule) -> None:

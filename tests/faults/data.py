@@ -72,7 +72,7 @@ DATA = (
     ),
     fault(
         "a position lost to estimated_stepping_batches",
-        "step/run_state.py",
+        "step/data_position.py",
         "            resume_loader(loader, position)\n\n    def resume_loader",
         "            pass\n\n    def resume_loader",
         "tests/trainer/test_checkpoint.py::test_a_resume_is_exact_for[momentum]",
@@ -86,7 +86,7 @@ DATA = (
     ),
     fault(
         "eval_loss over the world's samples",
-        "step/run.py",
+        "step/runner.py",
         "step = self._begin(batch, self.context.mesh.sequence_group)",
         "step = self._begin(batch, None)",
         EVALUATED,
@@ -100,8 +100,8 @@ DATA = (
     ),
     fault(
         "eval_loss with samples that fill the last batches",
-        "strategy.py",
-        "return loaders is not None and is_filler_batch(loaders.flattened[dataloader_idx], batch_idx)",
+        "step/evaluation.py",
+        "return loaders is not None and is_filler_batch(loaders.flattened[self._loader], self._batch)",
         "return False",
         EVALUATED,
     ),
@@ -116,7 +116,7 @@ DATA = (
         "metrics of samples synchronised over the world",
         "strategy.py",
         'return self.device_mesh.get_group("data_parallel")',
-        "return dist.group.WORLD",
+        "return comm.world()",
         "tests/trainer/test_lightning.py::test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group",
     ),
 )

@@ -12,11 +12,12 @@ GROUPS = (
         (
             Change(
                 "strategy.py",
-                "            AttentionInterception(context, self.lightning_module),\n",
-                '            *([AttentionInterception(context, self.lightning_module)] if self.config.shard_size == "auto" else []),\n',
+                "            self._interceptions.enter_context(interception)\n",
+                '            if self.config.shard_size == "auto" or type(interception).__name__ != "AttentionInterception":\n'
+                "                self._interceptions.enter_context(interception)\n",
             ),
             Change(
-                "step/run.py",
+                "step/runner.py",
                 "if not self._attention_reached and self.context.mesh.layout.size > 1:",
                 "if False:",
             ),
@@ -25,7 +26,7 @@ GROUPS = (
     ),
     fault(
         "attention that nobody saw",
-        "step/run.py",
+        "step/runner.py",
         "if not self._attention_reached and self.context.mesh.layout.size > 1:",
         "if False:",
         f"{REFUSED}[no attention-]",
@@ -39,9 +40,9 @@ GROUPS = (
     ),
     fault(
         "the first model's mesh for a second one",
-        "strategy.py",
-        "self._mesh = SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses)",
-        'self._mesh = globals().setdefault("_kept", SequenceMesh.build(self._base_mesh, ring_size=ring, ulysses_size=ulysses))',
+        "step/prepare.py",
+        "mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)",
+        'mesh = globals().setdefault("_kept", SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses))',
         "tests/trainer/test_rewrite.py::test_a_second_model_in_the_same_process",
     ),
     fault(

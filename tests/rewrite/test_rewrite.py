@@ -1,22 +1,18 @@
-"""What a rewritten model's functions hold, how its attention calls and samples are numbered, and the names that its files bound."""
+"""What a rewritten model's functions hold, and the names that its files bound."""
 
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from lightning_sp.data.samplers.batch_split import BatchSplit
-from lightning_sp.data.samplers.training_sampler import SequentialGlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import closure_tensors, learned_score_mod, rebuild
 from lightning_sp.rewrite.flex import _wrong_block
 from lightning_sp.rewrite.query_heads import tried_query_heads
-from lightning_sp.step.run_state import RunState
 from tests.trainer import mask_models
 
 TABLE = torch.randn(7)
@@ -88,21 +84,6 @@ def test_a_score_function_learns_by_what_it_holds_or_is_refused():
     assert [t is table for t in made.tensors] == [True]
     with pytest.raises(SequenceParallelError, match=r"none of those found in it, \[\(1, 1\)\]"):
         learned_score_mod(lambda s, b, h, i, j: s * gate.weight[0, 0] + gate(s.reshape(1)).sum(), like)
-
-
-@pytest.mark.parametrize("split", [(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)])
-def test_a_sample_has_one_number_however_the_global_batch_is_cut(split):
-    micro, accumulate, dp_size = split
-    trainer = SimpleNamespace(current_epoch=0, accumulate_grad_batches=accumulate)
-    for dp_rank in range(dp_size):
-        mesh = SimpleNamespace(data_parallel_size=dp_size, data_parallel_rank=dp_rank)
-        state = RunState()
-        sampler = SequentialGlobalBatchSampler(11, BatchSplit(micro, accumulate, dp_size), dp_rank, seed=0)
-        for place, samples in enumerate(sampler):
-            state.note_micro_batch(len(samples), trainer, mesh)
-            drawn = state.dropout_source(len(samples), place // accumulate, mesh)
-            real = [(s, n) for s, n in zip(samples, drawn.samples.tolist(), strict=True) if s >= 0]
-            assert all(n == s % 4 and drawn.step == s // 4 for s, n in real), (samples, drawn)
 
 
 @pytest.mark.parametrize(

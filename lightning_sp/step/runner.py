@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import distributed as dist
+from torch import nn
 
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
@@ -22,7 +22,7 @@ from lightning_sp.parallelize import run_on_gathered
 from lightning_sp.step.isolation import isolated
 
 
-class Steps:
+class StepRunner:
     """Runs the steps of one model; a class because attention is looked for once and losses are compared from step to step.
 
     Args:
@@ -71,13 +71,7 @@ class Steps:
         return output
 
     def evaluate(
-        self,
-        batch: SequenceInfo,
-        run: Callable[[], Any],
-        module: LightningModule,
-        device: torch.device,
-        *,
-        filler: bool,
+        self, batch: SequenceInfo, run: Callable[[], Any], module: nn.Module, device: torch.device, *, filler: bool
     ) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
 

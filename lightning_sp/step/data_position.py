@@ -1,0 +1,63 @@
+"""A run's position in its data: what a checkpoint stores of it, and how a resumed run goes on from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, resume_loader
+from lightning_sp.mesh import SequenceMesh
+
+
+class DataPosition:
+    """One run's position in its data; a class because the steps of a run move it on."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._epoch = 0
+        self._resumed: dict[str, Any] | None = None
+        self._unchecked: dict[str, Any] | None = None  # of a resume, until the first micro-batch shows the global batch
+
+    def note_micro_batch(self, rows: int, trainer: Any, mesh: SequenceMesh) -> None:
+        """Remember what a checkpoint says of the data.
+
+        Raises:
+            SequenceParallelError: the first micro-batch after a resume does not make the stored global batch.
+        """
+        self._epoch, self._rows = trainer.current_epoch, max(self._rows, rows)
+        if self._unchecked is not None:
+            unchecked, self._unchecked = self._unchecked, None
+            accumulation = int(trainer.accumulate_grad_batches)
+            check_global_batch(unchecked, rows=rows, dp_size=mesh.data_parallel_size, accumulation=accumulation)
+
+    def stored(self, trainer: Any, mesh: SequenceMesh) -> dict[str, Any]:
+        """Return what a checkpoint stores of it, in plain values."""
+        dp_size = mesh.data_parallel_size
+        return {
+            "position": loader_position(trainer, epoch=self._epoch, rows=self._rows, dp_size=dp_size),
+            "global_batch_size": self._rows * int(trainer.accumulate_grad_batches) * dp_size,
+        }
+
+    def resume(self, position: dict[str, Any] | None, fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
+        """Continue at a stored position: Lightning's counters now, loaders that exist now, others when they come.
+
+        Raises:
+            SequenceParallelError: a run at these degrees, or from these loaders, cannot go on there.
+        """
+        self._resumed = position
+        if position is None:
+            check_epoch_end(fit_loop, trainer)
+            return
+        align_loops(position, fit_loop, trainer, dp_size=dp_size)
+        self._unchecked = position if position["kind"] == "read" else None
+        # Reading `estimated_stepping_batches` in configure_optimizers makes the loader before the checkpoint is read.
+        for loader in trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader else ():
+            resume_loader(loader, position)
+
+    def resume_loader(self, loader: Any) -> None:
+        """Set a new training loader to the stored position, if there is one."""
+        if self._resumed is not None:
+            resume_loader(loader, self._resumed)
+
+    def end_of_run(self) -> None:
+        """Forget the position that the run was resumed at."""
+        self._resumed = self._unchecked = None

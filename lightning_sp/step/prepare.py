@@ -1,0 +1,156 @@
+"""A model made ready for sharded steps, once: its degrees, its parameters over the ranks, what it makes of a batch, what is intercepted.
+
+`strategy` calls these in order. Nothing here knows a Trainer.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_sp import comm
+from lightning_sp.config import StrategyConfig, resolve_shard_size, resolve_split
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.loss.interception import CrossEntropyInterception
+from lightning_sp.mesh import SequenceMesh, build_fsdp_mesh, check_ring_transport
+from lightning_sp.parallelize import (
+    check_unsharded,
+    checkpoint_blocks,
+    materialize_meta,
+    receive_weights,
+    shard_model,
+    start_root,
+    tied_parameters,
+    transformer_blocks,
+    whole_state,
+)
+from lightning_sp.rewrite import (
+    AttentionInterception,
+    FlexInterception,
+    HuggingFaceRewrite,
+    decoder_inputs,
+    hugging_face_models,
+)
+from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
+from lightning_sp.step.isolation import isolated
+
+
+def attention_mesh(module: nn.Module, config: StrategyConfig, base: DeviceMesh, device: torch.device) -> SequenceMesh:
+    """Split the ranks of a sequence into ring x ulysses, by the model's query heads. Every rank must call it.
+
+    Args:
+        module: the model, not yet sharded.
+        config: the options.
+        base: the mesh data_parallel x sequence_parallel x tensor_parallel.
+        device: of this rank.
+
+    Communicates: what `SequenceMesh.build` does; one broadcast of the number of heads where no module names it.
+
+    Raises:
+        SequenceParallelError: the model is sharded already, or the degrees or the transport do not fit it.
+    """
+    check_unsharded(module)
+    size = int(base["sequence_parallel"].size())
+    ulysses, ring = resolve_split(config, size, _query_heads(module, config, size, device))
+    mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
+    check_ring_transport(config.ring_transport, mesh)
+    return mesh
+
+
+def _query_heads(
+    module: nn.Module, config: StrategyConfig, sequence_parallel_size: int, device: torch.device
+) -> int | None:
+    """Return what limits Ulysses: the heads that the model names, or those that reach attention in a forward without data."""
+    heads = named_query_heads(module)
+    if heads is not None or sequence_parallel_size == 1:
+        return heads
+    found: tuple[int | None, str] = (None, "")
+    if comm.rank_in(comm.world()) == 0:
+        with isolated(module, device):
+            found = tried_query_heads(module)
+    heads, reason = comm.broadcast_object(found, None)
+    if heads is None and (config.ulysses_size, config.ring_size) == ("auto", "auto"):
+        rank_zero_info(
+            f"sequence_parallel: how many heads the model has is not known ({reason}), so the sequence is split by ring alone, which serves "
+            "any number; ulysses_size chooses otherwise"
+        )
+    return heads
+
+
+def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh, device: torch.device) -> None:
+    """Checkpoint, compile and shard a model in place, and give every rank its part of rank 0's weights. Every rank must call it.
+
+    Args:
+        module: the model, of the precision that it is trained in.
+        config: the options.
+        mesh: the attention's, for the line that is logged.
+        device: of this rank.
+
+    Communicates: group creation for FSDP2's mesh; a broadcast of each parameter and buffer.
+    """
+    world, rank = comm.size_of(comm.world()), comm.rank_in(comm.world())
+    if rank == 0:
+        materialize_meta(module, torch.device("cpu"))
+    source = whole_state(module) if rank == 0 else {}
+    blocks = transformer_blocks(module)
+    if config.activation_checkpointing:
+        checkpoint_blocks(module, blocks)
+    if config.compile:
+        for block in blocks:
+            block.compile()
+    shard_size = resolve_shard_size(config, world)
+    shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
+    receive_weights(module, source, tied_parameters(module), device)
+    module.to(device)
+    start_root(module)
+    shared = not config.ring_transport.startswith("network") and mesh.shares_memory
+    rank_zero_info(
+        f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over {shard_size}, "
+        f"{len(blocks)} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
+        f"{', ring through shared memory' if shared else ''}"
+    )
+
+
+def shard_options(
+    module: nn.Module, config: StrategyConfig, *, packs_documents: bool, device: torch.device
+) -> ShardOptions:
+    """Return what is known of the batches: declared, or by the model and the data themselves.
+
+    Args:
+        module: the model.
+        config: the options.
+        packs_documents: the data is known to pack documents, each with positions of its own.
+        device: of this rank.
+    """
+    packed, shifted = config.packed_documents, config.labels_shifted
+    if packed is None and packs_documents:
+        packed = True
+    models = hugging_face_models(module)
+    of_labels = decoder_inputs(models)
+    if of_labels is not None and shifted is None:
+        shifted = True  # the decoder's inputs are shifted instead
+    return ShardOptions(
+        sequence_dims=dict(config.sequence_dims or {}),
+        labels_shifted=shifted,
+        model_shifts_labels=bool(models) and of_labels is None,
+        packed_documents=packed,
+        balance=config.balance,
+        device=device.type,
+        decoder_inputs=of_labels,
+    )
+
+
+def interceptions(context: SequenceContext, module: nn.Module) -> tuple[AbstractContextManager[Any], ...]:
+    """Return what makes a step's loss and attention ours while it is entered, in the order of entering."""
+    return (
+        CrossEntropyInterception(context),
+        AttentionInterception(context, module),
+        FlexInterception(context, module),
+        HuggingFaceRewrite(context, module),
+    )

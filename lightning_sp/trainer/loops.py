@@ -1,0 +1,36 @@
+"""The Trainer's loops: which one evaluates, and that none runs in inference mode; and its loggers, switched off for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+
+
+def evaluation_loop(trainer: Trainer) -> Any:
+    """Return the loop that validates, tests or predicts."""
+    return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+
+def forbid_inference_mode(trainer: Trainer) -> None:
+    """FSDP2 fails at the training step after an inference_mode evaluation: inference tensors have no version counter."""
+    for loop in (
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+    ):
+        loop.inference_mode = False
+
+
+@contextmanager
+def without_loggers(trainer: Trainer) -> Iterator[None]:
+    """Give a step as many loggers as it has, which log nothing."""
+    loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers

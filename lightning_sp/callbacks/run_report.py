@@ -1,4 +1,4 @@
-"""What a run did, said once at its end: a table, a picture and a small JSON file in the run's folder.
+"""What a run did, reported once at its end: a table, a picture and a small JSON file in the run's folder.
 
 It measures nothing itself: throughput and memory come from their callbacks, the metrics from Lightning's CSV.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing_extensions import override
 from lightning_sp.callbacks.label_counts import add_counts, sum_counts
 from lightning_sp.callbacks.memory import MemoryMonitor
 from lightning_sp.callbacks.plot import draw_run
+from lightning_sp.callbacks.resume_command import IN_PYTHON, fill_resume_command
 from lightning_sp.callbacks.summary import RunSummary
 from lightning_sp.callbacks.throughput import ThroughputMonitor
 from lightning_sp.errors import SequenceParallelError
@@ -36,6 +36,9 @@ class RunReport(Callback):
     The perplexity before training is the sanity check's, when that covered every validation batch
     (``num_sanity_val_steps=-1``). The unigram's is that of the validated labels' own frequencies: no model that sees one
     token at a time does better on them.
+
+    Paths and the command that continues the run stand below the table, each on a line of its own, to be copied. They are relative to the folder
+    in which the program was started.
 
     Communicates: after the first validation, two all-reduces, of one number and of one per token id.
 
@@ -52,6 +55,7 @@ class RunReport(Callback):
         self.folder = folder
         self.resume_command = resume_command
         self.monitor = monitor
+        self.start_folder = os.getcwd()  # printed paths are relative to it
         self.summary: RunSummary | None = None
         self._perplexity_before: float | None = None
         self._perplexity_after: float | None = None
@@ -131,6 +135,8 @@ class RunReport(Callback):
         (folder / "summary.json").write_text(json.dumps(asdict(self.summary), indent=2) + "\n")
         self._draw(trainer, folder)
         Console().print(self.summary.table())
+        for line in self.summary.lines(self.start_folder):
+            print(line)  # not by rich, which would wrap it
 
     def _summarise(self, trainer: Trainer, folder: Path) -> RunSummary:
         throughput = next((c for c in _callbacks(trainer) if isinstance(c, ThroughputMonitor)), None)
@@ -155,18 +161,12 @@ class RunReport(Callback):
     def _resume(self, trainer: Trainer, checkpoint: str | None, folder: Path) -> str | None:
         if checkpoint is None:
             return None
-        command = (
-            self.resume_command or "trainer.fit(..., ckpt_path={checkpoint!r}), with Trainer(max_steps={max_steps})"
+        return fill_resume_command(
+            self.resume_command or IN_PYTHON,
+            checkpoint=checkpoint,
+            folder=str(folder),
+            max_steps=2 * trainer.global_step,  # a finished run has no step left: as many again
         )
-        # A finished run has no step left: the command asks for as many again.
-        for name, value in (
-            ("{checkpoint!r}", repr(checkpoint)),
-            ("{checkpoint}", shlex.quote(checkpoint)),
-            ("{folder}", shlex.quote(str(folder))),
-            ("{max_steps}", str(2 * trainer.global_step)),
-        ):
-            command = command.replace(name, value)
-        return command
 
     def _draw(self, trainer: Trainer, folder: Path) -> None:
         assert self.summary is not None

@@ -1,4 +1,4 @@
-"""The numbers of a run, and the table that shows them."""
+"""The numbers of a run, the table that shows them, and the lines below it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from lightning_sp.callbacks.memory import GIB
+from lightning_sp.callbacks.resume_command import shorten_paths
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """The numbers of a run; None where nothing measured it."""
 
@@ -35,10 +36,10 @@ class RunSummary:
         return self.perplexity_after / self.unigram_perplexity
 
     def table(self) -> Table:
-        """Lay the numbers out."""
+        """Lay the numbers out. Nothing here needs to be copied: at 80 columns rich may break a cell between words."""
         table = Table(title="What this run did", show_header=False, title_style="bold", min_width=60)
         table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
+        table.add_column()
         table.add_row("mesh", self.mesh)
         if self.tokens_seen is not None:
             table.add_row("tokens", f"{self.tokens_seen:,} in {self.steps:,} optimizer steps")
@@ -47,11 +48,18 @@ class RunSummary:
             peaks = ", ".join(f"{rank}: {peak / GIB:.2f}" for rank, peak in enumerate(self.peak_memory_bytes))
             table.add_row("peak memory", f"GiB of rank {peaks} ({self.memory_kind})")
         table.add_row("val perplexity", self._perplexities())
-        table.add_row("files", self.folder)
-        table.add_row("checkpoint", self.checkpoint or "none written")
-        if self.resume:
-            table.add_row("resume", self.resume)
         return table
+
+    def lines(self, start_folder: str) -> list[str]:
+        """Return what is to be copied: paths and the command that continues the run, each in a line of its own.
+
+        Args:
+            start_folder: paths below it are relative to it.
+        """
+        lines = ["files:", self.folder, "checkpoint:", self.checkpoint or "none written"]
+        if self.resume:
+            lines += ["resume with:", self.resume]
+        return [shorten_paths(line, start_folder) for line in lines]
 
     def _perplexities(self) -> str:
         before = "not measured" if self.perplexity_before is None else f"{self.perplexity_before:.2f}"

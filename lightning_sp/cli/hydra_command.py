@@ -13,7 +13,7 @@ import hydra
 import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import instantiate
+from hydra.utils import get_original_cwd, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -58,8 +58,9 @@ def fit(config: DictConfig) -> float | None:
         config.trainer, callbacks=callbacks, strategy=instantiate(config.strategy, _convert_="all"), _convert_="all"
     )
     report = next((callback for callback in callbacks if isinstance(callback, RunReport)), None)
-    if report is not None and report.resume_command is None:
-        report.resume_command = hydra_resume_command(HydraConfig.get().overrides.task)
+    if report is not None:
+        report.start_folder = get_original_cwd()  # with hydra.job.chdir the process has left it
+        report.resume_command = report.resume_command or hydra_resume_command(HydraConfig.get().overrides.task)
     save_config(config)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.ckpt_path)
     return report.summary.perplexity_after if report is not None and report.summary is not None else None

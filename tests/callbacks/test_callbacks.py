@@ -1,6 +1,7 @@
 """What is measured equals what is known: FLOPs against torch's counter, tokens and time against a clock, memory."""
 
 import csv
+import dataclasses
 import json
 import math
 import sys
@@ -22,6 +23,7 @@ from lightning_sp.callbacks.label_counts import add_counts
 from lightning_sp.callbacks.memory import describe_peak, peak_bytes, peak_resident_bytes
 from lightning_sp.callbacks.plot import read_curve
 from lightning_sp.callbacks.progress_bar import short
+from lightning_sp.callbacks.resume_command import shorten_paths
 from lightning_sp.callbacks.summary import RunSummary
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import CausalLM, GPTConfig, HuggingFaceConfig, LlamaConfig
@@ -292,7 +294,16 @@ def test_report_writes_summary_picture_and_table(tmp_path, capsys):
     path = str(tmp_path / "with space" / "step-6.ckpt")
     assert summary["resume"] == f"go --from '{path}' --until 12 'x={{y}}'"
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-    table = "".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-6:] == [
+        "files:",
+        str(tmp_path),
+        "checkpoint:",
+        path,
+        "resume with:",
+        summary["resume"],
+    ]
+    table = "".join(printed.split())
     for text in ("Whatthisrundid", "192in6optimizersteps", f"{summary['perplexity_after']:.2f}after6steps", "ratio"):
         assert text in table
     # The untrained model's metrics stand at step 0.
@@ -333,10 +344,47 @@ def test_report_says_why_it_draws_no_picture(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("summary.json"))) == 2
 
 
+def summary_of(**values):
+    """A summary in which nothing was measured, but for the values given."""
+    nothing = dict.fromkeys(field.name for field in dataclasses.fields(RunSummary))
+    return RunSummary(**nothing | {"mesh": "mesh", "steps": 1, "peak_memory_bytes": [], "perplexity_step": 0} | values)
+
+
 def test_summary_of_a_run_that_nothing_measured():
-    nothing = RunSummary("mesh", 1, None, None, [], "", None, None, 0, None, "folder", None, None)
+    nothing = summary_of(folder="/work/runs/1")
     assert nothing.ratio_to_unigram is None
-    assert nothing.table().row_count == 5
+    assert nothing.table().row_count == 3
+    assert nothing.lines("/work") == ["files:", "runs/1", "checkpoint:", "none written"]
+
+
+def test_what_is_to_be_copied_stands_whole_in_lines_of_its_own():
+    command = f"lightning-sp-train {'trainer.max_steps=80 ' * 6}ckpt_path='/work/with space/{'long' * 30}/step-8.ckpt'"
+    summary = summary_of(folder="/work/with space", checkpoint="/elsewhere/work/step-8.ckpt", resume=command)
+    assert summary.lines("/work") == [
+        "files:",
+        "with space",
+        "checkpoint:",
+        "/elsewhere/work/step-8.ckpt",
+        "resume with:",
+        command.replace("/work/", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shortened"),
+    [
+        ("/a/b/c", "c"),
+        ("/a/b", "/a/b"),
+        ("/a/bc/d", "/a/bc/d"),
+        ("/x/a/b/c", "/x/a/b/c"),
+        ("python /a/b/train.py 'k=[/a/b/x,/a/b/y z]'", "python train.py 'k=[x,y z]'"),
+        ("fit(ckpt_path='/a/b/c')", "fit(ckpt_path='c')"),
+        ("cd /a/b/ there", "cd /a/b/ there"),
+    ],
+)
+def test_paths_are_shortened_where_they_begin(text, shortened):
+    assert shorten_paths(text, "/a/b") == shortened
+    assert shorten_paths(text, "/a/b/") == shortened
 
 
 def test_bar_shows_numbers_at_a_glance():

@@ -24,9 +24,9 @@ def script(folder, name, function):
     return path
 
 
-def start(folder, commands, *, apart=False):
-    """Start every command at once, each in a folder of its own if they would write to one, and return each one's output by name."""
-    folders = {name: folder / f"at_{name}" if apart else folder for name in commands}
+def start(folder, commands, *, apart=()):
+    """Start every command at once, those in `apart` each in a folder of its own (they would write to one), and return the outputs by name."""
+    folders = {name: folder / f"at_{name}" if name in apart else folder for name in commands}
     for each in folders.values():
         each.mkdir(exist_ok=True)
     environment = {
@@ -124,21 +124,30 @@ def test_lightnings_cli_fits_with_the_strategy(started):
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["strategy"]["init_args"]["ring_size"] == 2
 
 
+def printed_resume_command(output):
+    lines = output.splitlines()
+    command = lines[lines.index("resume with:") + 1]
+    assert " lightning-sp-train " in command, "relative to the current folder"
+    assert "ckpt_path=two/checkpoints/step-4.ckpt" in command
+    return command
+
+
 @pytest.fixture(scope="module")
 def followed(started):
     """Start what a user would start next, and return each command's output by name."""
-    folder, _ = started
+    folder, outputs = started
     (run,) = (folder / "runs" / "lightning_logs").iterdir()
     two = ["--trainer.strategy", "sequence_parallel", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
     evaluation = [*two, *SMALL_DATA, "--ckpt_path", str(folder / summary(run)["checkpoint"])]
     main = [sys.executable, str(folder / "lightning-sp")]
     commands = {
-        "resume": [*shlex.split(summary(folder / "two")["resume"]), f"hydra.run.dir={folder}/resumed"],
+        # As copied from the terminal: one line, its paths relative to where the command was typed.
+        "resume": [*shlex.split(printed_resume_command(outputs["two"])), f"hydra.run.dir={folder}/resumed"],
         "validate": [*main, "validate", *evaluation, "--trainer.limit_val_batches", "2"],
         "test": [*main, "test", *evaluation, "--trainer.limit_test_batches", "2"],
         "predict": [*main, "predict", *evaluation, "--trainer.limit_predict_batches", "1"],
     }
-    return folder, start(folder, commands, apart=True)
+    return folder, start(folder, commands, apart=("validate", "test", "predict"))
 
 
 def test_the_command_that_a_run_ends_with_resumes_it(followed):

@@ -4,12 +4,12 @@ from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models
-from lightning_sp.rewrite.sdpa import AttentionInterception
+from lightning_sp.rewrite.sdpa import SdpaInterception
 
 __all__ = [
-    "AttentionInterception",
     "FlexInterception",
     "HuggingFaceRewrite",
+    "SdpaInterception",
     "decoder_inputs",
     "hugging_face_models",
 ]

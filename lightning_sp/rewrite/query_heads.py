@@ -1,4 +1,4 @@
-"""How many query heads a model has: what its modules and configs name, else what reaches attention in a forward on fake tensors."""
+"""How many query heads a model has: the number that its modules and configs name, else that of a trial forward on fake tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
     """Return the smallest number of query heads that reach `F.scaled_dot_product_attention` or `flex_attention` in a forward without data.
 
     Nothing is computed: the tensors are fake, and parameters on the meta device do as well. The input is the module's
-    `example_input_array` (Lightning's name for it), else a few token ids. What the forward keeps in the module is the caller's concern.
+    `example_input_array` (Lightning's name for it), else a few token ids. What the forward changes in the module is the caller's concern.
 
     Returns:
         The number, None where it cannot be found, and then why.
@@ -50,20 +50,20 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
     if target is None:
         return None, f"{type(module).__name__} has no forward, and not one submodule that has"
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _seen_heads(target) as seen:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _recorded_heads(target) as heads:
             args, kwargs = _trial_input(module, target)
             named = [*target.named_parameters(), *target.named_buffers()]
             state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
             functional_call(target, state, args, kwargs)
     except Exception as error:  # whatever a user's forward raises on a made-up input: then the heads are not known
         return None, f"a forward of {type(target).__name__} without data failed: {type(error).__name__}: {error}"
-    if not seen:
+    if not heads:
         return None, f"a forward of {type(target).__name__} made no call of F.scaled_dot_product_attention"
-    return min(seen), ""
+    return min(heads), ""
 
 
 def _with_forward(module: nn.Module) -> nn.Module | None:
-    """Return the module itself, or, where it leaves `forward` to its framework's base class, the one submodule it holds."""
+    """Return the module itself, or, where it leaves `forward` to its framework's base class, its only submodule."""
     has_forward = type(module).forward.__module__ not in _BASE_CLASSES
     if has_forward or getattr(module, "example_input_array", None) is not None:
         return module
@@ -96,12 +96,12 @@ def _trial_input(module: nn.Module, target: nn.Module) -> tuple[tuple[Any, ...],
 
 
 @contextmanager
-def _seen_heads(model: nn.Module) -> Iterator[list[int]]:
-    """Collect the head counts of attention calls (B, H, S, D), answering with an output of the right shape."""
-    seen: list[int] = []
+def _recorded_heads(model: nn.Module) -> Iterator[list[int]]:
+    """Record the head counts of attention calls (B, H, S, D), which return an output of the right shape."""
+    heads: list[int] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(query.shape[-3])
+        heads.append(query.shape[-3])
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
     with ExitStack() as undo:
@@ -110,4 +110,4 @@ def _seen_heads(model: nn.Module) -> Iterator[list[int]]:
             setattr(holder, name, attention)
             undo.callback(setattr, holder, name, original)
             rebind(model, original, lambda _: attention, undo)
-        yield seen
+        yield heads

@@ -1,7 +1,7 @@
-"""Names that a model's files bound to a function by `from ... import ...`, and attributes that its modules hold it by.
+"""Names that a model's files bound to a function by `from ... import ...`, and attributes of its modules: bound to another function.
 
-Replacing an attribute of torch's module does not reach them. Looked through: every module loaded of the packages that the model's classes
-come from, torch's own apart, and what the model's modules hold by name. Compiled again counts too: `torch.compile(flex_attention)`.
+Replacing an attribute of torch's module does not reach them. Searched: all loaded modules of the packages that the model's classes come from,
+but torch's own, and the attributes of the model's modules. A compiled one counts too: `torch.compile(flex_attention)`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def rebind(
     Args:
         root: the model.
         original: the function, compiled or not.
-        make: returns what a name is bound to from what it was bound to: the function, or compiled.
+        make: from what a name was bound to, the function or a compiled one, to what it is bound to.
         undo: takes that back.
     """
     packages = {each.__module__.partition(".")[0] for m in root.modules() for each in type(m).__mro__} - _NOT_SEARCHED
     loaded = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
-    # Only what a file or an object holds itself: asking a lazy module for a name would load it.
+    # Only a file's or an object's own names: asking a lazy module for one would load it.
     holders: list[dict[str, Any]] = [vars(module) for module in loaded if isinstance(module, ModuleType)]
     holders += [vars(module) for module in root.modules()]
     for holder in holders:

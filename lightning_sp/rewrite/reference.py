@@ -35,7 +35,7 @@ def whole_attention(
         v: values.
         mask: bool, or floating point, added to the scores; None for all.
         bias: added to the scores, besides.
-        causal: whether a query sees no key after its own place, besides.
+        causal: whether a query sees no key after its own position, besides.
         scale: of q k^T; None for 1 / sqrt(D).
         sinks: see `sequence_parallel_attention`, as the rest.
         softcap: of the scores.
@@ -45,20 +45,20 @@ def whole_attention(
     Shapes: q (B, H, S, D), k and v (B, K, T, D), mask (..., S or 1, T) -> (B, H, S, D).
     """
     shape = (1, 1, q.shape[2], k.shape[2])
-    seen = torch.ones(shape, dtype=torch.bool, device=q.device)
-    seen = seen.tril() if causal else seen
+    visible = torch.ones(shape, dtype=torch.bool, device=q.device)
+    visible = visible.tril() if causal else visible
     if mask is not None and mask.dtype == torch.bool:
-        seen = seen & mask
+        visible = visible & mask
     elif mask is not None:
         bias = mask if bias is None else bias + mask
-    places = whole_positions(q, k)
-    change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)
-    kept = None if dropout is None else dropout.kept(places).to(q.dtype) / (1.0 - dropout.probability)
-    return dense_attention(q, k, v, seen, scale, sinks, softcap, bias=bias, change=change, kept=kept)
+    positions = whole_positions(q, k)
+    change = None if score_mod is None else partial(score_mod.apply, places=positions, tensors=score_mod.tensors)
+    kept = None if dropout is None else dropout.kept(positions).to(q.dtype) / (1.0 - dropout.probability)
+    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, change=change, kept=kept)
 
 
 def whole_positions(q: Tensor, k: Tensor) -> ScorePositions:
-    """Return the places of all scores of a whole attention."""
+    """Return the positions of all scores of a whole attention."""
     return ScorePositions(
         (0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k))
     )

@@ -1,38 +1,32 @@
 """Interception of `F.scaled_dot_product_attention`, for models that call it, directly or through torch's own modules.
 
-Seen: whatever looks the function up as an attribute when it runs, `nn.MultiheadAttention` in training included, and what is bound to it in
-the model's own files (`bound_names`). Missed: attention written out by hand: the count of calls and the preflight find it. Explicit masks
-are read in `explicit_mask`. What the operator cannot carry is refused by name.
+Replaced: the attribute, for whatever looks it up when it runs, `nn.MultiheadAttention` in training included; and the names that the model's
+own files bound to it (`rebind`). Missed: attention written out by hand; the count of calls and the preflight find it. Explicit masks are read
+in `explicit_mask`. What the operator cannot carry is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.spec.documents import document_ids
-from lightning_sp.attention.spec.score_mod import ScoreMod
-from lightning_sp.context.masks import AttentionPattern
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.rebind import rebind
 from lightning_sp.rewrite.reference import whole_attention
 
 
-class AttentionInterception(AbstractContextManager[None]):
-    """Makes `F.scaled_dot_product_attention` the sequence-parallel one while the context has a step in progress.
-
-    A class because it holds what it replaces until it is put back.
-    """
+class SdpaInterception(AbstractContextManager[None]):
+    """Makes `F.scaled_dot_product_attention` the sequence-parallel one while the context has a step in progress, until it exits."""
 
     def __init__(self, context: SequenceContext, module: nn.Module) -> None:
         self.context, self.module = context, module
@@ -44,8 +38,8 @@ class AttentionInterception(AbstractContextManager[None]):
         assert self._original is None
         self._original = F.scaled_dot_product_attention
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
-        F.scaled_dot_product_attention = self._attention
-        rebind(self.module, self._original, lambda _: self._attention, self._undo)
+        F.scaled_dot_product_attention = self._sdpa
+        rebind(self.module, self._original, lambda _: self._sdpa, self._undo)
         # The fused encoder path of nn.TransformerEncoder under no_grad would pass us by in validation.
         torch.backends.mha.set_fastpath_enabled(False)
 
@@ -56,7 +50,7 @@ class AttentionInterception(AbstractContextManager[None]):
             torch.backends.mha.set_fastpath_enabled(self._fastpath)
             self._original = None
 
-    def _attention(
+    def _sdpa(
         self,
         query: Tensor,
         key: Tensor,
@@ -70,7 +64,7 @@ class AttentionInterception(AbstractContextManager[None]):
         assert self._original is not None
         if self.context.step is None:
             if self.context.reference is not None:
-                attn_mask, is_causal = _with_documents(self.context.reference, attn_mask, is_causal, query)
+                attn_mask, is_causal = _within_documents(self.context.reference, attn_mask, is_causal, query)
                 if dropout_p:
                     dropout = attention_dropout(self.context, dropout_p)
                     return whole_attention(query, key, value, attn_mask, causal=is_causal, scale=scale, dropout=dropout)
@@ -93,10 +87,10 @@ class AttentionInterception(AbstractContextManager[None]):
         return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p)
 
 
-def _with_documents(
+def _within_documents(
     reference: SequenceInfo, given: Tensor | None, causal: bool, query: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """Return the mask of a short whole batch within its documents, and whether the function is to be causal by itself.
+    """Return the mask of a short whole batch within its documents, and whether torch's function is to be causal besides.
 
     Shapes: given (..., S or 1, S) -> (rows, 1 or heads, S, S).
     """
@@ -108,54 +102,3 @@ def _with_documents(
     if given is None or given.dtype == torch.bool:
         return (documents if given is None else documents & given), False
     return given.masked_fill(~documents, -torch.inf), False
-
-
-def attend(
-    context: SequenceContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: AttentionMask,
-    scale: float | None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Run the operator on a rewritten model's attention call, counting it.
-
-    Shapes: query (B, H, s, D), key and value (B, K, t, D) -> (B, H, s, D), s and t of `SequenceContext.sequences`.
-    """
-    step = context.step
-    assert step is not None
-    if (
-        not torch.compiler.is_compiling()
-    ):  # a checkpointed region may have no side effect; see SequenceParallelStrategy._counted
-        step.num_attention_calls += 1
-        step.attention_patterns.append(AttentionPattern.of(mask))
-    run = partial(
-        sequence_parallel_attention,
-        query,
-        key,
-        value,
-        mesh=context.mesh,
-        mask=mask,
-        layout=step.batch.layout,
-        scale=scale,
-        sinks=sinks,
-        softcap=softcap,
-        bias=bias,
-        score_mod=score_mod,
-        **context.options.keywords(),
-    )
-    return _with_dropout(run, context, dropout_p) if dropout_p else run()
-
-
-def _draw(run: Callable[..., Tensor], context: SequenceContext, probability: float) -> Tensor:
-    return run(dropout=attention_dropout(context, probability))
-
-
-# Never traced: the number of the call is another one in each step, and would be compiled in.
-_with_dropout: Callable[..., Tensor] = torch.compiler.disable(_draw)  # type: ignore[no-untyped-call]

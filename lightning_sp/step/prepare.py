@@ -31,9 +31,9 @@ from lightning_sp.parallelize import (
     whole_state,
 )
 from lightning_sp.rewrite import (
-    AttentionInterception,
     FlexInterception,
     HuggingFaceRewrite,
+    SdpaInterception,
     decoder_inputs,
     hugging_face_models,
 )
@@ -150,7 +150,7 @@ def interceptions(context: SequenceContext, module: nn.Module) -> tuple[Abstract
     """Return what makes a step's loss and attention ours while it is entered, in the order of entering."""
     return (
         CrossEntropyInterception(context),
-        AttentionInterception(context, module),
+        SdpaInterception(context, module),
         FlexInterception(context, module),
         HuggingFaceRewrite(context, module),
     )

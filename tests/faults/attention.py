@@ -57,15 +57,15 @@ ATTENTION = (
     fault(
         "a decoder's positions counted from its shard's start",
         "rewrite/hugging_face/position_embeddings.py",
-        '"position_ids": places}',
+        '"position_ids": positions}',
         '"position_ids": None}',
         TWO_SEQUENCES,
     ),
     fault(
         "mask of a shard taken for the whole",
         "rewrite/explicit_mask.py",
-        "    if mask.shape[3] in whole and mask.shape[2] in (1, *whole_own)",
-        "    if mask.shape[3] in (other, *whole) and mask.shape[2] in (1, own, *whole_own)",
+        "    if mask.shape[3] in whole_keys and mask.shape[2] in (1, *whole_queries)",
+        "    if mask.shape[3] in (local_keys, *whole_keys) and mask.shape[2] in (1, local_queries, *whole_queries)",
         NOT_CARRIED,
     ),
     fault(
@@ -207,7 +207,7 @@ ATTENTION = (
     ),
     fault(
         "positions not given to a Hugging Face model",
-        "rewrite/hugging_face/interface.py",
+        "rewrite/hugging_face/position_ids.py",
         "if kwargs.get(name) is None and sequence.position_ids is not None:",
         "if False:",
         REWRITTEN,

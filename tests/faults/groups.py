@@ -13,7 +13,7 @@ GROUPS = (
             Change(
                 "strategy.py",
                 "            self._interceptions.enter_context(interception)\n",
-                '            if self.config.shard_size == "auto" or type(interception).__name__ != "AttentionInterception":\n'
+                '            if self.config.shard_size == "auto" or type(interception).__name__ != "SdpaInterception":\n'
                 "                self._interceptions.enter_context(interception)\n",
             ),
             Change(

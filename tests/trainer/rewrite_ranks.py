@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.rewrite.hugging_face import attention as layer_attention
 from lightning_sp.rewrite.hugging_face import interface as hugging_face
 from tests.trainer import mask_models
 from tests.trainer.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder, built_by
@@ -400,7 +401,7 @@ def _globals(module: Model) -> dict[str, Any]:
         "implementation": getattr(getattr(module.model, "config", None), "_attn_implementation", None),
         "on the model": sorted(n for n in ("generate", "loss_function", "_loss_function") if n in vars(module.model)),
         "rotary": sum("forward" in vars(m) for m in module.model.modules()),
-        "hooks": sum("_hand_in_positions" in repr(hook) for hook in module.model._forward_pre_hooks.values()),
+        "hooks": sum("pass_position_ids" in repr(hook) for hook in module.model._forward_pre_hooks.values()),
     }
 
 
@@ -426,36 +427,36 @@ def _no_documents() -> AbstractContextManager[Any]:
 
 
 def _no_positions() -> AbstractContextManager[Any]:
-    return patch.object(hugging_face, "_hand_in_positions", lambda *_: None)
+    return patch.object(hugging_face, "pass_position_ids", lambda *_: None)
 
 
 def _shards_largest() -> AbstractContextManager[Any]:
-    return patch.object(hugging_face, "follow_all_positions", lambda *_: None)
+    return patch.object(hugging_face, "wrap_rotary", lambda *_: None)
 
 
 def _no_mask_function() -> AbstractContextManager[Any]:
-    return patch.object(hugging_face, "asked_mask", lambda *_, **__: None)
+    return patch.object(hugging_face, "requested_mask", lambda *_, **__: None)
 
 
 def _no_window_check() -> AbstractContextManager[Any]:
-    original = hugging_face._attention
+    original = hugging_face.attention_forward
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("sliding_window", None)
         return original(*args, **kwargs)
 
-    return _both(_no_mask_function(), patch.object(hugging_face, "_attention", attention))
+    return _both(_no_mask_function(), patch.object(hugging_face, "attention_forward", attention))
 
 
 def _without(option: str) -> AbstractContextManager[Any]:
     """A softcap that caps nothing, sinks that take nothing."""
-    original = hugging_face.attend
+    original = layer_attention.attend
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         nothing = {"softcap": None} if option == "softcap" else {"sinks": kwargs["sinks"] * 0 - 1e4}
         return original(*args, **{**kwargs, **nothing})
 
-    return patch.object(hugging_face, "attend", attend)
+    return patch.object(layer_attention, "attend", attend)
 
 
 def _both(*managers: AbstractContextManager[Any]) -> AbstractContextManager[Any]:

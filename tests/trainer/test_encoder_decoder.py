@@ -78,7 +78,7 @@ REFUSED = [
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
     (dict(build="blenderbot", kind="hf", data=LABELS), ["no decoder_input_ids: how BlenderbotForConditionalGeneration makes these"]),
     (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
-    (dict(build="m2m", kind="hf"), ["M2M100SinusoidalPositionalEmbedding counts the places of its tokens in a way of its own"]),
+    (dict(build="m2m", kind="hf"), ["M2M100SinusoidalPositionalEmbedding counts the positions of its tokens in a way of its own"]),
     (dict(build="m2m layerdrop", kind="hf"), ["config.encoder_layerdrop=0.05, config.decoder_layerdrop=0.05", "set it to 0"]),
     (dict(build="bert2bert", kind="hf"), ["EncoderDecoderModel is made of two models"]),
     (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),

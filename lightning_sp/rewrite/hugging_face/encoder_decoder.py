@@ -14,7 +14,7 @@ from lightning_sp.rewrite.hugging_face.models import own_class
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Return whether a Hugging Face model reads one sequence and writes another, and is no part of such a one."""
+    """Return whether a Hugging Face model reads one sequence and writes another, and is not merely a part of one that does."""
     return (
         bool(getattr(model.config, "is_encoder_decoder", False))
         and "decoder_input_ids" in inspect.signature(model.forward).parameters
@@ -22,29 +22,31 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes the decoder's input of whole labels, as these models would; None where not all of them are encoder-decoders.
+    """Return the function from whole labels to the decoder's input, as these models would; None where not all of them are encoder-decoders.
 
     Shapes: (B, S) -> (B, S).
     """
-    writers = [each for each in models if is_encoder_decoder(each)]
-    if not writers or len(writers) < len(models):
+    encoder_decoders = [each for each in models if is_encoder_decoder(each)]
+    if not encoder_decoders or len(encoder_decoders) < len(models):
         return None
-    made: Callable[[Tensor], Tensor] | None = getattr(writers[0], "prepare_decoder_input_ids_from_labels", None)
-    if made is not None and len(writers) == 1:
-        return made
-    names = ", ".join(own_class(each).__name__ for each in writers)
+    prepare: Callable[[Tensor], Tensor] | None = getattr(
+        encoder_decoders[0], "prepare_decoder_input_ids_from_labels", None
+    )
+    if prepare is not None and len(encoder_decoders) == 1:
+        return prepare
+    names = ", ".join(own_class(each).__name__ for each in encoder_decoders)
 
-    def unknown(labels: Tensor) -> Tensor:
+    def refuse(labels: Tensor) -> Tensor:
         raise SequenceParallelError(
             f"the batch has labels of shape {tuple(labels.shape)} and no decoder_input_ids: how {names} makes these of them is not known; put "
             "them into the batch, in the collate function, the labels shifted by one to the right behind the start token"
         )
 
-    return unknown
+    return refuse
 
 
 def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, Any]) -> None:
-    """Refuse a model of one sequence in an encoder-decoder batch's place, and inputs that are not the batch's own."""
+    """Refuse an encoder-decoder with a batch of one sequence, or without the batch's own decoder input."""
     if batch.encoder is None:
         raise SequenceParallelError(
             f"{own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "

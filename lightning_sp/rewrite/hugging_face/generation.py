@@ -9,7 +9,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 
-def wrap_generate(model: Any, context: SequenceContext, undo: ExitStack) -> None:
+def refuse_generation(model: Any, context: SequenceContext, undo: ExitStack) -> None:
     """Refuse generation while a step is in progress; `undo` takes that back."""
     if not hasattr(model, "generate"):
         return

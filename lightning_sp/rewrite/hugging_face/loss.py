@@ -22,9 +22,9 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         if context.step is not None:
             name = getattr(original, "__name__", str(original))
-            if is_encoder_decoder(model) and name == "ForMaskedLMLoss":  # of labels as they are
-                found: Tensor = original(*args, **kwargs)
-                return found
+            if is_encoder_decoder(model) and name == "ForMaskedLMLoss":  # it does not shift its labels
+                masked: Tensor = original(*args, **kwargs)
+                return masked
             if name != "ForCausalLMLoss" or is_encoder_decoder(model):
                 raise SequenceParallelError(
                     f"{type(model).__name__} computes {name}: only ForCausalLMLoss, and an encoder-decoder's ForMaskedLMLoss, means over "
@@ -33,7 +33,7 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
             if context.step.batch.encoder is not None:
                 raise SequenceParallelError(
                     f"{type(model).__name__} computes {name}, whose targets are the next tokens, in an encoder-decoder batch, whose labels are "
-                    "those of the decoder's own places: compute its loss in training_step from the logits"
+                    "those of the decoder's own positions: compute its loss in training_step from the logits"
                 )
             if context.step.batch.shift_labels is None:
                 raise SequenceParallelError(
@@ -44,8 +44,8 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
         loss: Tensor = original(*args, **kwargs)
         return loss
 
-    had = "_loss_function" in vars(model)
+    had_own = "_loss_function" in vars(model)
     model.loss_function = loss_function
-    undo.callback(setattr, model, "_loss_function", original) if had else undo.callback(
+    undo.callback(setattr, model, "_loss_function", original) if had_own else undo.callback(
         delete_attribute, model, "_loss_function"
     )

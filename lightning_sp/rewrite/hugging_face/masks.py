@@ -1,4 +1,4 @@
-"""The masks that a Hugging Face model asks for, as values: their functions taken apart, and what is no window or chunk given global positions.
+"""The masks that a Hugging Face model asks for, as values: each mask function is taken apart into the elementary ones that it joins.
 
 intersection of: causal, full, windows, chunks      -> an interval for each query
                  any other function of positions    -> a mask_mod; it must read nothing of this rank's tokens
@@ -20,9 +20,9 @@ from lightning_sp.context.masks import build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.closures import check_whole_tensors, of_real_tokens
+from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens
 
-# Wrappers that only restate what the context knows: documents come from the whole batch's positions, not from a shard's.
+# Transformers' names of them. Documents come from the whole batch's positions and not from a shard's, so their own functions are skipped.
 _CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
 _WINDOW, _BOTH_WAYS = (
     "sliding_window_overlay.<locals>.inner_mask",
@@ -36,13 +36,13 @@ _PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
 _WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
 
 
-def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Receive every mask the model asks for: return it as a value, None where causal or full says it all.
+def requested_mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return a mask that the model asks for as a value, None where it is just causal or full: transformers' mask interface.
 
     Args:
         context: with or without a step in progress.
-        original: what is asked outside of one.
-        args: of transformers' mask interface.
+        original: the function called outside of one.
+        args: of the interface.
         kwargs: likewise.
 
     Communicates: where the model hides padding one all_reduce of 8 bytes.
@@ -61,19 +61,19 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
     padding = kwargs.get("attention_mask")
     hides = padding is not None and (batch.hides_keys or not batch.has_attention_mask)
     if hides:
-        # The values of a shard are known to its rank alone: all ranks of the sequence refuse what one refuses. Not those of others, whose batch
-        # may hide nothing.
+        # Only a shard's own rank knows its values: all ranks of the sequence refuse what one refuses. Ranks of other sequences do not take part:
+        # their batch may hide nothing.
         comm.agree(_wrong_padding(batch, padding), context.mesh.sequence_group)
         hides = batch.hides_keys
     sizes: dict[str, int] = {}
     functions: list[_MaskFunction] = []
-    # Where the model is not given the batch's padding mask, transformers does not count from it.
-    counted = _counted_from(batch) if hides or not batch.has_attention_mask else None
+    # Where the model does not get the batch's padding mask, transformers does not count from it.
+    origin = _origin(batch) if hides or not batch.has_attention_mask else None
     for part in parts:
-        if part.size is not None and not sizes and (part.name != _CHUNKS or counted is None):
+        if part.size is not None and not sizes and (part.name != _CHUNKS or origin is None):
             sizes[part.name] = part.size
         elif part.name not in (_CAUSAL, _FULL):
-            functions.append(_mask_function(context, part, counted, queries, batch))
+            functions.append(_mask_function(context, part, origin, queries, batch))
     causal = _CAUSAL in [part.name for part in parts]
     if not any(part.name not in _KNOWN for part in parts):
         step.requested_causal.add(causal)
@@ -88,9 +88,9 @@ def asked_mask(context: SequenceContext, original: Callable[..., Any], *args: An
 
 
 def _mask_function(
-    context: SequenceContext, part: _Part, start: Tensor | None, queries: SequenceInfo, batch: SequenceInfo
+    context: SequenceContext, part: _MaskPart, origin: Tensor | None, queries: SequenceInfo, batch: SequenceInfo
 ) -> _MaskFunction:
-    """Return a part of a mask as a function of global positions, counted from `start` where transformers does so.
+    """Return a part of a mask as a function of global positions, counted from `origin` where transformers does so.
 
     Raises:
         SequenceParallelError: it reads tensors of this rank's tokens.
@@ -98,19 +98,19 @@ def _mask_function(
     size = part.size
     if part.name == _CHUNKS and size is not None:
         # Transformers' own reads where the shard's padding ends.
-        begun = torch.zeros(batch.rows, batch.padded_length, dtype=torch.int64) if start is None else start
-        begun = begun.to(_device(batch))
-        return lambda row, head, query, key: (query - begun[row, query]) // size == (key - begun[row, key]) // size
+        start = torch.zeros(batch.rows, batch.padded_length, dtype=torch.int64) if origin is None else origin
+        start = start.to(_device(batch))
+        return lambda row, head, query, key: (query - start[row, query]) // size == (key - start[row, key]) // size
     if part.name in _SIZED and size is None:
         raise SequenceParallelError(
             f"the model asks for a mask made of {part.name} of unknown size: it cannot be carried; without it the model would be silently wrong"
         )
     check_whole_tensors(context, part.function, f"the model's mask function {part.name}")
-    if start is None or batch.has_attention_mask or part.name in _KNOWN:
-        return of_real_tokens(part.function, queries, batch)
-    begins = start.to(_device(batch))
-    return of_real_tokens(
-        lambda row, head, query, key: part.function(row, head, query - begins[row, query], key - begins[row, key]),
+    if origin is None or batch.has_attention_mask or part.name in _KNOWN:
+        return clamp_to_real_tokens(part.function, queries, batch)
+    start = origin.to(_device(batch))
+    return clamp_to_real_tokens(
+        lambda row, head, query, key: part.function(row, head, query - start[row, query], key - start[row, key]),
         queries,
         batch,
     )
@@ -118,10 +118,10 @@ def _mask_function(
 
 def _all_of(functions: list[_MaskFunction]) -> _MaskFunction:
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = functions[0](row, head, query, key)
+        visible = functions[0](row, head, query, key)
         for function in functions[1:]:
-            seen = seen & function(row, head, query, key)
-        return seen
+            visible = visible & function(row, head, query, key)
+        return visible
 
     return mask_mod
 
@@ -131,8 +131,8 @@ def _device(batch: SequenceInfo) -> torch.device:
     return torch.device("cpu") if batch.position_ids is None else batch.position_ids.device
 
 
-def _counted_from(batch: SequenceInfo) -> Tensor | None:
-    """Return where each token's positions are counted from, None for the row's start: its document, or what padding leaves.
+def _origin(batch: SequenceInfo) -> Tensor | None:
+    """Return from where each token's position is counted: its document's start, or the first token that is no padding; None for 0.
 
     Shapes: () -> (rows, S), int64, on the CPU.
     """
@@ -156,7 +156,7 @@ def _counts_within_documents() -> bool:
 
 
 def _wrong_padding(batch: SequenceInfo, padding: Any) -> str | None:
-    """Return what is wrong with the padding that a model hides, of this rank's tokens: it must be the batch's, whose whole is known."""
+    """Return what is wrong with the padding mask of this rank's tokens that reached the model: it must be the batch's own, known whole."""
     if not batch.hides_keys:
         if bool(padding.all()):
             return None
@@ -174,7 +174,7 @@ def _wrong_padding(batch: SequenceInfo, padding: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _MaskPart:
     """An elementary mask function: its name, itself, and the size of its window or chunk."""
 
     name: str
@@ -182,7 +182,7 @@ class _Part:
     size: int | None = None
 
 
-def _mask_parts(function: Any) -> list[_Part]:
+def _mask_parts(function: Any) -> list[_MaskPart]:
     """Return the elementary masks that a mask function is the intersection of."""
     name = getattr(function, "__qualname__", repr(function))
     if name in _PACKED:
@@ -193,7 +193,7 @@ def _mask_parts(function: Any) -> list[_Part]:
         inner += list(content) if isinstance(content, tuple) else [content]
     if name in _SIZED:
         sizes = [each for each in inner if isinstance(each, int)]
-        return [_Part(name, function, sizes[0] if len(sizes) == 1 else None)]
+        return [_MaskPart(name, function, sizes[0] if len(sizes) == 1 else None)]
     if not name.startswith(_WRAPPERS):
-        return [_Part(name, function)]
+        return [_MaskPart(name, function)]
     return [each for content in inner if callable(content) for each in _mask_parts(content)]

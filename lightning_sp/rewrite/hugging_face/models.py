@@ -33,7 +33,7 @@ def hugging_face_models(module: nn.Module) -> list[Any]:
 
 
 def own_class(module: nn.Module) -> type:
-    """Return a module's class from before FSDP2 put a subclass of its own, in torch's own source file, in its place."""
+    """Return a module's class as its file defines it: FSDP2 makes it a subclass, in torch's own source file."""
     return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 

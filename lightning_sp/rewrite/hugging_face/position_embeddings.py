@@ -1,4 +1,4 @@
-"""Position embeddings of encoder-decoders that count the tokens they are given: they are handed this rank's places instead.
+"""Position embeddings of encoder-decoders that count the tokens of their input: they are handed this rank's positions instead.
 
 BART's and its kin's (`forward(input_ids, past_key_values_length=0, position_ids=None)`) count from 0 by their input's length, or are given such
 a count by the model, a shard's as if it were the sequence. Nothing else of the model takes positions.
@@ -19,21 +19,21 @@ _PAST = "past_key_values_length"
 _COUNTS = [_PAST, "position_ids"]
 
 
-def positions_of_shards(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
-    """Hand each such module of a model the places of its tokens. `undo` takes that back.
+def pass_positions_to_embeddings(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
+    """Hand each such module of a model the global positions of its tokens. `undo` takes that back.
 
     One that counts in a way of its own (M2M-100's by padding tokens, BERT's as a part of another model) is refused once a step calls it.
     """
     for module in model.modules():
-        taken = list(inspect.signature(module.forward).parameters)
-        if _PAST in taken:
-            known = taken[1:] == _COUNTS and taken[0] in ("input_ids", "input_ids_shape")
-            hook = _places(context, taken[0]) if known else _refusal(context)
+        parameters = list(inspect.signature(module.forward).parameters)
+        if _PAST in parameters:
+            counts_as_bart = parameters[1:] == _COUNTS and parameters[0] in ("input_ids", "input_ids_shape")
+            hook = _positions_hook(context, parameters[0]) if counts_as_bart else _refusal_hook(context)
             undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
-def _places(context: SequenceContext, name: str) -> Any:
-    def hand_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _positions_hook(context: SequenceContext, name: str) -> Any:
+    def pass_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if context.step is None:
             return None
         given: Any = args[0] if args else kwargs[name]
@@ -41,21 +41,21 @@ def _places(context: SequenceContext, name: str) -> Any:
         sequence, _ = context.sequences(tokens, tokens)
         if sequence.boundaries is not None:
             raise SequenceParallelError(
-                f"{type(module).__name__} counts the places of its tokens itself, alike for all rows, and the batch has packed documents: give "
-                "each row one document, or packed_documents=False if attention is to see the whole row"
+                f"{type(module).__name__} counts the positions of its tokens itself, alike for all rows, and the batch has packed documents: "
+                "give each row one document, or packed_documents=False if attention is to see the whole row"
             )
-        places = None if sequence.position_ids is None else sequence.position_ids[0]
-        return (), {name: given, _PAST: 0, "position_ids": places}
+        positions = None if sequence.position_ids is None else sequence.position_ids[0]
+        return (), {name: given, _PAST: 0, "position_ids": positions}
 
-    return hand_in
+    return pass_positions
 
 
-def _refusal(context: SequenceContext) -> Any:
+def _refusal_hook(context: SequenceContext) -> Any:
     def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if context.step is not None and context.mesh.layout.size > 1:
             raise SequenceParallelError(
-                f"{type(module).__name__} counts the places of its tokens in a way of its own, of this rank's part alone: it cannot be handed "
-                "those of the whole sequence; use a model that takes position_ids, or counts as BART does"
+                f"{type(module).__name__} counts the positions of its tokens in a way of its own, of this rank's part alone: it cannot be "
+                "handed those of the whole sequence; use a model that takes position_ids, or counts as BART does"
             )
 
     return refuse

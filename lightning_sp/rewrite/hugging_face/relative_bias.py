@@ -1,4 +1,4 @@
-"""T5's bias of distances, which its attention makes for as many queries and keys as it is given: made for the whole sequence instead.
+"""T5's bias of relative positions, which its attention makes for the queries and keys that it is given: made for the whole sequence instead.
 
 Every module of Hugging Face's T5 family that makes one has `compute_bias(query_length, key_length, ...)`. Its cross attention has none, and
 would add a matrix of zeros: one zero does as well.
@@ -17,7 +17,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
 
-def bias_of_whole_sequences(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
+def wrap_relative_bias(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
     """Make each such module of a model return its bias whole. `undo` takes that back.
 
     Shapes: (1, H, S, S) instead of (1, H, s, s).
@@ -35,7 +35,7 @@ def bias_of_whole_sequences(model: nn.Module, context: SequenceContext, undo: Ex
 
 
 def adds_zeros(module: nn.Module) -> bool:
-    """Return whether what an attention adds to its scores are zeros of its own making (UMT5's cross attention), as many as scores."""
+    """Return whether an attention adds a matrix of zeros to its scores that it makes itself (UMT5's cross attention)."""
     return _without_bias(module) and not _takes_bias(module)
 
 

@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies follow the largest position of their input: every rank's follow that of all ranks.
 
 Hugging Face's types "dynamic" and "longrope" choose the frequencies of all tokens by the largest position they are given, and a shard has
-another one than the whole. So the whole's is given to each rank as one token more, which is taken off the result again.
+another one than the whole. So each rank gets the whole's as one token more, which is cut off the result again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 
 
-def follow_all_positions(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
-    """Wrap each such rotary embedding of a model. `undo` takes that back."""
+def wrap_rotary(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
+    """Make each such rotary embedding of a model follow the largest position of all ranks. `undo` takes that back."""
     for module in model.modules():
         if any("dynamic" in each or each == "longrope" for each in _rope_types(module)):
             _wrap(module, context, undo)
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Return a module's types, one or one for each kind of layer; the module has them in one spelling, whatever the config's."""
-    held = getattr(module, "rope_type", None)
-    return [each for each in (held.values() if isinstance(held, dict) else [held]) if isinstance(each, str)]
+    """Return a module's types: one, or one for each kind of layer. The module spells them one way, whatever the config does."""
+    types = getattr(module, "rope_type", None)
+    return [each for each in (types.values() if isinstance(types, dict) else [types]) if isinstance(each, str)]
 
 
 def _wrap(rope: Any, context: SequenceContext, undo: ExitStack) -> None:
@@ -37,7 +37,7 @@ def _wrap(rope: Any, context: SequenceContext, undo: ExitStack) -> None:
         step = context.step
         if step is None:
             return original(x, position_ids, *args, **kwargs)
-        # A training step is one of all samples, an evaluation's of this group's: as its loss.
+        # Over the ranks of its loss: those of all samples in training, of this group's in evaluation.
         largest = comm.largest(position_ids.max(), step.loss_group)
         _check_memory(rope, context, step, largest)
         longer = cat([position_ids, largest.expand(*position_ids.shape[:-1], 1)], -1)
@@ -46,9 +46,9 @@ def _wrap(rope: Any, context: SequenceContext, undo: ExitStack) -> None:
             original(x, longer, *args, **kwargs), Tensor, lambda output: _without_last(output, tokens, rope)
         )
 
-    had = vars(rope).get("forward")
+    own = vars(rope).get("forward")
     rope.forward = forward
-    undo.callback(setattr, rope, "forward", had) if had else undo.callback(vars(rope).pop, "forward", None)
+    undo.callback(setattr, rope, "forward", own) if own else undo.callback(vars(rope).pop, "forward", None)
 
 
 def _without_last(output: Tensor, tokens: int, rope: nn.Module) -> Tensor:

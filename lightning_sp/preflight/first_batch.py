@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 
-from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
@@ -64,32 +62,21 @@ class Run:
 
 
 def try_first_batch(
-    batch: Any,
-    module: nn.Module,
-    runner: StepRunner,
-    run: RunStep,
-    *,
-    config: StrategyConfig,
-    options: ShardOptions,
-    groups: comm.HostGroups,
-    device: torch.device,
+    batch: Any, runner: StepRunner, run: RunStep, *, config: StrategyConfig, options: ShardOptions
 ) -> None:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
     Args:
         batch: as the loader gave it.
-        module: the model.
-        runner: of its steps.
+        runner: of the model's steps.
         run: the user's training_step on a batch.
         config: how long a crop is wanted, and whether batches are sharded by hand.
         options: which tensors carry the sequence.
-        groups: for values on the host.
-        device: where the model is.
 
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop.
     """
-    if not module.automatic_optimization:
+    if not runner.module.automatic_optimization:
         rank_zero_info(
             "preflight: skipped, for with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
         )
@@ -102,22 +89,22 @@ def try_first_batch(
         wanted=None if config.preflight_tokens == "auto" else config.preflight_tokens,
         hand_sharded=not config.shard_batch or is_sharded(batch),
         place=(mesh.data_parallel_rank, mesh.sequence_rank),
-        sequence_group=groups.sequence,
-        control_group=groups.world,
+        sequence_group=runner.groups.sequence,
+        control_group=runner.groups.world,
     )
     if crop.num_targets == 0:
         rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
         return
-    whole, sharded = _both_runs(crop, own, options, mesh, device)
+    whole, sharded = _both_runs(crop, own, options, mesh, runner.device)
     try:
         found = run_preflight(
-            module,
+            runner.module,
             runner.context,
             whole=lambda: run_on_gathered(lambda: run(whole.batch, whole.info)),
             sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
             whole_batch=whole.info,
             crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
-            device=device,
+            device=runner.device,
         )
     finally:
         runner.start_run()

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
+from lightning_sp.data.batch.sharding import unshard
 from lightning_sp.data.loaders.replace_sampler import is_filler_batch
 from lightning_sp.mesh import SequenceMesh
 
@@ -87,6 +88,28 @@ def _fault(held: list[list[tuple[tuple[int, ...], tuple[int, ...]]]], tokens: se
 def _is_constant(tensor: Tensor) -> bool:
     """Return whether all tokens of a tensor (rows, tokens, ...) have the same."""
     return tensor.dim() >= 2 and bool((tensor == tensor[:, :1]).all())
+
+
+def unshard_tokens(
+    tensor: Tensor, batch: SequenceInfo | None, mesh: SequenceMesh, groups: comm.HostGroups, *, dim: int
+) -> Tensor:
+    """Return whole sequences from every rank's part, without padding, in global order.
+
+    Args:
+        tensor: this rank's, with its tokens along `dim`.
+        batch: what was whole before it was sharded; None leaves the padding.
+        mesh: with the batch's layout.
+        groups: for a tensor on the host: on CUDA the devices' group takes none.
+        dim: of the tokens.
+
+    Shapes: (..., s, ...) -> (..., S, ...). Communicates: one all_gather over the sequence's ranks.
+    """
+    layout, length = mesh.layout, None
+    if batch is not None:
+        lengths = {each.padded_length // layout.size: each.length for each in reversed(batch.sequences)}
+        length = lengths.get(tensor.shape[dim], batch.length)
+    group = groups.sequence if tensor.device.type == "cpu" else mesh.sequence_group
+    return unshard(tensor, layout, group, dim=dim, length=length)
 
 
 def share_predictions(loop: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:

@@ -17,6 +17,7 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig, resolve_shard_size, resolve_split
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
@@ -117,19 +118,17 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     )
 
 
-def shard_options(
-    module: nn.Module, config: StrategyConfig, *, packs_documents: bool, device: torch.device
-) -> ShardOptions:
+def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig, device: torch.device) -> ShardOptions:
     """Return what is known of the batches: declared, or by the model and the data themselves.
 
     Args:
         module: the model.
+        datamodule: the data's; None where it comes from loaders.
         config: the options.
-        packs_documents: the data is known to pack documents, each with positions of its own.
         device: of this rank.
     """
     packed, shifted = config.packed_documents, config.labels_shifted
-    if packed is None and packs_documents:
+    if packed is None and isinstance(datamodule, SequenceShardingDataModule):
         packed = True
     models = hugging_face_models(module)
     of_labels = decoder_inputs(models)

@@ -26,6 +26,10 @@ class RandomStreams:
         self._window = (-1, 0)  # optimizer step in progress, and its micro-batches so far
         self._restored: dict[str, Any] | None = None  # by a resume, until the first micro-batch
 
+    def start_run(self, step: int, mesh: SequenceMesh) -> None:
+        """Begin with rank 0's seed. Communicates: one broadcast of it."""
+        self.seed_ranks(int(comm.broadcast_object(torch.initial_seed(), None)), step, mesh)
+
     def seed_ranks(self, seed: int, step: int, mesh: SequenceMesh) -> None:
         """Give every rank its own stream of elementwise dropout, derived from rank 0's seed; one process keeps its own."""
         self._seed, self._window = seed, (-1, 0)

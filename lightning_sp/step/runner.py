@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
@@ -26,15 +27,27 @@ class StepRunner:
     """Runs the steps of one model; a class because attention is looked for once and losses are compared from step to step.
 
     Args:
+        module: the model.
         context: what the interceptions share.
+        groups: for values on the host.
+        device: where the model is.
         compiled: whether the model's blocks are, so that attention calls are counted in a first step that runs eagerly.
-        control_group: the world, on a backend for host tensors.
     """
 
-    def __init__(self, context: SequenceContext, *, compiled: bool, control_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        context: SequenceContext,
+        *,
+        groups: comm.HostGroups,
+        device: torch.device,
+        compiled: bool,
+    ) -> None:
+        self.module = module
         self.context = context
+        self.groups = groups
+        self.device = device
         self._compiled = compiled
-        self._control_group = control_group
         self._attention_reached = False
         self._loss_check = LossCheck()
 
@@ -44,7 +57,7 @@ class StepRunner:
 
     def end_run(self) -> None:
         """Read the answer about the last loss. Every rank must call it."""
-        self._loss_check.finish(self._control_group)
+        self._loss_check.finish(self.groups.world)
 
     def train(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         """Run training_step and leave the step open for its backward; `end` closes it.
@@ -67,24 +80,20 @@ class StepRunner:
         if counts is not None:
             step.token_counts = counts
         if self.context.mesh.base.size() > 1:
-            self._loss_check.check(step, output, self._control_group)
+            self._loss_check.check(step, output, self.groups.world)
         return output
 
-    def evaluate(
-        self, batch: SequenceInfo, run: Callable[[], Any], module: nn.Module, device: torch.device, *, filler: bool
-    ) -> Any:
+    def evaluate(self, batch: SequenceInfo, run: Callable[[], Any], *, filler: bool) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
 
         Args:
             batch: what was sharded.
             run: the user's step on this rank's part.
-            module: the model.
-            device: where it is.
             filler: the batch only keeps other ranks' collectives company: it must not reach a log or a metric.
         """
         step = self._begin(batch, self.context.mesh.sequence_group)
         try:
-            with isolated(module, device) if filler else nullcontext(), self._counted():
+            with isolated(self.module, self.device) if filler else nullcontext(), self._counted():
                 output = run_on_gathered(run)
         finally:
             self.end()

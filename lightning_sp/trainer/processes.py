@@ -117,6 +117,11 @@ class ProcessStrategy(ParallelStrategy):
             tensor = tensor.float()
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Leave the registry alone: `registration` owns our place in it."""
+
     @override
     def teardown(self) -> None:
         assert self.cluster_environment is not None

@@ -114,9 +114,9 @@ DATA = (
     ),
     fault(
         "metrics of samples synchronised over the world",
-        "strategy.py",
+        "trainer/sharded_model.py",
         'return self.device_mesh.get_group("data_parallel")',
-        "return comm.world()",
+        "return torch.distributed.group.WORLD",
         "tests/trainer/test_lightning.py::test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group",
     ),
 )

@@ -1,0 +1,127 @@
+"""`ShardedModelStrategy`: the part of a Lightning strategy about a model whose parameters FSDP2 shards over a device mesh.
+
+Owns initial weights, accumulation without communication, state dicts, and which ranks read different samples. Nothing of sequences is here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sp.checkpoint import load_model_state, load_optimizer_state, local_path, model_state, optimizer_state
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import reshard, without_gradient_sync
+from lightning_sp.trainer.processes import ProcessStrategy
+
+
+class ShardedModelStrategy(ProcessStrategy):
+    """A LightningModule sharded over a mesh that has an axis ``data_parallel``. Lightning asks a strategy for these hooks."""
+
+    def __init__(self, *, process_group_backend: str | None, timeout: timedelta) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._device_mesh: DeviceMesh | None = None
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _accumulate(self) -> int:
+        return int(self._module.trainer.accumulate_grad_batches)
+
+    # ---- mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Return the mesh data_parallel x sequence_parallel x tensor_parallel."""
+        if self._device_mesh is None:
+            raise SequenceParallelError("the device mesh is not known before the processes have joined")
+        return self._device_mesh
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return which samples this rank reads: what to split an iterable dataset by."""
+        return 0 if self._device_mesh is None else int(self._device_mesh.get_local_rank("data_parallel"))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return how many groups of ranks read different samples."""
+        return 1 if self._device_mesh is None else int(self._device_mesh["data_parallel"].size())
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup:
+        """Return the ranks that read different samples: the `process_group` of a metric of samples, computed from whole sequences.
+
+        Metrics of tokens, computed from shards, need none: they are reduced over the world.
+        """
+        return self.device_mesh.get_group("data_parallel")
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    # ---- parameters
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Rank 0 draws the initial weights as a single process would; the others receive their shards, and none of them the whole.
+        elsewhere = self.global_rank != 0 if empty_init is None else empty_init
+        with torch.device("meta") if elsewhere else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate without communication; Lightning enters this for all but a window's last micro-batch."""
+        with without_gradient_sync(self._module):
+            yield
+
+    # ---- state
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's sharded state, by the user's names."""
+        # After an evaluation forward the root stays gathered.
+        reshard(self._module)
+        return model_state(self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's sharded state, by the user's parameter names."""
+        reshard(self._module)
+        return optimizer_state(self._module, getattr(optimizer, "optimizer", optimizer))
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_model_state(self._module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            load_optimizer_state(self._module, optimizer, state, index=index)
+
+    def _path_of_rank_0(self, path: str | os.PathLike[str], storage_options: Any = None) -> Path:
+        """Return where all ranks read or write a checkpoint. Communicates: one broadcast of the path."""
+        if storage_options is not None:
+            raise SequenceParallelError(
+                f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
+            )
+        return local_path(self.broadcast(os.fspath(path)))

@@ -28,9 +28,9 @@ ATTENTION = (
     ),
     fault(
         "padding mask of the batch dropped",
-        "data/batch/sharding.py",
-        "valid, seen = visible_keys(entries[masked]) if mask_given else (None, None)",
-        "valid, seen = None, None",
+        "data/batch/shard_sequence.py",
+        "visible = VisibleKeys() if mask is None else read_visible_keys(mask)",
+        "visible = VisibleKeys()",
         REWRITTEN,
     ),
     fault(
@@ -49,9 +49,9 @@ ATTENTION = (
     ),
     fault(
         "the two sequences of a batch taken for one",
-        "data/batch/sharding.py",
-        "padded += 0 if alike else layout.multiple",
-        "padded += 0",
+        "data/batch/shard_sequence.py",
+        "return padded if alike else padded + layout.multiple",
+        "return padded",
         TWO_SEQUENCES,
     ),
     fault(
@@ -186,9 +186,9 @@ ATTENTION = (
     ),
     fault(
         "balanced positions not given",
-        "data/batch/sharding.py",
-        "local[places] = shard(position_ids, layout, rank, dim=1)",
-        "local[places] = shard(position_ids, SequenceLayout(layout.ring_size, layout.ulysses_size), rank, dim=1)",
+        "data/batch/shard_sequence.py",
+        "local[sequence.positions_name] = shard(position_ids, layout, rank, dim=1)",
+        "local[sequence.positions_name] = shard(position_ids, SequenceLayout(layout.ring_size, layout.ulysses_size), rank, dim=1)",
         "tests/trainer/test_balance.py::test_a_balanced_fit_is_that_of_one_process[llama]",
     ),
     fault(
@@ -200,9 +200,9 @@ ATTENTION = (
     ),
     fault(
         "zigzag positions not given",
-        "data/batch/sharding.py",
-        "local[places] = shard(position_ids, layout, rank, dim=1)",
-        "local[places] = shard(position_ids, SequenceLayout(1, layout.size), rank, dim=1)",
+        "data/batch/shard_sequence.py",
+        "local[sequence.positions_name] = shard(position_ids, layout, rank, dim=1)",
+        "local[sequence.positions_name] = shard(position_ids, SequenceLayout(1, layout.size), rank, dim=1)",
         PACKED,
     ),
     fault(

@@ -7,7 +7,7 @@ from tests.faults.fault import FITS, LOSSES, REWRITTEN, fault
 LOSS = (
     fault(
         "labels shifted after sharding",
-        "data/batch/sharding.py",
+        "data/batch/shard_sequence.py",
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n',
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n'
         "    if labels is not None and not any(name in entries for name in ('shift_labels', 'targets')):\n"
@@ -16,7 +16,7 @@ LOSS = (
     ),
     fault(
         "the target at each shard's edge dropped",
-        "data/batch/sharding.py",
+        "data/batch/shard_sequence.py",
         "        return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)\n",
         "        part = shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim).clone()\n"
         "        if name in ('shift_labels', 'targets') and layout.size > 1:\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,22 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 
 
-def visible_keys(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return what each row's padding mask leaves: the run of tokens, or every token by itself where it is no run; neither where it hides none.
+class VisibleKeys(NamedTuple):
+    """The keys that a padding mask leaves visible in each row: neither field is set where it hides none.
 
-    Shapes: (B, S) -> (B, 2), int64 on the CPU, or (B, S), bool.
+    Args:
+        run: [start, stop) of each row, where the visible keys are a run, (B, 2), int64 on the CPU.
+        each: whether each key is visible, where they are not, (B, S), bool.
+    """
+
+    run: Tensor | None = None
+    each: Tensor | None = None
+
+
+def read_visible_keys(mask: Tensor) -> VisibleKeys:
+    """Return the keys that a padding mask leaves visible.
+
+    Shapes: (B, S) -> (B, 2) or (B, S).
 
     Raises:
         SequenceParallelError: the mask is not one of tokens.
@@ -24,15 +37,15 @@ def visible_keys(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
         raise SequenceParallelError(
             f"attention_mask of shape {tuple(mask.shape)}: must be (batch, tokens); a mask of queries and keys goes under another name, whole"
         )
-    left = mask.cpu() != 0
-    if bool(left.all()):
-        return None, None
-    counts = left.sum(1)
-    start = left.long().argmax(1)
-    valid = torch.stack([start, start + counts], 1)
+    visible = mask.cpu() != 0
+    if bool(visible.all()):
+        return VisibleKeys()
+    counts = visible.sum(1)
+    start = visible.long().argmax(1)
+    run = torch.stack([start, start + counts], 1)
     tokens = torch.arange(mask.shape[1])
-    holes = ((valid[:, :1] <= tokens) & (tokens < valid[:, 1:])) != left
-    return (None, left) if bool(holes.any()) else (valid, None)
+    holes = ((run[:, :1] <= tokens) & (tokens < run[:, 1:])) != visible
+    return VisibleKeys(each=visible) if bool(holes.any()) else VisibleKeys(run=run)
 
 
 def check_padding(dims: Mapping[str, int], layout: SequenceLayout, length: int, padded: int, *, apart: bool) -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.resident import peak_growth
-from benchmarks.traffic import counted
+from benchmarks.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
@@ -132,9 +132,7 @@ def _mesh(ulysses: int, ring: int) -> SequenceMesh:
 
 def _attend(problem: Problem, mesh: SequenceMesh, ways: Sequence[str], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     transport, method = ways
-    return sequence_parallel_attention(
-        q, k, v, mesh=mesh, mask=problem.mask, ring_transport=transport, ring_method=method
-    )
+    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=problem.mask, **ring_options(transport, method))
 
 
 def _attend_whole(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -237,7 +235,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--layouts", default="4x1,1x4,2x2", help="ulysses x ring, comma-separated")
     parser.add_argument(
-        "--transport", default="auto", help="ring_transport, comma-separated: each layout with a ring runs with each"
+        "--transport",
+        default="auto",
+        help="ring_transport, or network+saved, comma-separated: each layout with a ring runs with each",
     )
     parser.add_argument("--method", default="auto", help="ring_method, likewise")
     arguments = vars(parser.parse_args())

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.schemes import ring
-from lightning_sp.attention.schemes.shared_memory import Arrival
+from lightning_sp.attention.schemes.cpu_shared_memory import Arrival
 from lightning_sp.comm.point_to_point import Transfer
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
@@ -88,8 +89,8 @@ def measure(length: int, transport: str) -> tuple[float, list[float], list[float
         dist.barrier()
         with waiting() as waits:
             began = time.perf_counter()
-            ways = dict(ring_transport=transport, ring_method="hops")
-            sequence_parallel_attention(*leaves, mesh=mesh, mask=AttentionMask(), **ways).backward(grad)  # type: ignore[arg-type]
+            ways = ring_options(transport, "hops")
+            sequence_parallel_attention(*leaves, mesh=mesh, mask=AttentionMask(), **ways).backward(grad)
             return time.perf_counter() - began, waits
 
     wall, waited = run()
@@ -113,7 +114,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     with RankPool(arguments.world, timeout_s=600) as pool:
         for length in arguments.lengths:
-            for transport in ("network", "network_kept", "shared_memory"):
+            for transport in ("network", "network+saved", "shared_memory"):
                 pool.run(measure, length, transport)
                 runs = [pool.run(measure, length, transport) for _ in range(arguments.repeats)]
                 wall = statistics.median(max(rank[0] for rank in ranks) for ranks in runs)

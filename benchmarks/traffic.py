@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.config import AttentionKeywords
 
 # Collectives that the attention has no business with; torch 2.13 has new names for two of them.
 OTHERS = tuple(
@@ -89,13 +90,19 @@ def ulysses_sent_elements(split: HeadSplit, rank: int, *, batch: int, tokens: in
     return batch * tokens * dim * (qkv + out), batch * tokens * dim * (out_grad + qkv_grad)
 
 
-def ring_sent_units(size: int, rank: int, *, causal: bool, kept: bool = False) -> tuple[int, int]:
+def ring_options(transport: str, method: str = "auto") -> AttentionKeywords:
+    """Return the options of a ring by a transport; with "+saved" behind its name, arriving keys and values are saved for the backward."""
+    name, _, saved = transport.partition("+")
+    return {"ring_transport": name, "ring_saves_kv": saved == "saved", "ring_method": method}
+
+
+def ring_sent_units(size: int, rank: int, *, causal: bool, saves_kv: bool = False) -> tuple[int, int]:
     """Return what a ring rank sends in a forward and in a backward, in units of its local K (or V), for one document.
 
-    The formula of the docstring of `lightning_sp.attention.schemes.ring`; `kept`: that of "network_kept".
+    The formula of the docstring of `lightning_sp.attention.schemes.ring`; `saves_kv`: with `ring_saves_kv`.
     """
     keys, home = (size - 1 + rank, 2 * (size - 1) - rank) if causal else (2 * (size - 1), 2 * (size - 1))
-    return keys, home if kept else keys + home
+    return keys, home if saves_kv else keys + home
 
 
 def fewest_sent_bytes(

@@ -13,7 +13,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 
 Degree = int | Literal["auto"]
 KERNELS = ("auto", "torch", "flash_attn")
-RING_TRANSPORTS = ("auto", "shared_memory", "network", "network_kept")
+RING_TRANSPORTS = ("auto", "shared_memory", "network")
 RING_METHODS = ("auto", "hops", "all_gather")
 BALANCES = ("auto", "zigzag", "documents")
 
@@ -25,25 +25,36 @@ class AttentionOptions:
     Args:
         kernel: Local attention kernel. "auto" is torch's own; "flash_attn" is refused where it is not installed.
         ring_transport: How keys and values reach the other ranks of a ring. "shared_memory": read in place, by CPU ranks of one
-            machine; "network": messages of the process group; "network_kept": those, and what arrived is kept for the backward: a third
-            fewer bytes, and in memory up to ring_size - 1 times the local keys and values of each layer; "auto": shared memory where it is
-            possible, else the network.
+            machine; "network": messages of the process group; "auto": shared memory where it is possible, else the network.
+        ring_saves_kv: Whether keys and values that arrived over the network are saved for the backward: a third fewer bytes, and in memory up
+            to ring_size - 1 times the local keys and values of each layer. With ring_transport="auto" the network is taken.
         ring_method: When they come. "hops": rank by rank, each while the one before is computed; "all_gather": all that are needed first, then
             computed at once, which takes up to ring_size - 1 times the local keys and values of a layer more; "auto": that for sequences
             so short that a hop does not pay.
 
     Raises:
-        SequenceParallelError: an unknown name.
+        SequenceParallelError: an unknown name, or keys saved where none travel.
     """
 
     kernel: str = "auto"
     ring_transport: str = "auto"
+    ring_saves_kv: bool = False
     ring_method: str = "auto"
 
     def __post_init__(self) -> None:
         _check_name("kernel", self.kernel, KERNELS)
         _check_name("ring_transport", self.ring_transport, RING_TRANSPORTS)
         _check_name("ring_method", self.ring_method, RING_METHODS)
+        if self.ring_saves_kv and self.ring_transport == "shared_memory":
+            raise SequenceParallelError(
+                "ring_saves_kv=True with ring_transport='shared_memory': no keys and values travel there, each rank reads them in place, so "
+                "there is nothing to save; use ring_transport='network' (or 'auto', which takes the network then), or ring_saves_kv=False"
+            )
+
+    @property
+    def effective_ring_transport(self) -> str:
+        """The transport that is asked for: keys that are to be saved are those of the network."""
+        return "network" if self.ring_saves_kv else self.ring_transport
 
     def keywords(self) -> AttentionKeywords:
         """Return them as `sequence_parallel_attention` takes them."""
@@ -65,6 +76,7 @@ class AttentionKeywords(TypedDict, total=False):
 
     kernel: str
     ring_transport: str
+    ring_saves_kv: bool
     ring_method: str
 
 

@@ -72,6 +72,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         shard_size: int | Literal["auto"] = "auto",
         kernel: str = "auto",
         ring_transport: str = "auto",
+        ring_saves_kv: bool = False,
         ring_method: str = "auto",
         activation_checkpointing: bool = False,
         compile: bool = False,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 from lightning_sp.config import (
+    AttentionKeywords,
+    AttentionOptions,
     StrategyConfig,
     resolve_degrees,
     resolve_shard_size,
@@ -41,14 +44,31 @@ def test_an_unknown_kernel_names_the_nearest():
 
 
 def test_an_unknown_transport_names_the_nearest():
-    with refusal("ring_transport='shm': must be one of auto, shared_memory, network, network_kept"):
+    with refusal("ring_transport='shm': must be one of auto, shared_memory, network"):
         StrategyConfig(ring_transport="shm")
     with refusal(
-        "ring_transport='shared-memory': must be one of auto, shared_memory, network, network_kept; did you mean 'shared_memory'?"
+        "ring_transport='shared-memory': must be one of auto, shared_memory, network; did you mean 'shared_memory'?"
     ):
         StrategyConfig(ring_transport="shared-memory")
     with refusal("ring_method='allgather': must be one of auto, hops, all_gather; did you mean 'all_gather'?"):
         StrategyConfig(ring_method="allgather")
+
+
+def test_saving_keys_takes_the_network_and_is_refused_where_none_travel():
+    with refusal("ring_saves_kv=True with ring_transport='shared_memory': no keys and values travel there"):
+        StrategyConfig(ring_transport="shared_memory", ring_saves_kv=True)
+    assert StrategyConfig(ring_saves_kv=True).effective_ring_transport == "network"
+    assert StrategyConfig().effective_ring_transport == "auto"
+
+
+def test_the_keywords_of_the_attention_are_its_options():
+    assert list(AttentionKeywords.__annotations__) == [f.name for f in dataclasses.fields(AttentionOptions)]
+    options = AttentionOptions(kernel="torch", ring_saves_kv=True)
+    assert (
+        AttentionOptions(**options.keywords())
+        == options
+        == StrategyConfig(kernel="torch", ring_saves_kv=True).attention
+    )
 
 
 def test_balance_is_one_of_three_and_needs_the_strategy_to_shard():
@@ -73,9 +93,7 @@ def test_degrees_that_contradict_each_other():
 def test_an_unknown_option_names_the_nearest_and_all():
     with refusal("unknown option 'ring_sizes' of the sequence_parallel strategy; did you mean 'ring_size'?"):
         StrategyConfig.from_options({"ring_sizes": 2})
-    with refusal(
-        "known: kernel, ring_transport, ring_method, sequence_parallel_size, data_parallel_size, ulysses_size"
-    ):
+    with refusal("known: kernel, ring_transport, ring_saves_kv, ring_method, sequence_parallel_size"):
         StrategyConfig.from_options({"zzz": 2})
     assert StrategyConfig.from_options({"ring_size": 2}) == StrategyConfig(ring_size=2)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
@@ -20,9 +21,8 @@ def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Any:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = sequence_parallel_attention(
-            q, k, v, mesh=mesh, mask=AttentionMask(), ring_transport=transport[0] if transport else "auto"
-        )
+        ways = ring_options(transport[0] if transport else "auto")
+        out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), **ways)
         return out.transpose(1, 2)
 
     return attend, lambda t: shard(t, mesh.layout, mesh.sequence_rank, dim=1)

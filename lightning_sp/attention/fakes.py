@@ -94,7 +94,7 @@ def fake_gradients(packed: Tensor, received: list[int], ulysses_group: str) -> T
 
 def empty_saved_kv(k: Tensor, ring_size: int, options: AttentionOptions) -> Tensor:
     """Return room for the keys and values of all other ranks; a mask may need less of it. Shapes: (B, K, T, D) -> ((R-1) T, 2, B, K, D)."""
-    if options.ring_transport != "network_kept" or ring_size == 1:
+    if not options.ring_saves_kv or ring_size == 1:
         return k.new_empty(0)
     batch, heads, tokens, dim = k.shape
     return k.new_empty((ring_size - 1) * tokens, 2, batch, heads, dim)

@@ -22,7 +22,7 @@ from lightning_sp.attention.kernels.select import select_kernel
 from lightning_sp.attention.plan.block_sparsity import empty_map, of_map, search
 from lightning_sp.attention.plan.blocks import Plan, plan_of, tile_on
 from lightning_sp.attention.schemes.all_gather import all_gather_backward, all_gather_forward
-from lightning_sp.attention.schemes.cost import gathers
+from lightning_sp.attention.schemes.cpu_cost import uses_all_gather
 from lightning_sp.attention.schemes.cross_attention import (
     cross_counts,
     exchange_cross,
@@ -31,7 +31,6 @@ from lightning_sp.attention.schemes.cross_attention import (
     split_cross,
 )
 from lightning_sp.attention.schemes.ring import Ring, ring_backward, ring_forward
-from lightning_sp.attention.schemes.shared_memory import backward_arena, forward_arena
 from lightning_sp.attention.schemes.ulysses import (
     Ulysses,
     exchange_gradients,
@@ -54,7 +53,6 @@ from lightning_sp.attention.spec.codec import (
 )
 from lightning_sp.attention.spec.scores import ScoreGradients
 from lightning_sp.attention.spec.sinks import sink_gradient
-from lightning_sp.comm.cpu.shared_memory import Arena
 from lightning_sp.layout import SequenceLayout
 
 _Given = ParamSpec("_Given")
@@ -101,13 +99,12 @@ def attention_op(
     elif ulysses.group is not None:
         exchanged, exchanged_kv = exchange_cross(q, k, v, ulysses.split, ulysses.rank, ulysses.group)
         q, k, v = split_cross(exchanged, exchanged_kv)
-    arena = forward_arena(k, spec.ring_group, spec.options.ring_transport)
-    ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses, arena)
+    ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses)
     local_kernel = select_kernel(spec.options.kernel, q.device, q.dtype, spec.scores)
     block_kernel = BlockKernel(local_kernel, spec.scale, ulysses.split.head_groups(ulysses.rank))
     own_sinks = None if spec.sinks is None else spec.sinks[slice(*ulysses.queries)]
     saved_kv = empty_saved_kv(k, ring.size, spec.options)
-    forward = all_gather_forward if gathers(spec.options.ring_method, ring, k) else ring_forward
+    forward = all_gather_forward if _at_once(spec, ring, k) else ring_forward
     out, lse = forward(ring, block_kernel, q, k, v, own_sinks, saved_kv if saved_kv.numel() else None)
     if ulysses.group is not None:
         heads_out = out
@@ -156,8 +153,7 @@ def attention_backward_op(
         grad = exchange_out_grad(grad, ulysses.split, ulysses.rank, ulysses.group)
     else:
         q, k, v = saved
-    arena = backward_arena(k, spec.ring_group, spec.options.ring_transport)
-    ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses, arena)
+    ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses)
     gradients = ScoreGradients.like(spec.scores, learns)
     local_kernel = select_kernel(spec.options.kernel, q.device, q.dtype, spec.scores, gradients)
     block_kernel = BlockKernel(local_kernel, spec.scale, ulysses.split.head_groups(ulysses.rank))
@@ -166,7 +162,7 @@ def attention_backward_op(
         own = slice(*ulysses.queries)
         dsinks = torch.zeros_like(spec.sinks)
         dsinks[own] = sink_gradient(spec.sinks[own], grad, out, lse)
-    backward = all_gather_backward if gathers(spec.options.ring_method, ring, k) else ring_backward
+    backward = all_gather_backward if _at_once(spec, ring, k) else ring_backward
     gradients_of_heads = backward(ring, block_kernel, grad, q, k, v, out, lse, saved_kv if saved_kv.numel() else None)
     dq, dk, dv = map(_token_major, gradients_of_heads)
     return dq, dk, dv, encode_gradients(code, sinks=dsinks, bias=gradients.bias, of_function=gradients.tensors)
@@ -280,7 +276,12 @@ def _plan(
     return plan_of(spec.mask, layout, length, q.shape[0], keys, blocks, tile_on(q.device.type))
 
 
-def _ring(plan: Plan, spec: AttentionSpec, ulysses: Ulysses, arena: Arena | None) -> Ring:
+def _at_once(spec: AttentionSpec, ring: Ring, k: Tensor) -> bool:
+    token_bytes = 2 * k[:, :, :1].numel() * k.element_size()
+    return uses_all_gather(spec.options.ring_method, ring, token_bytes=token_bytes, device_type=k.device.type)
+
+
+def _ring(plan: Plan, spec: AttentionSpec, ulysses: Ulysses) -> Ring:
     group = comm.group_by_name(spec.ring_group)
     heads = ulysses.queries if spec.scores.names() else None
-    return Ring(plan, comm.rank_in(group), group, heads, arena)
+    return Ring(plan, comm.rank_in(group), group, heads, spec.options.effective_ring_transport)

@@ -55,7 +55,7 @@ def sequence_parallel_attention(
             on each rank is of that rank's part, as a parameter's. None for none.
         score_mod: a function of score and place in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
         dropout: of the weights, the same at all degrees; None for none.
-        options: kernel, ring_transport and ring_method, the names and values of `config.AttentionOptions`.
+        options: kernel, ring_transport, ring_saves_kv and ring_method, the names and values of `config.AttentionOptions`.
 
     Shapes: q (B, H, s, D), k (B, K, t, D), v (B, K, t, E), sinks (H,), bias (B or 1, H or 1, S or 1, T), H a multiple of K -> (B, H, s, E);
     s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the

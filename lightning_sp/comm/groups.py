@@ -133,11 +133,6 @@ def take_worlds_timeout(group: ProcessGroup) -> None:
     _c10d._set_pg_timeout(timedelta(seconds=timeout_s()), group)
 
 
-def is_on_hosts(group: ProcessGroup) -> bool:
-    """Return whether a group is gloo's: its tensors lie in the memory of the ranks' hosts."""
-    return bool(dist.get_backend(group) == "gloo")
-
-
 def world() -> ProcessGroup | None:
     """Return the group of all ranks, None without processes."""
     return dist.group.WORLD if dist.is_initialized() else None

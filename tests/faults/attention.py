@@ -114,14 +114,14 @@ ATTENTION = (
     ),
     fault(
         "shared dK and dV overwritten while they are read",
-        "attention/schemes/shared_memory.py",
+        "attention/schemes/cpu_shared_memory.py",
         "                self._arena.wait(Signal.ADDED, self._ring.source(hop - MAX_PARTIALS))\n",
         "                pass\n",
         f"{OUT_OF_STEP}[hops-1x4]",
     ),
     fault(
         "shared keys read before they are written",
-        "attention/schemes/shared_memory.py",
+        "attention/schemes/cpu_shared_memory.py",
         "        if self._ranges:\n            self._ready()\n",
         "",
         f"{OUT_OF_STEP}[hops-1x4]",

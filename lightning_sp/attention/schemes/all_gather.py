@@ -22,9 +22,17 @@ from torch import Tensor
 from lightning_sp.attention.kernels.accumulate import backward_step, forward_step
 from lightning_sp.attention.kernels.block_kernel import BlockKernel
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.attention.schemes.kv_buffer import pack, pack_into, packed_shape, unpack
 from lightning_sp.attention.schemes.ring import Ring
-from lightning_sp.attention.schemes.transport import Arriving, Transport, abandon_on_error, add_home
+from lightning_sp.attention.schemes.transport import (
+    Arriving,
+    Transport,
+    abandon_on_error,
+    add_home,
+    pack,
+    pack_into,
+    packed_shape,
+    unpack,
+)
 from lightning_sp.attention.spec.merge import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.sinks import add_sinks
@@ -37,10 +45,10 @@ def all_gather_forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None = None,
-    kept: Tensor | None = None,
+    saved_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `ring_forward` returns. Shapes: as there."""
-    hops = ring.hops(k, v, kept)
+    hops = ring.begin_forward(k, v, saved_kv)
     with abandon_on_error(hops):
         keys, values = unpack(_gather(ring, hops, k, v))
     running = forward_step(kernel, ring.gathered.blocks, q, keys, values, None, _places(ring, q))
@@ -57,10 +65,10 @@ def all_gather_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor | None = None,
+    saved_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `ring_backward` returns. Shapes: as there."""
-    hops = ring.backward_hops(k, v, kept)
+    hops = ring.begin_backward(k, v, saved_kv)
     with abandon_on_error(hops):
         keys = unpack(_gather(ring, hops, k, v))
         saved = (grad, q, out, lse)

@@ -7,27 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from lightning_sp.attention.schemes.kv_buffer import length, pack, taken
-from lightning_sp.attention.schemes.transport import RingNeighbours
+from lightning_sp.attention.schemes.transport import RingNeighbours, num_tokens, pack, packed_shape, select_tokens
 from lightning_sp.comm.point_to_point import Transfer, next_turn
-
-
-class Messengers(RingNeighbours, Protocol):
-    """Who needs what of whom, and by which group."""
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """Return the ranks of the ring."""
-        ...
-
-    def held(self, kept: Tensor, hop: int) -> Tensor:
-        """Return where a hop's keys lie among those that are kept."""
-        ...
 
 
 class NetworkTransport:
@@ -36,30 +20,47 @@ class NetworkTransport:
     Args:
         ring: who holds what.
         kv: this rank's keys and values, packed.
-        kept: where all that arrives is to stay; None where each hop has a buffer of its own.
+        saved_kv: where all that arrives is to stay; None where each hop has a buffer of its own.
 
-    Shapes: kv (S, 2, B, K, D), kept (n, 2, B, K, D).
+    Shapes: kv (S, 2, B, K, D), saved_kv (n, 2, B, K, D).
     """
 
-    def __init__(self, ring: Messengers, kv: Tensor, kept: Tensor | None = None) -> None:
+    def __init__(self, ring: RingNeighbours, kv: Tensor, saved_kv: Tensor | None = None) -> None:
         assert ring.group is not None
-        self._ring, self._group, self._kv, self._kept = ring, ring.group, kv, kept
+        self._ring, self._group, self._kv, self._saved_kv = ring, ring.group, kv, saved_kv
         self._turn = next_turn(ring.group)
         self._flying: list[Transfer] = []
 
-    def start_keys(self, hop: int) -> Transfer | Held:
+    @classmethod
+    def begin_forward(
+        cls, ring: RingNeighbours, k: Tensor, v: Tensor, saved_kv: Tensor | None, *, required: bool
+    ) -> NetworkTransport:
+        """Begin a forward pass; messages serve everywhere."""
+        return cls(ring, pack(k, v), saved_kv)
+
+    @classmethod
+    def begin_backward(
+        cls, ring: RingNeighbours, k: Tensor, v: Tensor, saved_kv: Tensor | None, *, required: bool
+    ) -> NetworkTransport:
+        """Begin a backward pass, of gradients alone where keys and values were saved."""
+        if saved_kv is None:
+            return cls(ring, pack(k, v))
+        return SavedKeysTransport(ring, k.new_empty(0, *packed_shape(k)[1:]), saved_kv)
+
+    def start_keys(self, hop: int) -> Transfer | SavedKeys:
         """Start the hop that brings what this rank needs of the source's keys: (n, 2, B, K, D)."""
         ring, kv = self._ring, self._kv
-        own = (
-            kv.new_empty(length(ring.needed(hop)), *kv.shape[1:]) if self._kept is None else ring.held(self._kept, hop)
-        )
-        return self._started(taken(kv, ring.leaving(hop)), ring.target(hop), own, ring.source(hop))
+        if self._saved_kv is None:
+            own = kv.new_empty(num_tokens(ring.needed(hop)), *kv.shape[1:])
+        else:
+            own = self._saved_kv[slice(*ring.saved_range(hop))]
+        return self._started(select_tokens(kv, ring.leaving(hop)), ring.target(hop), own, ring.source(hop))
 
     def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Transfer:
         """Start sending a partial (dk, dv) to the keys' owner, and receiving this rank's from the rank that used its keys."""
         ring, kv = self._ring, self._kv
         sent = kv.new_empty(0) if gradients is None else pack(*gradients)
-        received = kv.new_empty(length(ring.leaving(hop)), *kv.shape[1:])
+        received = kv.new_empty(num_tokens(ring.leaving(hop)), *kv.shape[1:])
         return self._started(sent, ring.source(hop), received, ring.target(hop))
 
     def abandon(self) -> None:
@@ -76,7 +77,7 @@ class NetworkTransport:
 
 
 @dataclass(frozen=True)
-class Held:
+class SavedKeys:
     """What has arrived long ago, as if it came now. Shapes: tokens (n, 2, B, K, D)."""
 
     tokens: Tensor
@@ -90,12 +91,12 @@ class Held:
 
 
 class SavedKeysTransport(NetworkTransport):
-    """The backward pass on keys and values that the forward kept: gradients alone travel.
+    """The backward pass on keys and values that the forward saved: gradients alone travel.
 
     Shapes: as in `NetworkTransport`.
     """
 
-    def start_keys(self, hop: int) -> Held:
+    def start_keys(self, hop: int) -> SavedKeys:
         """Return what is there already: (n, 2, B, K, D)."""
-        assert self._kept is not None
-        return Held(self._ring.held(self._kept, hop))
+        assert self._saved_kv is not None
+        return SavedKeys(self._saved_kv[slice(*self._ring.saved_range(hop))])

@@ -13,7 +13,7 @@ Communicates, sent by ring rank r of R, in units of its local K (or V, of equal 
              backward that again, and dK, dV home 2(R-1) - r; together 4(R-1) + r, on average over r 4.5(R-1)
     full:    forward 2(R-1), backward 4(R-1)
 
-Where what arrived in the forward is kept for the backward ("network_kept") no keys travel again: causal 3(R-1), full 4(R-1), for up to R-1
+Where what arrived in the forward is saved for the backward (`ring_saves_kv`) no keys travel again: causal 3(R-1), full 4(R-1), for up to R-1
 local K and V more in memory for each layer.
 Windows, chunks and packed documents send less: only the ranges of keys that some query of the receiver may see.
 Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-attention; direct hops are this project's.
@@ -31,25 +31,30 @@ from lightning_sp.attention.kernels.accumulate import backward_step, forward_ste
 from lightning_sp.attention.kernels.block_kernel import BlockKernel
 from lightning_sp.attention.plan.blocks import AllGatherPlan, Block, Plan, key_ranges, renumbered
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.attention.schemes.kv_buffer import length, pack, packed_shape, unpack
-from lightning_sp.attention.schemes.network import NetworkTransport, SavedKeysTransport
-from lightning_sp.attention.schemes.shared_memory import SharedMemoryTransport
-from lightning_sp.attention.schemes.transport import Arriving, Transport, abandon_on_error, add_home
+from lightning_sp.attention.schemes.select_transport import begin_backward, begin_forward
+from lightning_sp.attention.schemes.transport import (
+    Arriving,
+    Transport,
+    abandon_on_error,
+    add_home,
+    num_tokens,
+    pack,
+    unpack,
+)
 from lightning_sp.attention.spec.merge import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.sinks import add_sinks
-from lightning_sp.comm.cpu.shared_memory import Arena
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's view of the ring for one sequence: who holds what, what travels, and by what: the arena where there is one, else the group."""
+    """One rank's view of the ring for one sequence: who holds what, what travels, and by what."""
 
     plan: Plan
     rank: int
     group: ProcessGroup | None
     heads: Range | None = None  # query heads of this rank, where the kernel is to know where a score lies
-    arena: Arena | None = None
+    transport: str = "auto"  # a name of `select_transport`
 
     @property
     def size(self) -> int:
@@ -99,24 +104,18 @@ class Ring:
         """Return the blocks of this rank's queries against all keys that they see, in the order of their positions."""
         return self.plan.gathered(self.rank)
 
-    def hops(self, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Transport:
-        """Begin a pass: this rank's keys and values are ready for the others. Shapes: (B, K, S, D) twice; kept: see `NetworkTransport`."""
-        return (
-            NetworkTransport(self, pack(k, v), kept)
-            if self.arena is None
-            else SharedMemoryTransport(self, self.arena, k, v)
-        )
+    def begin_forward(self, k: Tensor, v: Tensor, saved_kv: Tensor | None = None) -> Transport:
+        """Begin a pass: this rank's keys and values are ready for the others. Shapes: see `Transport.begin_forward`."""
+        return begin_forward(self.transport, self, k, v, saved_kv)
 
-    def backward_hops(self, k: Tensor, v: Tensor, kept: Tensor | None) -> Transport:
-        """Begin a backward pass, for which what has arrived in the forward may have been kept. Shapes: as in `hops`."""
-        if kept is None:
-            return self.hops(k, v)
-        return SavedKeysTransport(self, k.new_empty(0, *packed_shape(k)[1:]), kept)
+    def begin_backward(self, k: Tensor, v: Tensor, saved_kv: Tensor | None = None) -> Transport:
+        """Begin a backward pass, for which what has arrived in the forward may have been saved."""
+        return begin_backward(self.transport, self, k, v, saved_kv)
 
-    def held(self, kept: Tensor, hop: int) -> Tensor:
-        """Return where a hop's keys lie among those that are kept. Shapes: kept (n, 2, B, K, D), with room for all -> (m, 2, B, K, D)."""
-        first = sum(length(self.needed(earlier)) for earlier in range(1, hop))
-        return kept[first : first + length(self.needed(hop))]
+    def saved_range(self, hop: int) -> Range:
+        """Return where a hop's keys lie among those that are saved, with room for all."""
+        first = sum(num_tokens(self.needed(earlier)) for earlier in range(1, hop))
+        return first, first + num_tokens(self.needed(hop))
 
 
 def ring_forward(
@@ -126,15 +125,15 @@ def ring_forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None = None,
-    kept: Tensor | None = None,
+    saved_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of the local queries against the keys of all ring ranks, and the sinks.
 
-    Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,), kept: where the keys that arrive stay for the backward, ((R-1) S, 2, B, K, D) ->
+    Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,), saved_kv: where arriving keys stay for the backward, ((R-1) S, 2, B, K, D) ->
     (B, H, S, D), (B, H, S); S = this ring rank's tokens.
     """
     size = ring.size
-    hops = ring.hops(k, v, kept) if size > 1 else None
+    hops = ring.begin_forward(k, v, saved_kv) if size > 1 else None
     running = None
     transfer: Arriving | None = None
     with abandon_on_error(hops):
@@ -161,7 +160,7 @@ def ring_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor | None = None,
+    saved_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of the local tokens, from the global (out, lse) of the local queries.
 
@@ -172,7 +171,7 @@ def ring_backward(
     if size == 1:
         dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
         return dq.to(q.dtype), dk, dv
-    hops = ring.backward_hops(k, v, kept)
+    hops = ring.begin_backward(k, v, saved_kv)
     homeward: tuple[Arriving, list[Range]] | None = None
     with abandon_on_error(hops):
         transfer: Arriving | None = hops.start_keys(1)

@@ -1,4 +1,8 @@
-"""What a pass round the ring asks of whatever carries it: messages (`network_hops`) or memory that is shared (`shared_hops`)."""
+"""What a pass round the ring asks of whatever carries it, and keys and values as they travel.
+
+They are packed token-major, so that any range of tokens is one contiguous message. S tokens, B batch, K key-value heads, D head dim:
+(S, 2, B, K, D). Which transport serves is chosen in `select_transport`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.plan.intervals import Range
 
@@ -35,6 +41,15 @@ class RingNeighbours(Protocol):
         """Return the ranges of this rank's keys that the target needs in a hop."""
         ...
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Return the ranks of the ring."""
+        ...
+
+    def saved_range(self, hop: int) -> Range:
+        """Return where a hop's keys lie among those that are saved for the backward."""
+        ...
+
 
 class Arriving(Protocol):
     """Tokens on their way to this rank."""
@@ -49,7 +64,34 @@ class Arriving(Protocol):
 
 
 class Transport(Protocol):
-    """One pass round the ring, in flight."""
+    """One pass round the ring, in flight. Every way has its class, which begins the passes too."""
+
+    @classmethod
+    def begin_forward(
+        cls, ring: RingNeighbours, k: Tensor, v: Tensor, saved_kv: Tensor | None, *, required: bool
+    ) -> Transport | None:
+        """Begin a forward pass: this rank's keys and values are ready for the others. Every rank of the ring must call it.
+
+        Args:
+            ring: who needs what of whom.
+            k: local keys, of one shape on all ranks.
+            v: local values.
+            saved_kv: where all that arrives is to stay for the backward; None where each hop has a buffer of its own.
+            required: whether it is this one or an error.
+
+        Returns:
+            None where it cannot serve, on all ranks alike.
+
+        Shapes: (B, K, S, D) twice, ((R-1) S, 2, B, K, D).
+        """
+        ...
+
+    @classmethod
+    def begin_backward(
+        cls, ring: RingNeighbours, k: Tensor, v: Tensor, saved_kv: Tensor | None, *, required: bool
+    ) -> Transport | None:
+        """Begin a backward pass; `saved_kv` holds what has arrived in the forward, where that was saved."""
+        ...
 
     def start_keys(self, hop: int) -> Arriving:
         """Start the hop that brings what this rank needs of the source's keys: (n, 2, B, K, D)."""
@@ -84,3 +126,40 @@ def add_home(dkv: Tensor, homeward: tuple[Arriving, Sequence[Range]] | None) -> 
     for (start, end), part in zip(ranges, parts, strict=True):
         dkv[start:end] += part
     arriving.release()
+
+
+def packed_shape(k: Tensor) -> tuple[int, ...]:
+    """Return the shape of packed keys and values. Shapes: k (B, K, S, D)."""
+    batch, heads, tokens, dim = k.shape
+    return tokens, 2, batch, heads, dim
+
+
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """Return both in new memory. Shapes: (B, K, S, D) twice -> (S, 2, B, K, D)."""
+    packed = k.new_empty(packed_shape(k))
+    pack_into(packed, k, v)
+    return packed
+
+
+def pack_into(packed: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write both into packed memory. Shapes: (S, 2, B, K, D), (B, K, S, D) twice."""
+    packed[:, 0] = k.permute(2, 0, 1, 3)
+    packed[:, 1] = v.permute(2, 0, 1, 3)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views. Shapes: (S, 2, B, K, D) -> (B, K, S, D) twice."""
+    k, v = packed.unbind(1)
+    return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+def select_tokens(packed: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """Return the tokens of the ranges, one after the other: a view where there is one range."""
+    if len(ranges) == 1:
+        return packed[slice(*ranges[0])]
+    return torch.cat([packed[slice(*each)] for each in ranges]) if ranges else packed[:0]
+
+
+def num_tokens(ranges: Sequence[Range]) -> int:
+    """Return the tokens of all ranges."""
+    return sum(end - start for start, end in ranges)

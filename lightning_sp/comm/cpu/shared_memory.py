@@ -147,7 +147,7 @@ def connect(group: ProcessGroup | None) -> str:
     name = comm.group_name(group)
     if group is None or not name or arena_of(name) is not None:
         return ""
-    if not comm.is_on_hosts(group):
+    if not comm.is_gloo_on_cpu(group):
         return "the ranks are not CPU ranks that talk by gloo"
     rank, size, reason = comm.rank_in(group), comm.size_of(group), ""
     others, readers = [other for other in range(size) if other != rank], dict[int, int]()
@@ -186,24 +186,24 @@ def arena_of(name: str) -> Arena | None:
     return arena if arena is not None and comm.is_registered(arena.group) else None
 
 
-def reserved_arena(name: str, transport: str, num_bytes: int) -> Arena | None:
-    """Return a group's arena with room for `num_bytes`, None where the network is to be taken. Every rank of the group must call it.
+def reserved_arena(name: str, num_bytes: int, *, required: bool) -> Arena | None:
+    """Return a group's arena with room for `num_bytes`, None where it has none. Every rank of the group must call it.
 
     Args:
         name: of the group; empty for one rank.
-        transport: "auto", "shared_memory", "network" or "network_kept".
         num_bytes: the same on all ranks.
+        required: whether shared memory was asked for by name; else the group's first rank warns, once.
 
     Raises:
-        SequenceParallelError: "shared_memory" was asked for, and there is not enough of it; on all ranks of the group.
+        SequenceParallelError: it is required, and there is not enough of it; on all ranks of the group.
     """
-    arena = None if transport.startswith("network") else arena_of(name)
+    arena = arena_of(name)
     if arena is None:
         return None
     reason = arena.reserve(num_bytes)
     if not reason:
         return arena
-    if transport == "shared_memory":
+    if required:
         raise SequenceParallelError(f"ring_transport='shared_memory': {reason}, or use ring_transport='network'")
     arena.warn_once(reason)
     return None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.traffic import ring_options
 from lightning_sp.attention import (
     AttentionDropout,
     ScoreMod,
@@ -121,7 +122,7 @@ def sharded(ulysses, ring, transport="network", method="hops", layout=None, **op
     """Return whole (out, dq, dk, dv, and of each thing that learns), gathered from the shards; padding cut off."""
     case = Case(**options)
     mesh = mesh_of(ulysses, ring)
-    held = {"layout": layout, "ring_transport": transport, "ring_method": method}
+    ways = {"layout": layout, **ring_options(transport, method)}
     layout, rank = layout or mesh.layout, mesh.sequence_rank
     keys = case.length if case.keys is None else case.keys
     padded, padded_keys = layout.padded_length(case.length), layout.padded_length(keys)
@@ -133,7 +134,7 @@ def sharded(ulysses, ring, transport="network", method="hops", layout=None, **op
         t.requires_grad_(True)
     learned, attention = case.options()
     mask = masks.build(case.mask, case.length, padded, *((keys, padded_keys) if case.keys else ()))
-    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, **attention, **held)
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=mask, **attention, **ways)
     out.backward(grad)
     results = []
     for tensor, length in ((out.detach(), case.length), (q.grad, case.length), (k.grad, keys), (v.grad, keys)):

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.resident import peak_growth
-from benchmarks.traffic import counted
+from benchmarks.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.comm.point_to_point import Transfer
@@ -33,7 +33,7 @@ def local_results(
     """Return this rank's (out, dq, dk, dv)."""
     mesh = mesh_of(ulysses, ring)
     (q, k, v), grad = local_inputs(mesh, heads, kv_heads, length, dim, dtype, seed)
-    ways = dict(ring_transport=transport, ring_method=method)
+    ways = ring_options(transport, method)
     out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal), **ways)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
@@ -51,7 +51,7 @@ def traffic(
     boundaries = boundaries_from_lengths(lengths) if lengths else None
     with counted() as forward:
         mask = AttentionMask(causal, boundaries)
-        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, ring_transport=transport, ring_method=method)
+        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, **ring_options(transport, method))
     with counted() as backward:
         out.backward(grad)
     return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]
@@ -181,7 +181,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         q, k, v = (t.transpose(1, 2) for t in self.project_in(x).unflatten(-1, (-1, self.dim)).split(self.sizes, 2))
-        out = sequence_parallel_attention(q, k, v, mesh=self.mesh, mask=AttentionMask(), ring_transport=self.transport)
+        out = sequence_parallel_attention(q, k, v, mesh=self.mesh, mask=AttentionMask(), **ring_options(self.transport))
         return x + self.project_out(torch.tanh(out.transpose(1, 2).flatten(2)))
 
 

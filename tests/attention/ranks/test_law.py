@@ -19,7 +19,7 @@ NAMES = ("out", "dq", "dk", "dv", "of what learns", "of what learns next", "of w
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
 DEGREES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 # By which keys and values reach the ranks of a ring; where there is none, there is nothing to choose.
-TRANSPORTS = ("network", "network_kept", "shared_memory")
+TRANSPORTS = ("network", "network+saved", "shared_memory")
 METHODS = ("hops", "all_gather")
 # What changes the scores; the attention of Gemma 2, GPT-OSS and DeepSeek has some of them.
 SCORES = [
@@ -63,7 +63,7 @@ def test_law(pools, world, length):
     # The cases of one head count through shared memory too.
     ringed = [case for case in cases if case["ring"] > 1 and case["heads"] == 6]
     cases += [dict(case, transport="shared_memory") for case in ringed]
-    cases += [dict(case, transport="network_kept") for case in ringed[::5]]
+    cases += [dict(case, transport="network+saved") for case in ringed[::5]]
     cases += [dict(case, method="all_gather") for case in ringed]
     cases += [dict(case, transport=way, method="all_gather") for way in TRANSPORTS[1:] for case in ringed[::5]]
     answers = pools(world).run(law_case, cases)

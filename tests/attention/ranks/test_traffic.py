@@ -29,11 +29,11 @@ LENGTH, DIM, MIB = 64, 8, 2**20
         *(
             (torch.float32, "network", "hops"),
             (torch.bfloat16, "network", "hops"),
-            (torch.float32, "network_kept", "hops"),
+            (torch.float32, "network+saved", "hops"),
         ),
-        *((torch.float32, "network", "all_gather"), (torch.float32, "network_kept", "all_gather")),
+        *((torch.float32, "network", "all_gather"), (torch.float32, "network+saved", "all_gather")),
     ],
-    ids=["float32", "bfloat16", "kept", "gathered", "gathered and kept"],
+    ids=["float32", "bfloat16", "saved", "all_gather", "all_gather saved"],
 )
 def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport, method):
     ulysses, ring = degrees
@@ -46,7 +46,7 @@ def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport, method):
         for rank, measured in enumerate(ranks):
             ring_rank, ulysses_rank = layout.coordinates(rank)
             exchanged = ulysses_sent_elements(split, ulysses_rank, batch=1, tokens=LENGTH // layout.size, dim=DIM)
-            units = ring_sent_units(ring, ring_rank, causal=causal, kept=transport == "network_kept")
+            units = ring_sent_units(ring, ring_rank, causal=causal, saves_kv=transport == "network+saved")
             local_heads = split.keys(ulysses_rank)[1] - split.keys(ulysses_rank)[0]
             unit = local_heads * (LENGTH // ring) * DIM
             expected = [(e + n * unit) * dtype.itemsize for e, n in zip(exchanged, units, strict=True)]

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.traffic import counted
+from benchmarks.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.attention.schemes import all_gather as gathered
@@ -41,9 +41,7 @@ def new_mesh(ring):
 def attend(mesh, length, transport, dim=8, seed=0, method="hops"):
     """Return this rank's (out, dq, dk, dv), float64."""
     (q, k, v), grad = local_inputs(mesh, 4, 4, length, dim, torch.float64, seed)
-    out = sequence_parallel_attention(
-        q, k, v, mesh=mesh, mask=AttentionMask(), ring_transport=transport, ring_method=method
-    )
+    out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), **ring_options(transport, method))
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 

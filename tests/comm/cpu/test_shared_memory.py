@@ -200,7 +200,7 @@ def test_nothing_is_left_when_one_rank_fails_and_nobody_waits_for_one_that_has_e
     assert folder is None or ranks.used_bytes(place) == used
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "network", "network_kept"])
+@pytest.mark.parametrize("transport", ["shared_memory", "network", "network+saved"])
 @pytest.mark.parametrize(
     ("step", "hop"), [("forward_step", 0), ("forward_step", 2), ("backward_step", 0), ("backward_step", 3)]
 )

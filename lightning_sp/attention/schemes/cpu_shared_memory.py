@@ -1,8 +1,9 @@
-"""The hops of one ring pass through shared memory: keys, values and their gradients are written once and read where they lie.
+"""CPU ranks of one machine: the hops of one ring pass through shared memory. Keys, values and their gradients are written once and read where
+they lie.
 
     this rank's arena   [ k, v of all its tokens | partial | partial ]
                               |                       |
-                     read by every rank that     (dk, dv) of another rank's keys, in turn in one of two places: read and added
+                     read by every rank that     (dk, dv) of another rank's keys, in turn in one of two slots: read and added
                      needs some of them          by the keys' owner, while this rank computes the next hop
 
 Every signal is a few bytes of a pipe: READY when k and v are written, DONE when they were used; in the backward HOME when a partial is written,
@@ -21,8 +22,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.attention.schemes.kv_buffer import length, pack_into, packed_shape, taken
-from lightning_sp.attention.schemes.transport import RingNeighbours
+from lightning_sp.attention.schemes.transport import RingNeighbours, num_tokens, pack_into, packed_shape, select_tokens
 from lightning_sp.comm.cpu.pipes import Signal
 from lightning_sp.comm.cpu.shared_memory import Arena, aligned, reserved_arena
 
@@ -30,44 +30,26 @@ from lightning_sp.comm.cpu.shared_memory import Arena, aligned, reserved_arena
 MAX_PARTIALS = 2
 
 
-def forward_arena(k: Tensor, ring_group: str, transport: str) -> Arena | None:
-    """Return the ring's arena with room for a forward pass, None where the network is to be taken. Every rank of the ring must call it.
-
-    Shapes: k (B, K, S, D), the same on all ranks. Raises: as `shared_memory.reserved_arena`.
-    """
-    return None if k.is_cuda else reserved_arena(ring_group, transport, _place_bytes(k))
-
-
-def backward_arena(k: Tensor, ring_group: str, transport: str) -> Arena | None:
-    """Return the same with room for a backward pass."""
-    places = 1 + min(MAX_PARTIALS, comm.size_of(comm.group_by_name(ring_group)) - 1)
-    return None if k.is_cuda else reserved_arena(ring_group, transport, places * _place_bytes(k))
-
-
-def _place_bytes(k: Tensor) -> int:
-    return aligned(2 * k.numel() * k.element_size())
-
-
 class Arrival:
     """Something of another rank's that is about to be ready in its memory.
 
     Args:
-        place: where it lies.
+        slot: where it lies.
         ranges: which of its tokens are meant; none: nothing comes.
         ready: waits for the signal that it may be read.
         answer: tells its rank that it was read.
     """
 
     def __init__(
-        self, place: Tensor, ranges: Sequence[Range], ready: Callable[[], None], answer: Callable[[], None]
+        self, slot: Tensor, ranges: Sequence[Range], ready: Callable[[], None], answer: Callable[[], None]
     ) -> None:
-        self._place, self._ranges, self._ready, self._answer = place, ranges, ready, answer
+        self._slot, self._ranges, self._ready, self._answer = slot, ranges, ready, answer
 
     def wait(self) -> Tensor:
         """Return it, complete: in place where it is one range, else a copy. Shapes: (n, 2, B, K, D)."""
         if self._ranges:
             self._ready()
-        return taken(self._place, self._ranges)
+        return select_tokens(self._slot, self._ranges)
 
     def release(self) -> None:
         """Let its rank write there again."""
@@ -83,35 +65,53 @@ class SharedMemoryTransport:
 
     def __init__(self, ring: RingNeighbours, arena: Arena, k: Tensor, v: Tensor) -> None:
         self._ring, self._arena = ring, arena
-        self._shape, self._dtype, self._place_bytes = packed_shape(k), k.dtype, _place_bytes(k)
+        self._shape, self._dtype, self._slot_bytes = packed_shape(k), k.dtype, _slot_bytes(k)
         self._sent: set[int] = set()
         self._answered: set[tuple[Signal, int]] = set()
         arena.begin()
-        pack_into(self._place(arena.rank, 0), k, v)
+        pack_into(self._slot(arena.rank, 0), k, v)
         for hop in range(1, ring.size):
             if ring.leaving(hop):
                 arena.send(Signal.READY, ring.target(hop))
                 arena.owe(Signal.DONE, ring.target(hop))
 
+    @classmethod
+    def begin_forward(
+        cls, ring: RingNeighbours, k: Tensor, v: Tensor, saved_kv: Tensor | None, *, required: bool
+    ) -> SharedMemoryTransport | None:
+        """Begin a forward pass. Raises: as `reserved_arena`."""
+        assert saved_kv is None
+        arena = _reserved(ring, k, 1, required)
+        return None if arena is None else cls(ring, arena, k, v)
+
+    @classmethod
+    def begin_backward(
+        cls, ring: RingNeighbours, k: Tensor, v: Tensor, saved_kv: Tensor | None, *, required: bool
+    ) -> SharedMemoryTransport | None:
+        """Begin a backward pass, with room for partials too."""
+        assert saved_kv is None
+        arena = _reserved(ring, k, 1 + min(MAX_PARTIALS, ring.size - 1), required)
+        return None if arena is None else cls(ring, arena, k, v)
+
     def start_keys(self, hop: int) -> Arrival:
         """Begin to wait for what this rank needs of the source's keys in a hop."""
         source = self._ring.source(hop)
-        place, answer = self._place(source, 0), partial(self._answer, Signal.DONE, hop, source)
-        return Arrival(place, self._ring.needed(hop), partial(self._arena.wait, Signal.READY, source), answer)
+        slot, answer = self._slot(source, 0), partial(self._answer, Signal.DONE, hop, source)
+        return Arrival(slot, self._ring.needed(hop), partial(self._arena.wait, Signal.READY, source), answer)
 
     def send_home(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> Arrival:
         """Put a partial (dk, dv) where the keys' owner reads it, and begin to wait for this rank's from the rank that used its keys."""
         if gradients is not None:
             if hop - MAX_PARTIALS in self._sent:
                 self._arena.wait(Signal.ADDED, self._ring.source(hop - MAX_PARTIALS))
-            owner, place = self._ring.source(hop), self._place(self._arena.rank, _partial_place(hop))
-            pack_into(place[: gradients[0].shape[2]], *gradients)
+            owner, slot = self._ring.source(hop), self._slot(self._arena.rank, _partial_slot(hop))
+            pack_into(slot[: gradients[0].shape[2]], *gradients)
             self._arena.send(Signal.HOME, owner)
             self._arena.owe(Signal.ADDED, owner)
             self._sent.add(hop)
-        user, tokens = self._ring.target(hop), length(self._ring.leaving(hop))
-        place, answer = self._place(user, _partial_place(hop)), partial(self._answer, Signal.ADDED, hop, user)
-        return Arrival(place, [(0, tokens)] if tokens else [], partial(self._arena.wait, Signal.HOME, user), answer)
+        user, tokens = self._ring.target(hop), num_tokens(self._ring.leaving(hop))
+        slot, answer = self._slot(user, _partial_slot(hop)), partial(self._answer, Signal.ADDED, hop, user)
+        return Arrival(slot, [(0, tokens)] if tokens else [], partial(self._arena.wait, Signal.HOME, user), answer)
 
     def abandon(self) -> None:
         """After an error, answer all that the other ranks wait for before they write again; what no one waits for stays of this turn."""
@@ -129,10 +129,20 @@ class SharedMemoryTransport:
             self._answered.add((signal, hop))
             self._arena.send(signal, to)
 
-    def _place(self, rank: int, place: int) -> Tensor:
-        """Return all of a rank's k and v (place 0), or the memory of its partials (1 and on). Shapes: (S, 2, B, K, D)."""
-        return self._arena.view(rank, place * self._place_bytes, self._shape, self._dtype)
+    def _slot(self, rank: int, number: int) -> Tensor:
+        """Return all of a rank's k and v (slot 0), or the memory of its partials (1 and on). Shapes: (S, 2, B, K, D)."""
+        return self._arena.view(rank, number * self._slot_bytes, self._shape, self._dtype)
 
 
-def _partial_place(hop: int) -> int:
+def _slot_bytes(k: Tensor) -> int:
+    return aligned(2 * k.numel() * k.element_size())
+
+
+def _reserved(ring: RingNeighbours, k: Tensor, slots: int, required: bool) -> Arena | None:
+    if k.is_cuda:
+        return None
+    return reserved_arena(comm.group_name(ring.group), slots * _slot_bytes(k), required=required)
+
+
+def _partial_slot(hop: int) -> int:
     return 1 + (hop - 1) % MAX_PARTIALS

@@ -7,7 +7,7 @@ import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 from lightning_sp.attention.plan.blocks import key_ranges, plan_of
-from lightning_sp.attention.schemes.cost import gathers
+from lightning_sp.attention.schemes.cpu_cost import uses_all_gather
 from lightning_sp.attention.schemes.ring import Ring
 from lightning_sp.layout import SequenceLayout
 
@@ -16,8 +16,8 @@ def ring_of(size, length, mask=None, rank=0):
     return Ring(plan_of(mask or AttentionMask(), SequenceLayout(size, 1), length, 1), rank, None)
 
 
-def keys(length, size, device="cpu"):
-    return torch.empty(1, 8, length // size, 64, device=device)
+def decides(method, ring, device="cpu"):
+    return uses_all_gather(method, ring, token_bytes=2 * 8 * 64 * 4, device_type=device)
 
 
 # docs/LOG.md, "Transport or all at once": of these all at once was the cheaper one in 8 ranks at 64 tokens alone.
@@ -26,18 +26,18 @@ def keys(length, size, device="cpu"):
 )
 def test_auto_takes_what_was_measured_to_be_cheaper(size, length, expected):
     for rank in range(size):
-        assert gathers("auto", ring_of(size, length, rank=rank), keys(length, size)) is expected
+        assert decides("auto", ring_of(size, length, rank=rank)) is expected
 
 
 def test_a_way_that_is_named_is_taken():
     for length in (64, 2048):
-        assert gathers("all_gather", ring_of(8, length), keys(length, 8))
-        assert not gathers("hops", ring_of(8, length), keys(length, 8))
+        assert decides("all_gather", ring_of(8, length))
+        assert not decides("hops", ring_of(8, length))
 
 
 def test_one_rank_gathers_nothing_and_what_was_never_measured_hops():
-    assert not gathers("all_gather", ring_of(1, 64), keys(64, 1))
-    assert not gathers("auto", ring_of(8, 64), keys(64, 8, "meta"))
+    assert not decides("all_gather", ring_of(1, 64))
+    assert not decides("auto", ring_of(8, 64), "meta")
 
 
 @pytest.mark.parametrize("size", [2, 4])

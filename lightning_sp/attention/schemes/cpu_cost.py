@@ -1,4 +1,4 @@
-"""Whether a ring takes its keys hop by hop or all at once: a model of what the two cost a rank beside the same work.
+"""CPU ranks: whether a ring takes its keys hop by hop or all at once, by a model of what the two cost a rank beside the same work.
 
     saved by all_gather    kernel calls it does without      (hops' calls - its calls) x call_s
     its price              copies and sums of the keys and their gradients        TOUCHED x needed bytes / bytes_per_s
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
-
-from torch import Tensor
 
 from lightning_sp.attention.plan.blocks import Plan
 from lightning_sp.attention.schemes.ring import Ring
@@ -42,22 +40,20 @@ RATES = {"cpu": Rates(call_s=4e-4, bytes_per_s=4e9)}
 _decided: WeakKeyDictionary[Plan, dict[int, bool]] = WeakKeyDictionary()
 
 
-def gathers(method: str, ring: Ring, k: Tensor) -> bool:
+def uses_all_gather(method: str, ring: Ring, *, token_bytes: int, device_type: str) -> bool:
     """Return whether all keys come first; the same on all ranks of the ring, for it is reckoned for its first.
 
     Args:
         method: the option `ring_method`.
         ring: who holds what.
-        k: local keys.
-
-    Shapes: k (B, K, T, D).
+        token_bytes: of the keys and values of a token.
+        device_type: of the tensors; only a CPU was measured, elsewhere "auto" takes hops.
     """
     if ring.size == 1 or method == "hops":
         return False
-    rates = RATES.get(k.device.type)
+    rates = RATES.get(device_type)
     if method == "all_gather" or rates is None:
         return method == "all_gather"
-    token_bytes = 2 * k[:, :, :1].numel() * k.element_size()
     known = _decided.setdefault(ring.plan, {})
     if token_bytes not in known:
         known[token_bytes] = _pays(ring.plan, token_bytes, rates)

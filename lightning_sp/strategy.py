@@ -218,7 +218,9 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size
         loader = same_samples(
             dataloader,
-            DataCoordinates(dp_rank, dp_size, self._groups.sequence, self._groups.world),
+            DataCoordinates(
+                dp_rank=dp_rank, dp_size=dp_size, sequence_group=self._groups.sequence, control_group=self._groups.world
+            ),
             training=training,
             accumulation=self._accumulate,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),

@@ -77,10 +77,10 @@ def read_model(source: Path, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _strip(source: Path, state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    kept = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
-    if not kept:
+    selected = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+    if not selected:
         heads = sorted({name.split(".")[0] + "." for name in state})
         raise SequenceParallelError(
             f"checkpoint {source}: no tensor's name begins with {prefix!r}; prefixes: {', '.join(heads[:8])}"
         )
-    return kept
+    return selected

@@ -39,7 +39,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def partial_path(path: Path) -> Path:
-    """Return where a checkpoint stands while it is written."""
+    """Return the path of a checkpoint while it is written."""
     return path.with_name(path.name + PARTIAL)
 
 

@@ -42,7 +42,7 @@ def load_checkpoint(
         module: the resharded module: its tensors say which part this rank reads.
         optimizers: those that will take the stored state; None to read the model alone (evaluation).
         strict: refuse names that are only in the checkpoint or only in the model.
-        weights_only: what `torch.load` is told for the part that is not tensors.
+        weights_only: given to `torch.load` for the part that is not tensors.
         group: the world, on a backend for host objects.
 
     Communicates: DCP's plan; agreement on errors.

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 
-def derived_seed(seed: int, step: int, place: int) -> int:
+def derived_seed(seed: int, step: int, stream: int) -> int:
     """Return the seed of one rank's stream, from optimizer step `step` on.
 
     Args:
         seed: of the run.
         step: optimizer steps done.
-        place: data-parallel rank x sequence-parallel size + rank within the sequence.
+        stream: data-parallel rank x sequence-parallel size + rank within the sequence.
     """
-    # SeedSequence mixes: neighbouring steps and places give unrelated streams.
-    return int(np.random.SeedSequence((seed % 2**64, step, place)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    # SeedSequence mixes: neighbouring steps and ranks give unrelated streams.
+    return int(np.random.SeedSequence((seed % 2**64, step, stream)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def random_state() -> dict[str, Any]:

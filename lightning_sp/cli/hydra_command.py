@@ -74,5 +74,5 @@ def save_config(config: DictConfig) -> None:
 
 def hydra_resume_command(overrides: Sequence[str]) -> str:
     """Return the command that goes on from ``{checkpoint}`` to ``{max_steps}`` with the same overrides."""
-    kept = [item for item in overrides if not re.match(r"[+]*(ckpt_path|trainer\.max_steps)=", item)]
-    return " ".join([shlex.join([*program(), *kept]), "ckpt_path={checkpoint}", "trainer.max_steps={max_steps}"])
+    repeated = [item for item in overrides if not re.match(r"[+]*(ckpt_path|trainer\.max_steps)=", item)]
+    return " ".join([shlex.join([*program(), *repeated]), "ckpt_path={checkpoint}", "trainer.max_steps={max_steps}"])

@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_sp.data.loaders.collate import Batches
 from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
-from lightning_sp.data.loop_state import align_loop_state, sampler_position
+from lightning_sp.data.loop_state import align_loop_state, sampler_cursor
 from lightning_sp.data.samplers.batch_split import BatchSplit
 from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
 from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler, SequentialGlobalBatchSampler
@@ -42,9 +42,9 @@ class SequenceShardingDataModule(LightningDataModule):
         sequence_length: Inputs of a window (each with its target).
         tokenizer: "bytes", a `tokenizers` .json file or a Hugging Face tokenizer's folder.
         packing: "document" (a window lies in one document) or "packed" (documents concatenated and cut).
-        remainder: What is shorter than a window at the end is "drop"ped or "pad"ded; the count is said.
+        remainder: What is shorter than a window at the end is "drop"ped or "pad"ded; the count is logged.
         field: Field or column with the text, for .jsonl and .parquet.
-        minimum_bytes: Shorter documents are left out; the count is said.
+        minimum_bytes: Shorter documents are left out; the count is logged.
         held_out: Documents for evaluation, chosen by a hash of their names: a fraction (float) or a number (int).
         micro_batch_size: Windows in a batch of one rank.
         global_batch_size: Windows in an optimizer step; must be micro_batch_size x accumulate_grad_batches x
@@ -55,7 +55,7 @@ class SequenceShardingDataModule(LightningDataModule):
             it out. "auto" pads under a strategy that averages over valid tokens (it has `data_parallel_size`), where
             that is exact, and drops under others, where a batch without targets would give a loss of NaN.
         num_workers: Processes that read ahead.
-        cache_dir: Where text is kept tokenized between runs; None tokenizes in memory each time.
+        cache_dir: Folder that stores text tokenized between runs; None tokenizes in memory each time.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SequenceShardingDataModule(LightningDataModule):
             rank_zero_info(f"data: {written}")
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the source once, split it, and say what was found and what is left out.
+        """Open the source once, split it, and log what was found and what is left out.
 
         Raises:
             SequenceParallelError: When there is no training window.
@@ -199,7 +199,7 @@ class SequenceShardingDataModule(LightningDataModule):
     # Loaders
 
     def train_dataloader(self) -> LazyDataLoader:
-        """Return this rank's micro-batches, from the resumed position on."""
+        """Return this rank's micro-batches, from the resumed cursor on."""
         self._sampler = sampler = self._new_sampler()
         if self._resumed:
             sampler.load_state_dict(self._resumed)
@@ -252,17 +252,17 @@ class SequenceShardingDataModule(LightningDataModule):
         pin = torch.cuda.is_available()
         return LazyDataLoader(dataset, batch_size=None, sampler=sampler, num_workers=self.num_workers, pin_memory=pin)
 
-    # Position
+    # Cursor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: global samples consumed at an optimizer-step boundary, and what it depends on."""
+        """Return the cursor: global samples consumed at an optimizer-step boundary, and what it depends on."""
         if self.trainer is None or self._sampler is None:
             return {}
-        position = sampler_position(self._sampler, self.trainer.fit_loop)
-        return position | {"accumulation": self._sampler.split.accumulation, "data": dict(self._data)}
+        cursor = sampler_cursor(self._sampler, self.trainer.fit_loop)
+        return cursor | {"accumulation": self._sampler.split.accumulation, "data": dict(self._data)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a stored position, at any degrees with the same global batch; evaluation takes no position.
+        """Continue at a stored cursor, at any degrees with the same global batch; evaluation has none.
 
         Raises:
             SequenceParallelError: When data, order or global batch size differ, with the numbers.

@@ -1,11 +1,16 @@
-"""The position in the data, read from Lightning's loop counters, and the counters made to agree with it on resume.
+"""The cursor in the data, read from Lightning's loop counters, and the counters made to agree with it on resume.
 
-The position is (epoch, optimizer steps done in it): what the weights have seen. Lightning counts micro-batches, and its
-counters stand elsewhere in five cases: another accumulation; a checkpoint within an accumulation; one written after
-`max_steps` ended the loop within an epoch (the epoch is then counted as done); one written after a validation that the
-resuming run does not have; the run after a resume from an epoch's last batch (the epoch is never counted as begun).
-The loop would then skip or repeat samples, so the loaded counters are rewritten; otherwise they are left as they are.
-Works on the plain state of the loops (Lightning 2.6).
+The cursor is (epoch, optimizer steps done in it): what the weights were trained on. Lightning counts micro-batches. Its counters differ in five
+cases:
+
+- another accumulation
+- a checkpoint within an accumulation
+- a checkpoint after `max_steps` ended the loop within an epoch: the epoch then counts as done
+- a checkpoint after a validation that the resuming run does not have
+- the run after a resume from an epoch's last batch: the epoch never counts as begun
+
+The loop would then skip or repeat samples, so the loaded counters are rewritten; otherwise they stay as they are. This works on the plain state
+of the loops (Lightning 2.6).
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ def finished_epoch(*, batches_done: int, num_batches: float, is_last_batch: bool
     return batches_done >= num_batches or (is_last_batch and epochs_done > epoch)
 
 
-def sampler_position(sampler: GlobalBatchSampler, fit_loop: Any) -> dict[str, Any]:
-    """Return the position of a training order at an optimizer-step boundary, from the counters of the loop that reads it."""
+def sampler_cursor(sampler: GlobalBatchSampler, fit_loop: Any) -> dict[str, Any]:
+    """Return the cursor of a training sampler at an optimizer-step boundary, from the counters of the loop that reads it."""
     epoch = sampler.started_epoch
     if epoch is None:
         steps = sampler.global_samples_skipped // sampler.split.global_batch_size
@@ -52,12 +57,12 @@ def sampler_position(sampler: GlobalBatchSampler, fit_loop: Any) -> dict[str, An
 def align_loop_state(
     fit_loop: dict[str, Any], trainer: Any, *, epoch: int, steps: int, stored_accumulation: int, loader_length: int
 ) -> None:
-    """Rewrite a stored fit loop, in place, where it disagrees with the data position or with the resuming trainer.
+    """Rewrite a stored fit loop, in place, where it disagrees with the cursor or with the resuming trainer.
 
     Args:
         fit_loop: ``checkpoint["loops"]["fit_loop"]``.
         trainer: The one that resumes.
-        epoch: Of the position.
+        epoch: Of the cursor.
         steps: Optimizer steps done in that epoch; 0 when it has not begun.
         stored_accumulation: Micro-batches a step in the run that stored it.
         loader_length: Micro-batches of a whole epoch in this run, `ENDLESS` where it is not known.

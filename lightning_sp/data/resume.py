@@ -1,7 +1,7 @@
-"""The data position of users' own training loaders, kept by the strategy; `SequenceShardingDataModule` keeps its own.
+"""The cursor of users' own training loaders: what a checkpoint stores of it, and a resume. `SequenceShardingDataModule` stores its own.
 
-Where the loader follows our order the position is global samples consumed, and holds for any degrees of the same global batch. A loader
-that is read by one rank is a sequence without an address: it is read again from the epoch's start, and what was consumed is discarded.
+Where the loader follows one of our samplers the cursor is the global samples consumed, and holds for any degrees of the same global batch. The
+batches of a loader that one rank reads have no index: it is read again from the epoch's start, and what was consumed is discarded.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.replace_sampler import training_sampler
-from lightning_sp.data.loop_state import ENDLESS, align_loop_state, finished_epoch, sampler_position
+from lightning_sp.data.loop_state import ENDLESS, align_loop_state, finished_epoch, sampler_cursor
 from lightning_sp.data.samplers.batch_split import num_trained
 from lightning_sp.errors import SequenceParallelError
 
 
-def loader_position(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dict[str, Any] | None:
-    """Return the training loader's position in plain values, None where a DataModule keeps it or nothing was read.
+def loader_cursor(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dict[str, Any] | None:
+    """Return the training loader's cursor in plain values, None where a DataModule stores it or nothing was read.
 
     Args:
         trainer: the one that saves.
@@ -33,12 +33,7 @@ def loader_position(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dic
     loaders, accumulation = combined.flattened, trainer.accumulate_grad_batches
     sampler = training_sampler(loaders[0]) if len(loaders) == 1 else None
     if sampler is not None:
-        position = sampler_position(sampler, trainer.fit_loop)
-        return {
-            "kind": "order",
-            **position,
-            "accumulation": accumulation,
-        }
+        return {"kind": "order", **sampler_cursor(sampler, trainer.fit_loop), "accumulation": accumulation}
     progress = trainer.fit_loop.epoch_loop.batch_progress
     finished = finished_epoch(
         batches_done=progress.current.processed,
@@ -60,43 +55,43 @@ def loader_position(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dic
     }
 
 
-def align_loops(position: dict[str, Any], fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
-    """Make the stored loop counters agree with the position, in place, before Lightning loads them.
+def align_loops(cursor: dict[str, Any], fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
+    """Make the stored loop counters agree with the cursor, in place, before Lightning loads them.
 
     Raises:
-        SequenceParallelError: the position cannot be taken up at these degrees.
+        SequenceParallelError: a run at these degrees cannot continue there.
     """
-    steps, length = position.get("steps", 0), ENDLESS
-    if position["kind"] == "order":
-        steps = position["global_samples_consumed"] // position["global_batch_size"]
-        size, accumulation = position["global_batch_size"], trainer.accumulate_grad_batches
+    steps, length = cursor.get("steps", 0), ENDLESS
+    if cursor["kind"] == "order":
+        steps = cursor["global_samples_consumed"] // cursor["global_batch_size"]
+        size, accumulation = cursor["global_batch_size"], trainer.accumulate_grad_batches
         if size % accumulation == 0:  # otherwise `resume_loader` refuses
-            trained = num_trained(position["num_samples"], size, accumulation, position["last"])
+            trained = num_trained(cursor["num_samples"], size, accumulation, cursor["last"])
             length = -(-trained // (size // accumulation))
     elif steps:
-        if position["loaders"] > 1:
+        if cursor["loaders"] > 1:
             raise SequenceParallelError(
-                f"the checkpoint was stored within an epoch ({steps} steps) over {position['loaders']} training loaders, of which only the "
+                f"the checkpoint was stored within an epoch ({steps} steps) over {cursor['loaders']} training loaders, of which only the "
                 "common count is known: resume from a checkpoint of an epoch's end, or train from one loader"
             )
-        if (dp_size, trainer.accumulate_grad_batches) != (position["dp_size"], position["accumulation"]):
+        if (dp_size, trainer.accumulate_grad_batches) != (cursor["dp_size"], cursor["accumulation"]):
             raise SequenceParallelError(
                 f"the checkpoint was stored within an epoch ({steps} steps) of a loader whose order cannot be replaced, with data_parallel_size="
-                f"{position['dp_size']} and accumulate_grad_batches={position['accumulation']}; this run has {dp_size} and "
+                f"{cursor['dp_size']} and accumulate_grad_batches={cursor['accumulation']}; this run has {dp_size} and "
                 f"{trainer.accumulate_grad_batches}, which read it otherwise: use the same, or resume from a checkpoint of an epoch's end"
             )
     align_loop_state(
         fit_loop,
         trainer,
-        epoch=position["epoch"],
+        epoch=cursor["epoch"],
         steps=steps,
-        stored_accumulation=position["accumulation"],
+        stored_accumulation=cursor["accumulation"],
         loader_length=length,
     )
 
 
 def check_epoch_end(fit_loop: dict[str, Any], trainer: Any) -> None:
-    """Refuse a checkpoint without a data position (of another strategy) that was stored within an epoch.
+    """Refuse a checkpoint without a cursor (of another strategy) that was stored within an epoch.
 
     Raises:
         SequenceParallelError: with the micro-batches done.
@@ -111,42 +106,42 @@ def check_epoch_end(fit_loop: dict[str, Any], trainer: Any) -> None:
     )
 
 
-def resume_loader(loader: Any, position: dict[str, Any]) -> None:
-    """Set a processed training loader to a stored position.
+def resume_loader(loader: Any, cursor: dict[str, Any]) -> None:
+    """Set a processed training loader to a stored cursor.
 
     Raises:
         SequenceParallelError: the loader, its order or the global batch differ from the stored ones.
     """
     sampler = training_sampler(loader)
-    if position["kind"] == "order":
+    if cursor["kind"] == "order":
         if sampler is None:
             raise SequenceParallelError(
-                f"the checkpoint's data position is of a loader whose order lightning_sp gives ({position['num_samples']} samples), this "
+                f"the checkpoint's data position is of a loader whose order lightning_sp gives ({cursor['num_samples']} samples), this "
                 f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or start without the position"
             )
-        sampler.load_state_dict(position)
-    elif position["steps"]:
+        sampler.load_state_dict(cursor)
+    elif cursor["steps"]:
         if not isinstance(loader, BroadcastLoader):
             raise SequenceParallelError(
                 "the checkpoint's data position is of a loader that one rank reads, this run's training loader follows lightning_sp's order: "
                 "give the same loader, or resume from a checkpoint of an epoch's end"
             )
-        loader.skip = position["steps"] * position["accumulation"]
+        loader.skip = cursor["steps"] * cursor["accumulation"]
         rank_zero_warn(
             f"sequence_parallel: {loader.skip} micro-batches of {type(loader.loader).__name__} are read again and discarded, to continue "
-            f"within epoch {position['epoch']}: exact if the loader gives them in the same order as before"
+            f"within epoch {cursor['epoch']}: exact if the loader gives them in the same order as before"
         )
 
 
-def check_global_batch(position: dict[str, Any], *, rows: int, dp_size: int, accumulation: int) -> None:
+def check_global_batch(cursor: dict[str, Any], *, rows: int, dp_size: int, accumulation: int) -> None:
     """Refuse a first micro-batch that does not make the stored global batch.
 
     Raises:
         SequenceParallelError: with the numbers, and the micro-batches that do.
     """
-    size, stored = rows * dp_size * accumulation, position["global_batch_size"]
+    size, stored = rows * dp_size * accumulation, cursor["global_batch_size"]
     if size == stored or (
-        rows < position["rows"] and dp_size * accumulation == position["dp_size"] * position["accumulation"]
+        rows < cursor["rows"] and dp_size * accumulation == cursor["dp_size"] * cursor["accumulation"]
     ):
         return
     per_rank, rest = divmod(stored, dp_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_position, resume_loader
+from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_cursor, resume_loader
 from lightning_sp.mesh import SequenceMesh
 
 
@@ -33,7 +33,7 @@ class DataPosition:
         """Return what a checkpoint stores of it, in plain values."""
         dp_size = mesh.data_parallel_size
         return {
-            "position": loader_position(trainer, epoch=self._epoch, rows=self._rows, dp_size=dp_size),
+            "position": loader_cursor(trainer, epoch=self._epoch, rows=self._rows, dp_size=dp_size),
             "global_batch_size": self._rows * int(trainer.accumulate_grad_batches) * dp_size,
         }
 

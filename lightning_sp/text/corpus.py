@@ -119,7 +119,7 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Tokens:
 def split_by_name(corpus: Corpus, held_out: int | float) -> tuple[CorpusView, CorpusView]:
     """Split a corpus into (training, held-out) documents by a hash of each document's name.
 
-    With a fraction the place of a document depends on its own name alone: files that come or go move no other. With a
+    With a fraction the side of a document depends on its own name alone: files that come or go move no other. With a
     number, those with the smallest hashes are held out.
     """
     num_documents = len(corpus.sizes)

@@ -55,15 +55,15 @@ class TokenFileWriter:
         Raises:
             SequenceParallelError: When it is empty, too long for the format, or has ids that do not fit the dtype.
         """
-        place = f"document {len(self._sizes)}"
+        name = f"document {len(self._sizes)}"
         if not 0 < len(tokens) <= MAXIMUM_SIZE:
             raise SequenceParallelError(
-                f"{place} has {len(tokens)} tokens; the format stores 1 to {MAXIMUM_SIZE} in one: skip or split it"
+                f"{name} has {len(tokens)} tokens; the format stores 1 to {MAXIMUM_SIZE} in one: skip or split it"
             )
         limits, low, high = np.iinfo(self.dtype), int(tokens.min()), int(tokens.max())
         if low < limits.min or high > limits.max:
             raise SequenceParallelError(
-                f"{place} has ids from {low} to {high}, {self.dtype} holds {limits.min} to {limits.max}"
+                f"{name} has ids from {low} to {high}, {self.dtype} holds {limits.min} to {limits.max}"
             )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
         self._sizes.append(len(tokens))
@@ -76,7 +76,7 @@ class TokenFileWriter:
             self._sync(self._bin)
             if kind is None:
                 self._write_index()
-                # Never an old index beside new tokens: whoever reads in between finds no file.
+                # Never an old index beside new tokens: who reads in between finds no file.
                 self._final[1].unlink(missing_ok=True)
                 for temporary, final in zip(self._temporary, self._final, strict=True):
                     os.replace(temporary, final)

@@ -73,10 +73,8 @@ def prepare(
     documents = Documents(source, field=field, minimum_bytes=minimum_bytes)
     names: list[str] = []
     num_bytes = num_empty = 0
-    columns = (TextColumn("preparing"), BarColumn(), MofNCompleteColumn(), TextColumn("documents, {task.fields[size]}"))
-    console = Console(stderr=True)
     with (
-        Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not progress) as bar,
+        _progress_bar(shown=progress) as bar,
         TokenFileWriter(output, token_dtype(encoder.vocab_size)) as writer,
     ):
         one_each = all(path.suffix not in (".jsonl", ".parquet") for _, path in documents.files)
@@ -106,6 +104,12 @@ def prepare(
     )
     _write_description(output, asdict(written) | {"names": names})
     return written
+
+
+def _progress_bar(*, shown: bool) -> Progress:
+    columns = (TextColumn("preparing"), BarColumn(), MofNCompleteColumn(), TextColumn("documents, {task.fields[size]}"))
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, *times, console=Console(stderr=True), disable=not shown)
 
 
 def open_prepared(path: str | Path, tokenizer: Tokenizer) -> TokenFile:

@@ -77,12 +77,12 @@ class Windows(Dataset[Sample]):
         self.num_targets = int(np.maximum(sizes - 1, 0).sum())
         self.num_dropped_targets = 0
         if remainder == "drop":
-            kept = int(full.sum()) * sequence_length
+            used = int(full.sum()) * sequence_length
             # When packed, a document's last token is an input without a target.
-            lost = int(np.searchsorted(self._last_places(), kept)) if packing == "packed" else 0
-            self.num_dropped_targets = self.num_targets - (kept - lost)
+            lost = int(np.searchsorted(self._last_positions(), used)) if packing == "packed" else 0
+            self.num_dropped_targets = self.num_targets - (used - lost)
 
-    def _last_places(self) -> NDArray[np.int64]:
+    def _last_positions(self) -> NDArray[np.int64]:
         return self._token_ends[self.corpus.sizes > 0] - 1
 
     def __len__(self) -> int:
@@ -112,16 +112,16 @@ class Windows(Dataset[Sample]):
         inputs = np.full(self.sequence_length, self.pad_id, dtype=np.int64)
         targets = np.full(self.sequence_length, IGNORE_INDEX, dtype=np.int64)
         positions = np.empty(self.sequence_length, dtype=np.int64)
-        place = 0
+        offset = 0
         for document, start, stop in self._pieces(index):
             length = stop - start
             tokens = self.corpus.read(document, start, min(stop + 1, int(self.corpus.sizes[document])))
             self._check_ids(tokens, document)
-            inputs[place : place + length] = tokens[:length]
-            targets[place : place + len(tokens) - 1] = tokens[1 : length + 1]
-            positions[place : place + length] = np.arange(length)
-            place += length
-        positions[place:] = np.arange(self.sequence_length - place)
+            inputs[offset : offset + length] = tokens[:length]
+            targets[offset : offset + len(tokens) - 1] = tokens[1 : length + 1]
+            positions[offset : offset + length] = np.arange(length)
+            offset += length
+        positions[offset:] = np.arange(self.sequence_length - offset)
         labels = np.concatenate([[IGNORE_INDEX], targets[:-1]])
         arrays = {"input_ids": inputs, "shift_labels": targets, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -134,15 +134,15 @@ class Windows(Dataset[Sample]):
             first_window = int(self._window_ends[document - 1]) if document else 0
             start = (index - first_window) * length
             return [(document, start, min(start + length, int(self.corpus.sizes[document]) - 1))]
-        place, end = index * length, min((index + 1) * length, int(self._token_ends[-1]))
+        offset, end = index * length, min((index + 1) * length, int(self._token_ends[-1]))
         pieces = []
-        document = int(np.searchsorted(self._token_ends, place, side="right"))
-        while place < end:
-            first_place = int(self._token_ends[document] - self.corpus.sizes[document])
+        document = int(np.searchsorted(self._token_ends, offset, side="right"))
+        while offset < end:
+            first_token = int(self._token_ends[document] - self.corpus.sizes[document])
             stop = min(end, int(self._token_ends[document]))
-            if stop > place:
-                pieces.append((document, place - first_place, stop - first_place))
-            place, document = stop, document + 1
+            if stop > offset:
+                pieces.append((document, offset - first_token, stop - first_token))
+            offset, document = stop, document + 1
         return pieces
 
     def _check_ids(self, tokens: NDArray[np.integer], document: int) -> None:

@@ -38,7 +38,7 @@ DATA = (
     fault(
         "a stream read by every rank",
         "data/loaders/same_samples.py",
-        "    )\n    return BroadcastLoader(loader, place)\n",
+        "    )\n    return BroadcastLoader(loader, coordinates)\n",
         "    )\n    return loader\n",
         "tests/trainer/test_fit.py::test_streams_are_read_by_one_rank_and_end_together",
     ),

@@ -24,7 +24,7 @@ def collective_shard(
 
     Args:
         batch: whole, or this rank's part if it carries the mark of one.
-        mesh: this rank's place.
+        mesh: this rank's coordinates, and the layout.
         options: which tensors carry the sequence.
         group: the world, on a backend for host tensors.
         by_hand: the batch is this rank's part already, mark or none.
@@ -41,15 +41,15 @@ def collective_shard(
             info = hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options)
         else:
             local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, options)
-    except Exception as caught:  # told to the other ranks, which would wait for ever
+    except Exception as caught:  # sent to the other ranks, which would wait for ever
         fault = caught
     named = fault is None or isinstance(fault, SequenceParallelError)
     error = str(fault) if named else f"{type(fault).__name__}: {fault}"
     whole = digest(batch) if fault is None and local is not batch else 0
     try:
-        place = (mesh.data_parallel_rank, mesh.sequence_rank)
-        comm.check_same_batch(error if fault else None, whole, place, mesh.passes_begun, group)
-    except SequenceParallelError as agreed:
-        raise agreed from fault
+        coordinates = (mesh.data_parallel_rank, mesh.sequence_rank)
+        comm.check_same_batch(error if fault else None, whole, coordinates, mesh.passes_begun, group)
+    except SequenceParallelError as refusal:
+        raise refusal from fault
     assert info is not None
     return local, info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_sp import comm
 from lightning_sp.data.batch.sharded_batch import is_sharded
@@ -12,23 +12,49 @@ from lightning_sp.data.loaders.fillers import ignore_targets
 from lightning_sp.errors import SequenceParallelError
 
 
+class ReadResult(NamedTuple):
+    """What reading a loader gave.
+
+    Args:
+        kind: "batch", "end" or "error".
+        value: the batch, None, or what failed.
+    """
+
+    kind: str
+    value: Any
+
+
+class RankState(NamedTuple):
+    """What one rank has read, in the exchange with all ranks.
+
+    Args:
+        dp_rank: its data-parallel rank.
+        kind: of its `ReadResult`.
+        error: what failed; else None.
+    """
+
+    dp_rank: int
+    kind: str
+    error: str | None
+
+
 class BroadcastLoader:
     """One rank of a sequence's group reads a loader and sends each batch to its peers, its end and its errors included.
 
-    Without a group in its place every rank reads its own: batches that were sharded by hand.
+    Without a sequence's group in its coordinates every rank reads its own: batches that were sharded by hand.
 
     Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch without targets,
     until all have.
 
     Args:
         loader: the user's; iterated on the reading rank alone.
-        place: this rank's.
+        coordinates: this rank's.
 
-    `skip` micro-batches of the next epoch are read and discarded: the position that a checkpoint stored.
+    `skip` micro-batches of the next epoch are read and discarded: the cursor that a checkpoint stored.
     """
 
-    def __init__(self, loader: Iterable[Any], place: DataCoordinates) -> None:
-        self.loader, self.place = loader, place
+    def __init__(self, loader: Iterable[Any], coordinates: DataCoordinates) -> None:
+        self.loader, self.coordinates = loader, coordinates
         self.fillers_from: int | None = None
         self.skip = 0
 
@@ -38,66 +64,79 @@ class BroadcastLoader:
 
     def __getattr__(self, name: str) -> Any:
         # Lightning turns epochs by `sampler`/`batch_sampler`, and asks loaders that keep a state for it.
-        if name in ("loader", "place"):
+        if name in ("loader", "coordinates"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the position is kept: as a count of micro-batches, by the strategy."""
+        """Say that the strategy stores the cursor, as a count of micro-batches."""
         return {"position_kept_by": "lightning_sp"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take nothing: the strategy has set `skip`."""
+        """Do nothing: the strategy has set `skip`."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the reading rank's batches on every rank of the group."""
         self.fillers_from = None
-        reader = comm.rank_in(self.place.sequence_group) == 0
-        source = iter(self.loader) if reader else iter(())
+        reads = comm.rank_in(self.coordinates.sequence_group) == 0
+        source = iter(self.loader) if reads else iter(())
         # Of the epoch that a checkpoint ended in; the next ones are read from their start.
         skip, self.skip = self.skip, 0
         count, last = 0, None
         while True:
-            message = self._read(source) if reader else None
-            if self.place.sequence_group is not None:
-                message = comm.broadcast_object(message, self.place.sequence_group)
-            assert message is not None
-            kind, value = message
-            told = (self.place.dp_rank, kind, value if kind == "error" else None)
-            states = comm.gather_objects(told, self.place.control_group)
-            if errors := [f"rank {rank}: {said}" for rank, (_, state, said) in enumerate(states) if state == "error"]:
-                raise SequenceParallelError("the loader failed: " + "; ".join(errors))
-            if all(state == "end" for _, state, _ in states):
+            kind, batch = self._receive(self._read(source) if reads else None)
+            error = batch if kind == "error" else None
+            if self._all_ended(RankState(self.coordinates.dp_rank, kind, error), count):
                 return
-            if unequal := {dp_rank for dp_rank, state, _ in states if state == "end"} & {
-                dp_rank for dp_rank, state, _ in states if state == "batch"
-            }:
-                raise SequenceParallelError(
-                    f"the ranks of one sequence (data-parallel rank {sorted(unequal)}) read loaders of different lengths: after {count} batches "
-                    "some have ended and others have not; with shard_batch=False each must give its part of the same batches"
-                )
             if kind == "end":
                 if last is None:
                     raise SequenceParallelError(
-                        f"data-parallel rank {self.place.dp_rank} has no batch at all while others have: split the dataset so that each has one"
+                        f"data-parallel rank {self.coordinates.dp_rank} has no batch at all while others have: split the dataset so "
+                        "that each has one"
                     )
                 self.fillers_from = count if self.fillers_from is None else self.fillers_from
-                value = ignore_targets(last)
-            last = value
+                batch = ignore_targets(last)
+            last = batch
             count += 1
             if count > skip:
-                yield value
+                yield batch
 
-    def _read(self, source: Iterator[Any]) -> tuple[str, Any]:
+    def _read(self, source: Iterator[Any]) -> ReadResult:
         try:
             batch = next(source)
-            if self.place.sequence_group is not None and is_sharded(batch):
-                return "error", (
+            if self.coordinates.sequence_group is not None and is_sharded(batch):
+                return ReadResult(
+                    "error",
                     f"{type(batch).__name__} holds one rank's part, and this loader is read by one rank of each sequence for all: let it give "
-                    "whole batches, or set shard_batch=False, so that every rank reads its own"
+                    "whole batches, or set shard_batch=False, so that every rank reads its own",
                 )
-            return "batch", batch
+            return ReadResult("batch", batch)
         except StopIteration:
-            return "end", None
+            return ReadResult("end", None)
         except Exception as error:  # sent to the peers, which would wait for ever
-            return "error", f"{type(error).__name__}: {error}"
+            return ReadResult("error", f"{type(error).__name__}: {error}")
+
+    def _receive(self, read: ReadResult | None) -> ReadResult:
+        """Return what the reading rank of this sequence has read; it passes that in, its peers None."""
+        if self.coordinates.sequence_group is not None:
+            sent = None if read is None else tuple(read)
+            read = ReadResult(*comm.broadcast_object(sent, self.coordinates.sequence_group))
+        assert read is not None
+        return read
+
+    def _all_ended(self, own: RankState, count: int) -> bool:
+        """Return whether the loaders of all ranks have ended, after `count` batches.
+
+        Raises:
+            SequenceParallelError: a rank's loader failed, or ranks of one sequence read different numbers of batches.
+        """
+        states = [RankState(*state) for state in comm.gather_objects(tuple(own), self.coordinates.control_group)]
+        if errors := [f"rank {rank}: {state.error}" for rank, state in enumerate(states) if state.kind == "error"]:
+            raise SequenceParallelError("the loader failed: " + "; ".join(errors))
+        ended = {state.dp_rank for state in states if state.kind == "end"}
+        if unequal := ended & {state.dp_rank for state in states if state.kind == "batch"}:
+            raise SequenceParallelError(
+                f"the ranks of one sequence (data-parallel rank {sorted(unequal)}) read loaders of different lengths: after {count} batches "
+                "some have ended and others have not; with shard_batch=False each must give its part of the same batches"
+            )
+        return all(state.kind == "end" for state in states)

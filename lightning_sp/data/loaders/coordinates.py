@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataCoordinates:
-    """Where this rank stands, for its loaders.
+    """Where this rank lies on the axes, for its loaders.
 
     Args:
         dp_rank: data-parallel rank.

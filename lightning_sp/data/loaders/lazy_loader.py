@@ -1,4 +1,4 @@
-"""A DataLoader whose position is kept elsewhere, and that starts late enough for that to be in force."""
+"""A DataLoader that starts at its first batch, so that a resume can still set its sampler."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LazyDataLoader(DataLoader[Any]):
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the position is kept. That there is a state tells Lightning that a resume in an epoch is exact."""
+        """Say that the cursor is stored elsewhere. That there is a state tells Lightning that a resume in an epoch is exact."""
         return {"position_kept_by": "lightning_sp"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take nothing: whoever keeps the position has set the sampler."""
+        """Do nothing: the resume has set the sampler."""

@@ -44,13 +44,13 @@ def can_replace_sampler(loader: Any) -> bool:
 
 
 def replace_sampler(
-    loader: DataLoader[Any], place: DataCoordinates, *, training: bool, accumulation: int, seed: int
+    loader: DataLoader[Any], coordinates: DataCoordinates, *, training: bool, accumulation: int, seed: int
 ) -> DataLoader[Any]:
     """Return the same loader with the order of `order`.
 
     Args:
         loader: one for which `can_replace_sampler` holds.
-        place: this rank's.
+        coordinates: this rank's.
         training: a shuffled or sequential global order, else the one-process evaluation batches dealt out.
         accumulation: micro-batches of an optimizer step.
         seed: of the shuffle.
@@ -59,15 +59,15 @@ def replace_sampler(
     batches: Any = _innermost(loader.batch_sampler)
     sampler: GlobalBatchSampler | EvaluationBatchSampler
     if training:
-        split = BatchSplit(batches.batch_size, accumulation, place.dp_size)
+        split = BatchSplit(batches.batch_size, accumulation, coordinates.dp_size)
         last: Last = "drop_micro" if batches.drop_last else "pad"
         shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)
         if shuffle:
-            sampler = GlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, shuffle=True, last=last)
+            sampler = GlobalBatchSampler(num_samples, split, coordinates.dp_rank, seed=seed, shuffle=True, last=last)
         else:
-            sampler = SequentialGlobalBatchSampler(num_samples, split, place.dp_rank, seed=seed, last=last)
+            sampler = SequentialGlobalBatchSampler(num_samples, split, coordinates.dp_rank, seed=seed, last=last)
     else:
-        sampler = EvaluationBatchSampler(num_samples, batches.batch_size, place.dp_rank, place.dp_size)
+        sampler = EvaluationBatchSampler(num_samples, batches.batch_size, coordinates.dp_rank, coordinates.dp_size)
     fillers_come = bool(sampler.num_fillers if training else sampler.num_filler_batches)  # type: ignore[union-attr]
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
@@ -95,7 +95,7 @@ def training_sampler(loader: Any) -> GlobalBatchSampler | None:
 
 
 def is_filler_batch(loader: Any, batch_idx: int) -> bool:
-    """Return whether an evaluation batch of this rank only keeps the others company: all its samples belong to another."""
+    """Return whether all samples of an evaluation batch are fillers: they belong to another rank."""
     if isinstance(loader, BroadcastLoader):
         return loader.fillers_from is not None and batch_idx >= loader.fillers_from
     for sampler in (_inner_sampler(loader), getattr(loader, "sampler", None)):

@@ -1,12 +1,13 @@
 """Users' own loaders: the same samples for all ranks of a sequence, different ones for each data-parallel rank.
 
-Where a loader is a plain `DataLoader` over a map-style dataset, its sampler is replaced by the orders of `order`. Where it cannot be
+Where a loader is a plain `DataLoader` over a map-style dataset, its sampler is replaced by one of ours. Where it cannot be
 (iterable or streaming datasets, own samplers, own loader classes), one rank of each sequence's group reads, and sends every batch to its
 peers: they cannot differ then, whatever the loader's seeds and workers do.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -18,13 +19,13 @@ from lightning_sp.data.loaders.replace_sampler import can_replace_sampler, has_o
 
 
 def same_samples(
-    loader: Any, place: DataCoordinates, *, training: bool, accumulation: int, seed: int, by_hand: bool
+    loader: Any, coordinates: DataCoordinates, *, training: bool, accumulation: int, seed: int, by_hand: bool
 ) -> Any:
     """Return a loader that gives all ranks of a sequence the same samples: its order replaced, or one rank of each sequence reading.
 
     Args:
         loader: the user's.
-        place: this rank's.
+        coordinates: this rank's.
         training: whether its order is one of training.
         accumulation: micro-batches of an optimizer step.
         seed: of the shuffle.
@@ -33,18 +34,18 @@ def same_samples(
     if has_our_sampler(loader):
         return loader
     if can_replace_sampler(loader):
-        return replace_sampler(loader, place, training=training, accumulation=accumulation, seed=seed)
-    world = comm.size_of(place.control_group or comm.world())
+        return replace_sampler(loader, coordinates, training=training, accumulation=accumulation, seed=seed)
+    world = comm.size_of(coordinates.control_group or comm.world())
     if world == 1:
-        return BroadcastLoader(loader, place) if training else loader
+        return BroadcastLoader(loader, coordinates) if training else loader
     kind = type(loader).__name__
     if by_hand:
         rank_zero_info(
             f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"
         )
-        return BroadcastLoader(loader, DataCoordinates(place.dp_rank, place.dp_size, None, place.control_group))
+        return BroadcastLoader(loader, replace(coordinates, sequence_group=None))
     rank_zero_info(
         f"sequence_parallel: the order of {kind} cannot be replaced, so one rank of each sequence's group reads it and sends the batches to "
-        f"its peers; split the data over {place.dp_size} data-parallel groups by trainer.strategy.data_parallel_rank"
+        f"its peers; split the data over {coordinates.dp_size} data-parallel groups by trainer.strategy.data_parallel_rank"
     )
-    return BroadcastLoader(loader, place)
+    return BroadcastLoader(loader, coordinates)

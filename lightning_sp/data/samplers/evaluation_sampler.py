@@ -12,8 +12,8 @@ from lightning_sp.data.samplers.batch_split import BatchSplit, check_rank
 class EvaluationBatchSampler(DistributedSampler[list[int]], SequentialSampler):
     """Deal the batches of the one-process run over the data-parallel ranks: batch i goes to rank i % dp_size.
 
-    Each sample is evaluated once. Ranks that would end a batch early get one of fillers, so that all ranks yield
-    equally many (their collectives must meet). `num_filler_batches` counts them over all ranks.
+    Each sample is evaluated once. Ranks that would end a batch early get a batch of fillers: all ranks must take part in the same
+    collectives. `num_filler_batches` counts them over all ranks.
     """
 
     def __init__(self, num_samples: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> None:

@@ -1,17 +1,14 @@
-"""Which sample comes when: a pure function of (seed, epoch, global index), whatever the degrees.
+"""The distributed sampler of training: which sample comes when is a function of (seed, epoch, global index), whatever the degrees.
 
-Owns the two orders and the position in them. A global batch of size G = m * a * dp takes G consecutive places of the
-epoch's permutation; its places are dealt out step by step, so that changing (m, a, dp) at a fixed G moves no sample to
-another global batch:
+A global batch of size G = m * a * dp takes G consecutive samples of the epoch's permutation. They are dealt out micro-batch by
+micro-batch, so that another (m, a, dp) of the same G moves no sample to another global batch:
 
-    place in the global batch   0 .. m-1 | m .. 2m-1 | ... | dp*m .. dp*m+m-1 | ...
+    index in the global batch   0 .. m-1 | m .. 2m-1 | ... | dp*m .. dp*m+m-1 | ...
     dp rank                        0     |     1     | ... |        0         | ...
-    micro step                     0     |     0     | ... |        1         | ...
+    micro-batch                    0     |     0     | ... |        1         | ...
 
-The last micro-batch of an epoch may be short. A rank that would have none (the last micro step of training, the last
-batch of evaluation) gets *fillers* to keep the others' collectives company: real samples whose index i is given as
-``~i``, so that `collate.FillerAware` ignores all of their targets. A micro step without a sample on any rank is left
-out: it would add nothing and log a loss of 0. Not here: reading samples.
+The last micro-batch of an epoch may be short. A rank that would have no sample gets fillers (`loaders.fillers`), for it must take part in the
+others' collectives. A micro-batch without a sample on any rank is left out: it would add nothing and log a loss of 0.
 """
 
 from __future__ import annotations
@@ -46,12 +43,12 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
     one (Lightning) leave a loader alone that has one. Use it as ``DataLoader(..., batch_sampler=sampler)`` or, for
     Lightning, ``DataLoader(batches, batch_size=None, sampler=sampler)``.
 
-    What has been consumed is known to the trainer alone (workers fetch ahead), so `state_dict` is told.
+    What has been consumed is known to the trainer alone (workers fetch ahead), so `state_dict` takes the number of micro-batches.
 
     Args:
         num_samples: Size of the dataset.
         split: How the global batch is cut.
-        dp_rank: This rank's place on the data-parallel axis.
+        dp_rank: This rank's coordinate on the data-parallel axis.
         seed: Of the order.
         shuffle: False keeps the samples in order, each epoch.
         last: What is left at the epoch's end: "pad" trains it as a short step (with fillers on ranks that have no sample),
@@ -105,9 +102,9 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         m, dp_size = self.split.micro_batch_size, self.split.dp_size
         for micro_step in range(self.global_samples_skipped // (m * dp_size), self.num_micro_batches):
             first = (micro_step * dp_size + self.dp_rank) * m
-            places = range(first, min(first + m, self.num_trained))
-            # A rank without a sample repeats others, as fillers: its collectives must meet theirs.
-            yield [self._sample_at(place, order) for place in places or range(first, first + m)]
+            indices = range(first, min(first + m, self.num_trained))
+            # A rank without a sample repeats others, as fillers: it must take part in their collectives.
+            yield [self._sample_at(index, order) for index in indices or range(first, first + m)]
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -116,16 +113,17 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
 
     def num_samples_in(self, micro_batch: int) -> int:
         """Return the samples in one micro-batch of the epoch over all data-parallel ranks, fillers left out."""
-        places = self.split.micro_batch_size * self.split.dp_size
-        return max(0, min(places, self.num_trained - micro_batch * places))
+        size = self.split.micro_batch_size * self.split.dp_size
+        return max(0, min(size, self.num_trained - micro_batch * size))
 
-    def _sample_at(self, place: int, order: NDArray[np.int64] | None) -> int:
-        index = place % self.num_samples
-        sample = index if order is None else int(order[index])
-        return sample if place < self.num_samples else ~sample
+    def _sample_at(self, index: int, order: NDArray[np.int64] | None) -> int:
+        """Return the sample at an index of the epoch; behind its end, the first ones again as fillers."""
+        wrapped = index % self.num_samples
+        sample = wrapped if order is None else int(order[wrapped])
+        return sample if index < self.num_samples else ~sample
 
     def set_epoch(self, epoch: int) -> None:
-        """Turn to an epoch. A position that was resumed holds for its own epoch alone."""
+        """Turn to an epoch. A cursor that was resumed holds for its own epoch alone."""
         if epoch != self.epoch:
             self.epoch, self.global_samples_skipped = epoch, 0
 
@@ -144,7 +142,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         self.epoch, self.global_samples_skipped = epoch, global_samples_consumed
 
     def state_dict(self, consumed_batches: int, epoch: int | None = None) -> dict[str, Any]:
-        """Return the position after `consumed_batches` micro-batches of the epoch (those before a resume included).
+        """Return the cursor after `consumed_batches` micro-batches of the epoch (those before a resume included).
 
         Micro-batches of an unfinished accumulation do not count: their gradients are not in the weights.
         """
@@ -161,7 +159,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a position that any split of the same global batch size has stored.
+        """Continue at the cursor that any split of the same global batch size has stored.
 
         Raises:
             SequenceParallelError: When the order or the global batch size differs, with the numbers.
@@ -177,7 +175,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
 
 
 class SequentialGlobalBatchSampler(GlobalBatchSampler, SequentialSampler):  # type: ignore[misc]
-    """The same without shuffling, told by class: Lightning's `overfit_batches` replaces any other sampler."""
+    """The same without shuffling. It is a `SequentialSampler` by class: Lightning's `overfit_batches` replaces any other."""
 
     def __init__(
         self,

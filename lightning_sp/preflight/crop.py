@@ -6,28 +6,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from lightning_sp import comm
 from lightning_sp.attention.spec.documents import boundaries_from_positions
-from lightning_sp.data.batch.entries import batch_entries, extent, plain_entries, sequence_dims, split_sequences
+from lightning_sp.data.batch.entries import batch_entries, extent, sequence_dims, split_sequences
 from lightning_sp.data.batch.labels import shifted_labels
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
-from lightning_sp.layout import SequenceLayout, merge
+from lightning_sp.layout import SequenceLayout
 
 # Two rows, so that what mixes rows shows; more would only cost.
 ROWS = 2
 LEAST_TOKENS = 64
-# Groups whose crops differ: each adds its rows to what every rank runs whole.
-MOST_GROUPS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Crop:
     """Part of a whole batch.
 
@@ -99,7 +92,7 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
             for name, value in entries.items():
                 cut = _cut(value, dims.get(name), rows, (row, last), windows.get(name))
                 found[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
-            crop = Crop(_rebuild_plain(batch, found), height, tokens, count)
+            crop = Crop(batch=rebuild_plain(batch, found), rows=height, tokens=tokens, num_targets=count)
             if count != 0:
                 return crop
             first = crop
@@ -121,104 +114,6 @@ def _encoder_window(
     return length, (max(starts, key=lambda start: int(left[:, start : start + tokens].sum(1).min())), tokens)
 
 
-def whole_batch(batch: Any, options: ShardOptions, layout: SequenceLayout, group: ProcessGroup) -> Any:
-    """Return the whole batch of which every rank of a sequence holds a part that was sharded by hand, on the CPU.
-
-    Communicates: one all_gather for each tensor that carries the sequence, over a group that takes CPU tensors.
-    """
-    entries = plain_entries(batch)
-    dims = sequence_dims(entries, options)
-    merged = {
-        n: merge(comm.gather(v.cpu(), group), layout, dim=dims[n]) if n in dims else v for n, v in entries.items()
-    }
-    return _rebuild_plain(batch, merged)
-
-
-def shared_crop(
-    batch: Any,
-    options: ShardOptions,
-    layout: SequenceLayout,
-    *,
-    wanted: int | None,
-    hand_sharded: bool,
-    place: tuple[int, int],
-    sequence_group: ProcessGroup,
-    control_group: ProcessGroup | None,
-) -> tuple[Crop, Crop]:
-    """Return the crops of all data-parallel groups' batches as one, the same on every rank, and that of this rank's group.
-
-    Args:
-        batch: this rank's, whole; its part of it where `hand_sharded`.
-        options: of sharding.
-        layout: the degrees.
-        wanted: see `crop_tokens`.
-        hand_sharded: whether the parts must be merged first.
-        place: (data-parallel rank, rank within the sequence's group).
-        sequence_group: ranks that share the sequence.
-        control_group: the world. Both on a backend for the host.
-
-    Raises:
-        SequenceParallelError: the groups' crops cannot be made into one batch.
-    """
-    if hand_sharded:
-        batch = whole_batch(batch, options, layout, sequence_group)
-    # The groups' batches may have other lengths; their crops are as large as all can give.
-    extents = comm.gather_objects(crop_extent(batch, options, layout, wanted), control_group)
-    own = crop_batch(batch, options, tuple(min(each) for each in zip(*extents, strict=True)))
-    gathered = comm.gather_objects(own if place[1] == 0 else None, control_group)
-    crops: list[Crop] = [crop for crop in gathered if crop is not None]
-    # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
-    kept = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
-    return join_crops(crops[:kept], options), crops[place[0] % kept]
-
-
-def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
-    """Return crops of equal extent as one: the rows of all. What has no rows is the first's.
-
-    Raises:
-        SequenceParallelError: they hold different entries, or their sequences lie along dim 0 and have no rows.
-    """
-    first = crops[0]
-    if len(crops) == 1:
-        return first
-    held = [plain_entries(crop.batch) for crop in crops]
-    dims = sequence_dims(held[0], options)
-    kinds = [{name: _kind(value) for name, value in entries.items()} for entries in held]
-    for group, other in enumerate(kinds):
-        if other != kinds[0]:
-            raise SequenceParallelError(
-                f"preflight: the first batches of data-parallel groups 0 and {group} cannot be joined into the one that a single device would "
-                f"train on: cut to {first.rows} x {first.tokens} tokens they hold {kinds[0]} and {other}; make the loader give all groups "
-                "the same entries, or preflight=False trains without the check"
-            )
-    if 0 in dims.values():
-        raise SequenceParallelError(
-            f"preflight: the batches of {len(crops)} data-parallel groups cannot be joined: {[n for n, d in dims.items() if d == 0]} carry the "
-            "sequence along dim 0 and have no rows; put the rows first, or preflight=False trains without the check"
-        )
-    joined = {name: _join([entries[name] for entries in held], dims.get(name), first.rows) for name in held[0]}
-    counts = [crop.num_targets for crop in crops if crop.num_targets is not None]
-    targets = sum(counts) if len(counts) == len(crops) else None
-    return Crop(_rebuild_plain(first.batch, joined), first.rows * len(crops), first.tokens, targets)
-
-
-def _kind(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _join(values: list[Any], dim: int | None, rows: int) -> Any:
-    if dim is not None and values[0].shape[0] == 1:  # one row for all, as position_ids may be
-        values = [value.expand(rows, *value.shape[1:]) for value in values]
-    if not all(_has_rows(value, dim, rows) for value in values):
-        return values[0]
-    if isinstance(values[0], Tensor):
-        return torch.cat(values)
-    if isinstance(values[0], np.ndarray):
-        return np.concatenate(values)
-    joined = [each for value in values for each in value]
-    return tuple(joined) if isinstance(values[0], tuple) else joined
-
-
 def _starts(position_ids: Tensor | None, length: int, tokens: int) -> Iterator[int]:
     boundaries = None if position_ids is None or position_ids.dim() != 2 else boundaries_from_positions(position_ids)
     if boundaries is not None:
@@ -230,7 +125,7 @@ def _starts(position_ids: Tensor | None, length: int, tokens: int) -> Iterator[i
 
 def _cut(value: Any, dim: int | None, rows: int, row_range: tuple[int, int], window: tuple[int, int] | None) -> Any:
     """Cut rows and window; a copy, for a view would carry the whole batch along when it is sent."""
-    if _has_rows(value, dim, rows):
+    if has_rows(value, dim, rows):
         value = value[row_range[0] : row_range[1]]
     if dim is not None and window is not None:
         value = value.narrow(dim, *window)
@@ -250,13 +145,14 @@ def _cut_mask(value: Tensor, windows: Mapping[int, tuple[int, int]]) -> Tensor:
     return (value if queries == 1 else value.narrow(2, *windows[queries])).clone()
 
 
-def _has_rows(value: Any, dim: int | None, rows: int) -> bool:
+def has_rows(value: Any, dim: int | None, rows: int) -> bool:
+    """Return whether an entry of a batch holds something for each of its rows; `dim` carries its sequence, if any."""
     if dim == 0 or isinstance(value, (str, bytes, dict, set)) or (isinstance(value, Tensor) and value.dim() == 0):
         return False
     return hasattr(value, "__len__") and len(value) == rows
 
 
-def _rebuild_plain(batch: Any, entries: dict[str, Any]) -> Any:
+def rebuild_plain(batch: Any, entries: dict[str, Any]) -> Any:
     """Rebuild the structure of a batch, without the mark of a sharded one."""
     if isinstance(batch, Mapping):
         return entries

@@ -18,8 +18,9 @@ from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_on_gathered
-from lightning_sp.preflight.agreement import run_preflight
-from lightning_sp.preflight.crop import Crop, shared_crop
+from lightning_sp.preflight.crop import Crop
+from lightning_sp.preflight.run import run_preflight
+from lightning_sp.preflight.shared_crop import shared_crop
 from lightning_sp.step.runner import StepRunner
 
 # Of the attention dropout in both runs.

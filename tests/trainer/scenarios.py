@@ -296,7 +296,7 @@ def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
 def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> dict[str, Any]:
     """Count kernel calls and collectives of one step, with and without activation checkpointing."""
     from lightning_sp import comm
-    from lightning_sp.attention.kernels import kernel
+    from lightning_sp.attention.kernels import torch_flash
 
     counts = {"kernel": 0, "exchange": 0, "transfer": 0}
 
@@ -310,8 +310,8 @@ def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> d
     import lightning_sp.attention.schemes.network as network_hops
     import lightning_sp.attention.schemes.ulysses as ulysses
 
-    saved = kernel.TorchCpuKernel.forward, ulysses.exchange, network_hops.Transfer
-    kernel.TorchCpuKernel.forward = counted("kernel", saved[0])
+    saved = torch_flash.TorchCpuKernel.forward, ulysses.exchange, network_hops.Transfer
+    torch_flash.TorchCpuKernel.forward = counted("kernel", saved[0])
     ulysses.exchange, network_hops.Transfer = counted("exchange", saved[1]), counted("transfer", saved[2])
     try:
         result = fit(
@@ -322,7 +322,7 @@ def checkpointed_calls(world: int, strategy: dict[str, Any], enabled: bool) -> d
             max_steps=1,
         )
     finally:
-        kernel.TorchCpuKernel.forward, ulysses.exchange, network_hops.Transfer = saved
+        torch_flash.TorchCpuKernel.forward, ulysses.exchange, network_hops.Transfer = saved
     assert comm is not None
     assert Llama is not None
     return {**counts, "grads": result["grads"]}

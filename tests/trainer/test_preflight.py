@@ -12,7 +12,8 @@ from torch import nn
 from lightning_sp import SequenceParallelError
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, crop_tokens, join_crops
+from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, crop_tokens
+from lightning_sp.preflight.shared_crop import join_crops
 from lightning_sp.step.isolation import isolated
 from tests.trainer import preflight_ranks as ranks
 

@@ -1,0 +1,123 @@
+"""The crops of all data-parallel groups as one batch, the same on every rank: what a single device would train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.data.batch.entries import plain_entries, sequence_dims
+from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout, merge
+from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, has_rows, rebuild_plain
+
+# Groups whose crops differ: each adds its rows to what every rank runs whole.
+MOST_GROUPS = 8
+
+
+def whole_batch(batch: Any, options: ShardOptions, layout: SequenceLayout, group: ProcessGroup) -> Any:
+    """Return the whole batch of which every rank of a sequence holds a part that was sharded by hand, on the CPU.
+
+    Communicates: one all_gather for each tensor that carries the sequence, over a group that takes CPU tensors.
+    """
+    entries = plain_entries(batch)
+    dims = sequence_dims(entries, options)
+    merged = {
+        n: merge(comm.gather(v.cpu(), group), layout, dim=dims[n]) if n in dims else v for n, v in entries.items()
+    }
+    return rebuild_plain(batch, merged)
+
+
+def shared_crop(
+    batch: Any,
+    options: ShardOptions,
+    layout: SequenceLayout,
+    *,
+    wanted: int | None,
+    hand_sharded: bool,
+    place: tuple[int, int],
+    sequence_group: ProcessGroup,
+    control_group: ProcessGroup | None,
+) -> tuple[Crop, Crop]:
+    """Return the crops of all data-parallel groups' batches as one, the same on every rank, and that of this rank's group.
+
+    Args:
+        batch: this rank's, whole; its part of it where `hand_sharded`.
+        options: of sharding.
+        layout: the degrees.
+        wanted: see `crop_tokens`.
+        hand_sharded: whether the parts must be merged first.
+        place: (data-parallel rank, rank within the sequence's group).
+        sequence_group: ranks that share the sequence.
+        control_group: the world. Both on a backend for the host.
+
+    Raises:
+        SequenceParallelError: the groups' crops cannot be made into one batch.
+    """
+    if hand_sharded:
+        batch = whole_batch(batch, options, layout, sequence_group)
+    # The groups' batches may have other lengths; their crops are as large as all can give.
+    extents = comm.gather_objects(crop_extent(batch, options, layout, wanted), control_group)
+    own = crop_batch(batch, options, tuple(min(each) for each in zip(*extents, strict=True)))
+    gathered = comm.gather_objects(own if place[1] == 0 else None, control_group)
+    crops: list[Crop] = [crop for crop in gathered if crop is not None]
+    # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
+    kept = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
+    return join_crops(crops[:kept], options), crops[place[0] % kept]
+
+
+def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
+    """Return crops of equal extent as one: the rows of all. What has no rows is the first's.
+
+    Raises:
+        SequenceParallelError: they hold different entries, or their sequences lie along dim 0 and have no rows.
+    """
+    first = crops[0]
+    if len(crops) == 1:
+        return first
+    held = [plain_entries(crop.batch) for crop in crops]
+    dims = sequence_dims(held[0], options)
+    kinds = [{name: _kind(value) for name, value in entries.items()} for entries in held]
+    for group, other in enumerate(kinds):
+        if other != kinds[0]:
+            raise SequenceParallelError(
+                f"preflight: the first batches of data-parallel groups 0 and {group} cannot be joined into the one that a single device would "
+                f"train on: cut to {first.rows} x {first.tokens} tokens they hold {kinds[0]} and {other}; make the loader give all groups "
+                "the same entries, or preflight=False trains without the check"
+            )
+    if 0 in dims.values():
+        raise SequenceParallelError(
+            f"preflight: the batches of {len(crops)} data-parallel groups cannot be joined: {[n for n, d in dims.items() if d == 0]} carry the "
+            "sequence along dim 0 and have no rows; put the rows first, or preflight=False trains without the check"
+        )
+    joined = {name: _join([entries[name] for entries in held], dims.get(name), first.rows) for name in held[0]}
+    counts = [crop.num_targets for crop in crops if crop.num_targets is not None]
+    targets = sum(counts) if len(counts) == len(crops) else None
+    return Crop(
+        batch=rebuild_plain(first.batch, joined),
+        rows=first.rows * len(crops),
+        tokens=first.tokens,
+        num_targets=targets,
+    )
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _join(values: list[Any], dim: int | None, rows: int) -> Any:
+    if dim is not None and values[0].shape[0] == 1:  # one row for all, as position_ids may be
+        values = [value.expand(rows, *value.shape[1:]) for value in values]
+    if not all(has_rows(value, dim, rows) for value in values):
+        return values[0]
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    if isinstance(values[0], np.ndarray):
+        return np.concatenate(values)
+    joined = [each for value in values for each in value]
+    return tuple(joined) if isinstance(values[0], tuple) else joined

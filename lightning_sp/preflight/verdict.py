@@ -1,0 +1,154 @@
+"""What the differences between a whole and a sharded step mean: they agree, nothing can be said, or the run is stopped with likely causes.
+
+||g_sharded - g_whole|| <= tolerance max(||g_whole||, FLOOR ||all of g_whole||)
+||b_sharded - b_whole|| <= tolerance max(||b_whole - b before||, FLOOR ||b_whole||)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.comparison import FLOOR, Difference, plain_name
+
+# By the lowest precision anywhere in the step. In bfloat16 rounding alone gave up to 3e-2 (Gemma2, 24 layers; Llama and GPT 1.6e-2; no
+# growth from 2 to 4 ranks), the weakest fault of the tests 1.1e-1; in float32 8e-7.
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What a preflight found.
+
+    Args:
+        crop: what was compared, in words.
+        loss: the whole crop's.
+        difference: the largest relative difference of a gradient.
+        worst: the parameter that has it.
+        tolerance: what was allowed.
+        seconds: what it cost.
+    """
+
+    crop: str
+    loss: float
+    difference: float
+    worst: str
+    tolerance: float
+    seconds: float
+
+    def describe(self) -> str:
+        """Return one line."""
+        if math.isnan(self.difference):
+            return f"preflight: {self.crop} cannot be compared: whole, the loss is {self.loss:.6g} and a gradient is not finite"
+        return (
+            f"preflight: {self.crop}, whole and sharded, agree: loss {self.loss:.6g}, largest relative difference of a gradient "
+            f"{self.difference:.1e} ({self.worst}; allowed {self.tolerance:.0e}), {self.seconds:.2f} s"
+        )
+
+
+class Losses(NamedTuple):
+    """Of the same step, run both ways."""
+
+    whole: float
+    sharded: float
+
+
+class Largest(NamedTuple):
+    """The largest relative difference, and the gradient that has it; nan where the whole run is not finite."""
+
+    difference: float
+    name: str
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Return what is allowed where a step computes in these floating dtypes: that of the lowest precision."""
+    lowest = min(dtypes, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps))
+    return TOLERANCES.get(lowest, max(TOLERANCES.values()))
+
+
+def judge_gradients(
+    module: nn.Module, found: Mapping[str, Difference], losses: Losses, crop: str, tolerance: float
+) -> Largest:
+    """Return the largest relative difference of a gradient.
+
+    Args:
+        module: whose parts are named among the causes.
+        found: of each gradient, and of the loss under the empty name.
+        losses: of both runs.
+        crop: what was compared, in words.
+        tolerance: what is allowed.
+
+    Raises:
+        SequenceParallelError: one is too large.
+    """
+    of_loss, of_gradients = found[""], {name: each for name, each in found.items() if name}
+    total = math.sqrt(sum(norm**2 for _, norm in of_gradients.values()))
+    relative = {name: error / max(norm, FLOOR * total, 1e-300) for name, (error, norm) in of_gradients.items()}
+    worst = sorted(relative, key=lambda name: -math.inf if relative[name] != relative[name] else -relative[name])
+    loss_relative = of_loss.error / max(of_loss.scale, 1e-300)
+    if not math.isfinite(total) or not math.isfinite(of_loss.scale):
+        return Largest(math.nan, "")
+    if loss_relative <= tolerance and all(relative[name] <= tolerance for name in worst):
+        return Largest(relative[worst[0]], worst[0]) if worst else Largest(loss_relative, "the loss")
+    numbers = "; ".join(
+        f"{name}: ||sharded - whole|| = {found[name].error:.3e}, ||whole|| = {found[name].scale:.3e}"
+        for name in worst[:3]
+    )
+    raise SequenceParallelError(
+        f"preflight: training_step on {crop} gives another result on shards than whole (allowed: {tolerance:.0e} relative). "
+        f"Loss {losses.whole:.8g} whole, {losses.sharded:.8g} sharded. {sum(not e <= tolerance for e in relative.values())} of "
+        f"{len(relative)} gradients differ, most: {numbers}. Likely: {_causes(module)}. "
+        "Training would be silently wrong; preflight=False switches this check off"
+    )
+
+
+def judge_buffers(found: Mapping[str, Difference], crop: str, tolerance: float) -> None:
+    """Refuse buffers that a step on shards leaves different than whole.
+
+    Raises:
+        SequenceParallelError: with the first of them.
+    """
+    wrong = {name: each for name, each in found.items() if not each.error <= tolerance * each.scale}
+    if not wrong:
+        return
+    numbers = "; ".join(
+        f"{name}: ||sharded - whole|| = {error:.3e}, ||change|| = {scale:.3e}"
+        for name, (error, scale) in list(wrong.items())[:3]
+    )
+    raise SequenceParallelError(
+        f"preflight: training_step on {crop} leaves {len(wrong)} of {len(found)} buffers different on shards than whole (allowed: "
+        f"{tolerance:.0e} of the change): {numbers}. They are updated from this rank's tokens alone (a running statistic, a router's balance, "
+        "a count of tokens), and would differ between ranks; average the update over all ranks before it is applied, or keep what training "
+        "does not read in a torchmetrics metric. preflight=False switches this check off"
+    )
+
+
+def _causes(module: nn.Module) -> str:
+    """Return what is known to break a sequence that is split, the module's own parts first."""
+    suspects = {
+        "a convolution along the sequence": (nn.modules.conv._ConvNd,),
+        "a recurrence along the sequence": (nn.RNNBase, nn.RNNCellBase),
+        "statistics over this rank's tokens alone": (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm),
+        "pooling over this rank's tokens alone": (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd,
+                                                  nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd),
+    }  # fmt: skip
+    causes = []
+    for cause, kinds in suspects.items():
+        names = [f"{plain_name(n)} ({type(m).__name__})" for n, m in module.named_modules() if isinstance(m, kinds)]
+        if names:
+            causes.append(f"{cause}: {', '.join(names[:3])}")
+    causes.append(
+        "positions made inside the model (arange over its input's length) instead of the batch's position_ids"
+    )
+    causes.append("labels shifted inside the model; a shift, cumulative sum, mean or pooling over the sequence")
+    causes.append("a loss divided by the batch's rows, where data-parallel groups hold other rows")
+    causes.append(
+        "attention that lightning_sp did not see, besides one that it did; random numbers drawn in training_step"
+    )
+    return "; ".join(f"({index}) {cause}" for index, cause in enumerate(causes, 1))

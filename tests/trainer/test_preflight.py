@@ -287,7 +287,7 @@ def test_crops_are_joined_row_by_row():
             "names": ["a", "b"],
             "scale": 2.0,
         }
-        return Crop({**batch, **more}, 2, 3, first)
+        return Crop(batch={**batch, **more}, rows=2, tokens=3, num_targets=first)
 
     joined = join_crops([crop(0), crop(1)], ShardOptions())
     assert (joined.rows, joined.tokens, joined.num_targets) == (4, 3, 1)
@@ -296,5 +296,6 @@ def test_crops_are_joined_row_by_row():
     assert (joined.batch["names"], joined.batch["scale"]) == (["a", "b", "a", "b"], 2.0)
     with pytest.raises(SequenceParallelError, match=r"groups 0 and 1 cannot be joined .* 2 x 3 tokens .*float32"):
         join_crops([crop(0), crop(1, scale=torch.ones(2))], ShardOptions())
+    flat = Crop(batch={"input_ids": torch.zeros(3)}, rows=1, tokens=3, num_targets=None)
     with pytest.raises(SequenceParallelError, match=r"\['input_ids'\] carry the sequence along dim 0"):
-        join_crops([Crop({"input_ids": torch.zeros(3)}, 1, 3, None)] * 2, ShardOptions({"input_ids": 0}))
+        join_crops([flat] * 2, ShardOptions({"input_ids": 0}))

@@ -1,0 +1,85 @@
+"""The walls of the house: each import contract and the ban on collectives outside `comm` report a violation that is planted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# A contract of pyproject.toml -> a file below lightning_sp, and an import that the contract forbids there.
+PLANTED = {
+    "Layers": ("layout.py", "from lightning_sp.strategy import SequenceParallelStrategy"),
+    "Inside attention": ("attention/spec/mask.py", "from lightning_sp.attention.schemes import ring"),
+    "Inside data": ("data/batch/digest.py", "from lightning_sp.data.loaders import lazy_loader"),
+    "Inside text": ("text/tokenizer.py", "from lightning_sp.text import corpus"),
+    "Text apart from sequences": ("text/documents.py", "from lightning_sp import layout"),
+    "Inside rewrite": ("rewrite/rebind.py", "from lightning_sp.rewrite import flex"),
+    "Inside rewrite.hugging_face": (
+        "rewrite/hugging_face/models.py",
+        "from lightning_sp.rewrite.hugging_face import masks",
+    ),
+    "Inside preflight": ("preflight/comparison.py", "from lightning_sp.preflight import verdict"),
+    "Inside step": ("step/isolation.py", "from lightning_sp.step import runner"),
+    "Inside trainer": ("trainer/loops.py", "from lightning_sp.trainer import sharded_model"),
+    "Inside parallelize": ("parallelize/gloo_collectives.py", "from lightning_sp.parallelize import fsdp"),
+    "Inside loss": ("loss/reduction.py", "from lightning_sp.loss import check"),
+    "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
+    "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),
+    "Lightning in its rooms": ("loss/check.py", "from lightning.pytorch import Trainer"),
+}
+COLLECTIVES = {
+    "module": "import torch.distributed as dist\n\ndist.all_reduce(None)\n",
+    "function": "from torch.distributed import all_to_all_single\n\nall_to_all_single(None, None)\n",
+    "group": "import torch\n\ntorch.distributed.new_group()\n",
+    "functional": "from torch.distributed import _functional_collectives as funcol\n\nfuncol.all_gather_tensor\n",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    """What lint-imports says of each contract, for a copy of the package with all violations at once."""
+    folder = tmp_path_factory.mktemp("house")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copytree(ROOT / "lightning_sp", folder / "lightning_sp", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, line in PLANTED.values():
+        target = folder / "lightning_sp" / file
+        target.write_text(f"{target.read_text()}\n{line}\n")
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 1, found.stdout + found.stderr
+    return dict(re.findall(r"^(\S.*?) (KEPT|BROKEN)\b", found.stdout, re.MULTILINE)), found.stdout
+
+
+def test_every_contract_has_a_violation(verdicts):
+    assert set(verdicts[0]) == set(PLANTED)
+
+
+@pytest.mark.parametrize("contract", PLANTED)
+def test_a_planted_import_breaks_its_contract(verdicts, contract):
+    broken, said = verdicts
+    assert broken[contract] == "BROKEN"
+    file, line = PLANTED[contract]
+    module = "lightning_sp." + file.removesuffix(".py").replace("/", ".")
+    assert re.search(rf"^ *-? *{re.escape(module)} -> ", said, re.MULTILINE), f"{line} of {module} is not named"
+
+
+def collective_findings(text: str, file: str) -> str:
+    command = [str(Path(sys.executable).parent / "ruff"), "check", "--quiet", "--no-cache", "--select", "TID251"]
+    found = subprocess.run(
+        [*command, "--stdin-filename", file, "-"], cwd=ROOT, input=text, capture_output=True, text=True, check=False
+    )
+    assert found.returncode in (0, 1), found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize("form", COLLECTIVES)
+def test_a_collective_outside_its_room_is_found(form):
+    assert "TID251" in collective_findings(COLLECTIVES[form], "lightning_sp/loss/reduction.py")
+    assert collective_findings(COLLECTIVES[form], "lightning_sp/comm/collectives.py") == ""

@@ -32,8 +32,8 @@ UNITS = (2, 4, 8)
 # What the busiest rank may compute above the mean, in thousandths: a swap beyond it would move keys for nothing.
 LIMIT = 20
 # What a key that travels costs beside computing a pair of the same heads: an estimate, of which the kernel's part was measured (45 pairs). What
-# a kernel call costs: measured forward and backward on the CPU, 8 heads of 64 (docs/LOG.md). That of a CUDA launch is arithmetic alone, 50 us
-# beside 1e-10 s a pair, and was not measured.
+# a kernel call costs: measured forward and backward on the CPU, 8 heads of 64 (docs/log/balance.md). That of a CUDA launch is arithmetic alone,
+# 50 us beside 1e-10 s a pair, and was not measured.
 MOVED_PAIRS = 512
 CALL_PAIRS = {"cpu": 4_000, "cuda": 500_000}
 # Swaps whose keys are counted before one is taken, and the most swaps of a search.

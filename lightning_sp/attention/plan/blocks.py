@@ -26,7 +26,7 @@ from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
 
 # Queries of a window's block on a CPU. Torch's kernel there computes triangles of up to 512 in full, so larger ones compute more of what is
-# masked, and takes blocks of fewer queries than this in smaller steps (docs/LOG.md, "Windows").
+# masked, and takes blocks of fewer queries than this in smaller steps (docs/log/windows.md).
 WINDOW_TILE = 192
 
 

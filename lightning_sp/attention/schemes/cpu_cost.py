@@ -32,7 +32,7 @@ class Rates:
     bytes_per_s: float
 
 
-# Measured on 2 cores (docs/LOG.md, "Transport or all at once"). No GPU has been measured: hops there, which take less memory.
+# Measured on 2 cores (docs/log/ring.md, "Hops or all at once"). No GPU has been measured: hops there, which take less memory.
 RATES = {"cpu": Rates(call_s=4e-4, bytes_per_s=4e9)}
 
 

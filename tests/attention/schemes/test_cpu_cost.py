@@ -20,7 +20,7 @@ def decides(method, ring, device="cpu"):
     return uses_all_gather(method, ring, token_bytes=2 * 8 * 64 * 4, device_type=device)
 
 
-# docs/LOG.md, "Transport or all at once": of these all at once was the cheaper one in 8 ranks at 64 tokens alone.
+# docs/log/ring.md, "Hops or all at once": of these all at once was the cheaper one in 8 ranks at 64 tokens alone.
 @pytest.mark.parametrize(
     ("size", "length", "expected"), [(8, 64, True), (8, 2048, False), (4, 512, False), (4, 2048, False)]
 )

@@ -46,7 +46,7 @@ def can_replace_sampler(loader: Any) -> bool:
 def replace_sampler(
     loader: DataLoader[Any], coordinates: DataCoordinates, *, training: bool, accumulation: int, seed: int
 ) -> DataLoader[Any]:
-    """Return the same loader with the order of `order`.
+    """Return the same loader with one of our samplers.
 
     Args:
         loader: one for which `can_replace_sampler` holds.

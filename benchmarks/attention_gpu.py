@@ -27,12 +27,18 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention import AttentionMask
-from lightning_sp.attention.kernels.accumulate import backward_step, empty_token_major, forward_step
-from lightning_sp.attention.kernels.block_kernel import BlockKernel, HeadGroup
+from lightning_sp.attention.kernels.merge import (
+    BlockKernel,
+    HeadGroup,
+    backward_step,
+    empty_token_major,
+    forward_step,
+    merge_into,
+)
 from lightning_sp.attention.kernels.select import select_kernel
 from lightning_sp.attention.plan.blocks import Block, Kind, plan_of
 from lightning_sp.attention.schemes.ring import Ring
-from lightning_sp.attention.spec.merge import accumulator_dtype, merge_into
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.layout import SequenceLayout, merge, shard
 

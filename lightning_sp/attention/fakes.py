@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention.kernels.accumulate import empty_token_major
+from lightning_sp.attention.kernels.merge import empty_token_major
 from lightning_sp.attention.plan.block_sparsity import empty_map
+from lightning_sp.attention.schemes.transport import empty_saved_kv
 from lightning_sp.attention.schemes.ulysses import Ulysses
 from lightning_sp.attention.spec.codec import Code, empty_gradients, static_part
-from lightning_sp.config import AttentionOptions
 
 
 class Outputs(NamedTuple):
@@ -66,7 +66,7 @@ def fake_forward(
         heads_out=heads_out,
         exchanged=exchanged,
         exchanged_kv=exchanged_kv,
-        saved_kv=empty_saved_kv(keys, ring_size, static.options),
+        saved_kv=empty_saved_kv(keys, ring_size if static.options.ring_saves_kv else 1),
         visible=empty_map(Code(numbers, factors, tensors, options), ring_size * ulysses.size),
     )
 
@@ -90,11 +90,3 @@ def fake_backward(
 def fake_gradients(packed: Tensor, received: list[int], ulysses_group: str) -> Tensor:
     """Return the exchanged gradients without data."""
     return packed.new_empty(sum(received))
-
-
-def empty_saved_kv(k: Tensor, ring_size: int, options: AttentionOptions) -> Tensor:
-    """Return room for the keys and values of all other ranks; a mask may need less of it. Shapes: (B, K, T, D) -> ((R-1) T, 2, B, K, D)."""
-    if not options.ring_saves_kv or ring_size == 1:
-        return k.new_empty(0)
-    batch, heads, tokens, dim = k.shape
-    return k.new_empty((ring_size - 1) * tokens, 2, batch, heads, dim)

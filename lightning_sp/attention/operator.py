@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.attention.fakes import Outputs, empty_saved_kv, fake_backward, fake_forward, fake_gradients
-from lightning_sp.attention.kernels.block_kernel import BlockKernel
+from lightning_sp.attention.fakes import Outputs, fake_backward, fake_forward, fake_gradients
+from lightning_sp.attention.kernels.merge import BlockKernel
 from lightning_sp.attention.kernels.select import select_kernel
 from lightning_sp.attention.plan.block_sparsity import empty_map, of_map, search
 from lightning_sp.attention.plan.blocks import Plan, plan_of, tile_on
@@ -31,6 +31,7 @@ from lightning_sp.attention.schemes.cross_attention import (
     split_cross,
 )
 from lightning_sp.attention.schemes.ring import Ring, ring_backward, ring_forward
+from lightning_sp.attention.schemes.transport import empty_saved_kv
 from lightning_sp.attention.schemes.ulysses import (
     Ulysses,
     exchange_gradients,
@@ -103,7 +104,7 @@ def attention_op(
     local_kernel = select_kernel(spec.options.kernel, q.device, q.dtype, spec.scores)
     block_kernel = BlockKernel(local_kernel, spec.scale, ulysses.split.head_groups(ulysses.rank))
     own_sinks = None if spec.sinks is None else spec.sinks[slice(*ulysses.queries)]
-    saved_kv = empty_saved_kv(k, ring.size, spec.options)
+    saved_kv = empty_saved_kv(k, ring.size if spec.options.ring_saves_kv else 1)
     forward = all_gather_forward if _at_once(spec, ring, k) else ring_forward
     out, lse = forward(ring, block_kernel, q, k, v, own_sinks, saved_kv if saved_kv.numel() else None)
     if ulysses.group is not None:

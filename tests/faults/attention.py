@@ -91,7 +91,7 @@ ATTENTION = (
     ),
     fault(
         "what lies before a window read as what lies in it",
-        "attention/kernels/block_kernel.py",
+        "attention/kernels/merge.py",
         "return out.flip(2), lse.flip(2)",
         "return out, lse",
         f"{LAW}[32-1]",

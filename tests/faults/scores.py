@@ -7,7 +7,7 @@ from tests.faults.fault import BLOCK_TABLE, LAW, NOT_CARRIED, REWRITTEN, fault
 SCORES = (
     fault(
         "partials of queries that saw no key merged by a number that is none",
-        "attention/spec/merge.py",
+        "attention/kernels/merge.py",
         "(block_lse - lse).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)",
         "(block_lse - lse)",
         f"{LAW}[32-4]",

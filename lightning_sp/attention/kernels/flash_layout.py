@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 
 MAX_FLASH_HEAD_DIM = 256
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.scores import SCORE_TILE, ScoreGradients, Scores
 

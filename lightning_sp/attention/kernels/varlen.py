@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_sp.attention.plan.blocks import Block, Kind
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.attention.spec.merge import accumulator_dtype, merge_into
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 
 
 @dataclass(frozen=True)
@@ -88,25 +88,23 @@ def forward_calls(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    running: tuple[Tensor, Tensor],
-) -> None:
-    """Merge what the calls give into the running (out, lse), in place.
+) -> Iterator[tuple[tuple[Tensor, slice, Tensor], Tensor, Tensor]]:
+    """Yield the partials of the calls: (index of the queries in (B, H, S), out, lse).
 
-    Shapes: q (B, H, S, D), k and v (B, K, n, D), running (B, H, S, D), (B, H, S); a query that has seen no key has 0 and -inf.
+    Shapes: q (B, H, S, D), k and v (B, K, n, D) -> (T, H, D), (T, H) each.
     """
     for call in calls:
         here, there = (call.rows, slice(None), call.queries), (call.key_rows, slice(None), call.keys)
         queries, keys, values = q[here], k[there], v[there]
-        out, lse = queries.new_empty(queries.shape), running[1].new_empty(queries.shape[:2])
+        out = queries.new_empty(queries.shape)
+        lse = queries.new_empty(queries.shape[:2], dtype=accumulator_dtype(q.dtype))
         for heads, kv in head_groups:
             own, shared = slice(*heads), slice(*kv)
             part, part_lse = kernel.forward_packed(
                 queries[:, own], keys[:, shared], values[:, shared], call.segments, causal=call.causal, scale=scale
             )
             out[:, own], lse[:, own] = part, part_lse.transpose(0, 1)
-        merged, merged_lse = running[0][here], running[1][here]
-        merge_into(merged, merged_lse, out, lse)
-        running[0][here], running[1][here] = merged, merged_lse
+        yield here, out, lse
 
 
 def backward_calls(

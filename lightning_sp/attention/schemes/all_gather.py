@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.kernels.accumulate import backward_step, forward_step
-from lightning_sp.attention.kernels.block_kernel import BlockKernel
+from lightning_sp.attention.kernels.merge import BlockKernel, backward_step, forward_step
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.ring import Ring
 from lightning_sp.attention.schemes.transport import (
@@ -33,7 +32,7 @@ from lightning_sp.attention.schemes.transport import (
     packed_shape,
     unpack,
 )
-from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.sinks import add_sinks
 

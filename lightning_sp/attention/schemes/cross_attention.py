@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.attention.schemes.ulysses import HeadSplit
-from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.comm.collectives import exchange
 from lightning_sp.layout import Range
 

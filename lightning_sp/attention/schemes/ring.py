@@ -27,11 +27,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_sp.attention.kernels.accumulate import backward_step, forward_step
-from lightning_sp.attention.kernels.block_kernel import BlockKernel
+from lightning_sp.attention.kernels.merge import BlockKernel, backward_step, forward_step
 from lightning_sp.attention.plan.blocks import AllGatherPlan, Block, Plan, key_ranges, renumbered
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.attention.schemes.select_transport import begin_backward, begin_forward
+from lightning_sp.attention.schemes.select_transport import transports_for
 from lightning_sp.attention.schemes.transport import (
     Arriving,
     Transport,
@@ -41,7 +40,7 @@ from lightning_sp.attention.schemes.transport import (
     pack,
     unpack,
 )
-from lightning_sp.attention.spec.merge import accumulator_dtype
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.sinks import add_sinks
 
@@ -106,11 +105,19 @@ class Ring:
 
     def begin_forward(self, k: Tensor, v: Tensor, saved_kv: Tensor | None = None) -> Transport:
         """Begin a pass: this rank's keys and values are ready for the others. Shapes: see `Transport.begin_forward`."""
-        return begin_forward(self.transport, self, k, v, saved_kv)
+        required = self.transport != "auto"
+        for transport in transports_for(self.transport):
+            if (begun := transport.begin_forward(self, k, v, saved_kv, required=required)) is not None:
+                return begun
+        raise AssertionError(f"no transport {self.transport!r} for this ring")
 
     def begin_backward(self, k: Tensor, v: Tensor, saved_kv: Tensor | None = None) -> Transport:
         """Begin a backward pass, for which what has arrived in the forward may have been saved."""
-        return begin_backward(self.transport, self, k, v, saved_kv)
+        required = self.transport != "auto"
+        for transport in transports_for(self.transport):
+            if (begun := transport.begin_backward(self, k, v, saved_kv, required=required)) is not None:
+                return begun
+        raise AssertionError(f"no transport {self.transport!r} for this ring")
 
     def saved_range(self, hop: int) -> Range:
         """Return where a hop's keys lie among those that are saved, with room for all."""

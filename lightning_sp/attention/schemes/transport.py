@@ -134,6 +134,14 @@ def packed_shape(k: Tensor) -> tuple[int, ...]:
     return tokens, 2, batch, heads, dim
 
 
+def empty_saved_kv(k: Tensor, ring_size: int) -> Tensor:
+    """Return room for the keys and values of all other ranks; a mask may need less of it. Shapes: (B, K, T, D) -> ((R-1) T, 2, B, K, D)."""
+    if ring_size == 1:
+        return k.new_empty(0)
+    batch, heads, tokens, dim = k.shape
+    return k.new_empty((ring_size - 1) * tokens, 2, batch, heads, dim)
+
+
 def pack(k: Tensor, v: Tensor) -> Tensor:
     """Return both in new memory. Shapes: (B, K, S, D) twice -> (S, 2, B, K, D)."""
     packed = k.new_empty(packed_shape(k))

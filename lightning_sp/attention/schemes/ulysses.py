@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.attention.kernels.block_kernel import HeadGroup
+from lightning_sp.attention.kernels.merge import HeadGroup
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.comm.collectives import exchange
 

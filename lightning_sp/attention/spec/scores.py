@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.dropout import AttentionDropout
-from lightning_sp.attention.spec.merge import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, rows_or_heads_slice
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 

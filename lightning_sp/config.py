@@ -26,11 +26,11 @@ class AttentionOptions:
         kernel: Local attention kernel. "auto" is torch's own; "flash_attn" is refused where it is not installed.
         ring_transport: How keys and values reach the other ranks of a ring. "shared_memory": read in place, by CPU ranks of one
             machine; "network": messages of the process group; "auto": shared memory where it is possible, else the network.
-        ring_saves_kv: Whether keys and values that arrived over the network are saved for the backward: a third fewer bytes, and in memory up
-            to ring_size - 1 times the local keys and values of each layer. With ring_transport="auto" the network is taken.
-        ring_method: When they come. "hops": rank by rank, each while the one before is computed; "all_gather": all that are needed first, then
-            computed at once, which takes up to ring_size - 1 times the local keys and values of a layer more; "auto": that for sequences
-            so short that a hop does not pay.
+        ring_saves_kv: Save keys and values that arrived over the network for the backward. A third fewer bytes travel, and memory holds up to
+            ring_size - 1 times the local keys and values of each layer. With ring_transport="auto" the network is taken.
+        ring_method: When the keys and values of other ranks arrive. "hops": rank by rank, each while the one before is computed; "all_gather":
+            all that are needed first, then computed at once, which takes up to ring_size - 1 times the local keys and values of a layer more;
+            "auto": that for sequences so short that a hop does not pay.
 
     Raises:
         SequenceParallelError: an unknown name, or keys saved where none travel.
@@ -86,16 +86,16 @@ class StrategyConfig(AttentionOptions):
 
     Args:
         sequence_parallel_size: Ranks that share one sequence. "auto": world / data_parallel_size, the whole world by default.
-        data_parallel_size: Ranks groups that read different samples. "auto": world / sequence_parallel_size.
+        data_parallel_size: Groups of ranks that read different samples. "auto": world / sequence_parallel_size.
         ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow.
         ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         compile: Compile each transformer block with torch.compile.
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded.
-        preflight_tokens: Length of that crop, rounded up to what the degrees divide; "auto" chooses.
+        preflight_tokens: Length of the preflight's crop, rounded up to what the degrees divide; "auto" chooses.
         shard_batch: Shard the batches; False for loaders that shard by hand.
-        sequence_dims: Extra batch entries that carry the sequence, and along which dim, e.g. ``{"pixel_mask": 1}``. Names that begin with
+        sequence_dims: Extra batch entries that carry the sequence, and along which dim: ``{"pixel_mask": 1}``. Names that begin with
             ``decoder_`` are of a second sequence, with a length of its own, as are the labels then.
         labels_shifted: Whether the batch's ``labels`` already hold the target of their own position. None: known by name
             alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not, an encoder-decoder's are), else refused.
@@ -103,7 +103,7 @@ class StrategyConfig(AttentionOptions):
             `SequenceShardingDataModule`, and for Hugging Face models that get no attention mask (their own convention), else refused.
         balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
             that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
-        save_distributed_checkpoint: True: a DCP directory; False: one consolidated file written by rank 0.
+        save_distributed_checkpoint: Write each checkpoint as a DCP directory; False: as one consolidated file, by rank 0.
         timeout_s: Time limit of every collective, in seconds.
     """
 

@@ -1,0 +1,73 @@
+"""Writes docs/options.md, the table of the strategy's options, from their dataclass: `python -m tools.options_table`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning_sp.config import (
+    BALANCES,
+    KERNELS,
+    RING_METHODS,
+    RING_TRANSPORTS,
+    AttentionOptions,
+    Degree,
+    StrategyConfig,
+)
+from lightning_sp.strategy import SequenceParallelStrategy
+
+TARGET = Path(__file__).parents[1] / "docs" / "options.md"
+CHOICES = {"kernel": KERNELS, "ring_transport": RING_TRANSPORTS, "ring_method": RING_METHODS, "balance": BALANCES}
+HEAD = """# Options
+
+`SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and `--trainer.strategy.init_args.*` of the Lightning CLI
+take the same options. `lightning_sp/config.py` says more about each, and refuses what does not fit together.
+`python -m tools.options_table` writes this page.
+
+"""
+TAIL = """
+`process_group_backend` is Lightning's own, as in its strategies: `None` chooses `nccl` on GPUs and `gloo` on the CPU.
+"""
+
+
+def descriptions() -> dict[str, str]:
+    """Return the first sentence that the dataclasses say of each option."""
+    found = {}
+    for owner in (AttentionOptions, StrategyConfig):
+        arguments = inspect.getdoc(owner).split("Args:\n")[1].split("\n\n")[0]  # type: ignore[union-attr]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE):
+            found[name] = re.split(r"(?<=\.)\s", " ".join(text.split()))[0].replace("``", "`")
+    return found
+
+
+def type_of(name: str, hint: Any) -> str:
+    """Return an option's type as a reader knows it."""
+    if hint is str:
+        return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
+    if hint == Degree:
+        return '`int` or `"auto"`'
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
+    shown = ["dict[str, int]" if typing.get_origin(kind) is Mapping else kind.__name__ for kind in kinds]
+    return " or ".join(f"`{kind}`" for kind in [*shown, *(["None"] if kinds != [hint] else [])])
+
+
+def page() -> str:
+    """Return the page, its rows in the order of the strategy's signature."""
+    hints, said = typing.get_type_hints(StrategyConfig), descriptions()
+    defaults = {field.name: field.default for field in fields(StrategyConfig)}
+    names = [name for name in inspect.signature(SequenceParallelStrategy).parameters if name in defaults]
+    rows = [("option", "type", "default", "what it does"), ("---",) * 4]
+    for name in names:
+        default = f'"{defaults[name]}"' if isinstance(defaults[name], str) else str(defaults[name])
+        rows.append((f"`{name}`", type_of(name, hints[name]), f"`{default}`", said[name]))
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows) + TAIL
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())
+    print(f"wrote {TARGET}")

@@ -46,7 +46,7 @@ from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.log_once import LogOnce
-from lightning_sp.trainer.loops import evaluation_loop, forbid_inference_mode, without_loggers
+from lightning_sp.trainer.loops import forbid_inference_mode, without_loggers
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -91,7 +91,6 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         given = locals()
         self.config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
-        self._host_groups: comm.HostGroups | None = None
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None
         self._runner: StepRunner | None = None
@@ -140,13 +139,6 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         if self._runner is not None and self._runner.context.reference is not None:
             return tensor
         return unshard_tokens(tensor, self._batch, self.sequence_mesh, self._groups, dim=dim)
-
-    # ---- what is known after `setup_environment` and `setup`
-
-    @property
-    def _groups(self) -> comm.HostGroups:
-        assert self._host_groups is not None
-        return self._host_groups
 
     @property
     def _steps(self) -> StepRunner:
@@ -238,10 +230,8 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             batch, self._mesh, options, self._groups.world, by_hand=not self.config.shard_batch
         )
         trainer = self._module.trainer
-        if trainer.training:
-            self._first_batch.offer(batch)
-        if trainer.evaluating or trainer.predicting:
-            self._evaluated.advance(evaluation_loop(trainer), dataloader_idx)
+        self._first_batch.offer(batch, training=trainer.training)
+        self._evaluated.advance(trainer, dataloader_idx)
         local = super().batch_to_device(local, device, dataloader_idx)
         self._batch = info.to(self.root_device)
         if info.balance is not None:
@@ -313,8 +303,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
-        loop = evaluation_loop(self._module.trainer)
-        filler = self.data_parallel_size > 1 and self._evaluated.is_filler(loop)
+        filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
         return self._steps.evaluate(self._batch, lambda: run(*args, **kwargs), filler=filler)
 
     # ---- gradients

@@ -40,9 +40,9 @@ class FirstBatch:
         """Begin a fit, with a preflight or without."""
         self._due = due
 
-    def offer(self, batch: Any) -> None:
+    def offer(self, batch: Any, *, training: bool) -> None:
         """Remember a training batch if a preflight is due."""
-        if self._due:
+        if self._due and training:
             self._batch = batch
 
     def take(self) -> Any:

@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_sp.data.loaders.replace_sampler import is_filler_batch
+from lightning_sp.trainer.loops import evaluation_loop
 
 
 class EvaluationProgress:
-    """Counts the batches of each evaluation loader: a step that takes no batch_idx is not told it."""
+    """Counts the batches of each evaluation loader: a step that takes no batch_idx is given none."""
 
     def __init__(self) -> None:
         self._loader, self._batch = 0, -1
 
-    def advance(self, loop: Any, dataloader_idx: int) -> None:
-        """Count a batch of a loop of Lightning's, when it is moved to the device."""
+    def advance(self, trainer: Any, dataloader_idx: int) -> None:
+        """Count a batch when it is moved to the device, unless it is one of training."""
+        if not trainer.evaluating and not trainer.predicting:
+            return
+        loop = evaluation_loop(trainer)
         first = loop.batch_progress.current.ready == 0 or dataloader_idx != self._loader
         self._loader, self._batch = dataloader_idx, 0 if first else self._batch + 1
 
-    def is_filler(self, loop: Any) -> bool:
+    def is_filler(self, trainer: Any) -> bool:
         """Return whether all samples of the batch in progress belong to another rank."""
-        loaders = loop._combined_loader
+        loaders = evaluation_loop(trainer)._combined_loader
         return loaders is not None and is_filler_batch(loaders.flattened[self._loader], self._batch)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sp import comm
 from lightning_sp.checkpoint import load_model_state, load_optimizer_state, local_path, model_state, optimizer_state
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import reshard, without_gradient_sync
@@ -31,11 +32,17 @@ class ShardedModelStrategy(ProcessStrategy):
     def __init__(self, *, process_group_backend: str | None, timeout: timedelta) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._device_mesh: DeviceMesh | None = None
+        self._host_groups: comm.HostGroups | None = None
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _groups(self) -> comm.HostGroups:
+        assert self._host_groups is not None
+        return self._host_groups
 
     @property
     def _accumulate(self) -> int:

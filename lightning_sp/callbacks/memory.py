@@ -81,7 +81,7 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep every rank's peak for whoever reports it."""
+        """Gather every rank's peak, for the report."""
         self._gather(trainer)
 
     def _gather(self, trainer: Trainer) -> None:

@@ -66,12 +66,12 @@ class RunReport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask for the folder while every rank is here: Lightning broadcasts its name."""
+        """Ask for the folder on every rank: Lightning broadcasts its name."""
         self._log_dir = trainer.log_dir
 
     @override
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the untrained model's perplexity and log it at step 0."""
+        """Record the untrained model's perplexity and log it at step 0."""
         if list(trainer.num_sanity_val_batches) != list(trainer.num_val_batches):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -97,7 +97,7 @@ class RunReport(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the newest perplexity; after the first validation, the unigram's."""
+        """Record the newest perplexity; after the first validation, the unigram's."""
         if self._label_counts is not None:
             counts = sum_counts(trainer, self._label_counts)
             self._label_counts, self._unigram_perplexity = None, unigram_perplexity(counts)
@@ -117,7 +117,7 @@ class RunReport(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what the stopped run measured."""
+        """Restore what the stopped run measured."""
         self._perplexity_before = state_dict["perplexity_before"]
         self._perplexity_after = state_dict["perplexity_after"]
         self._perplexity_step = state_dict["perplexity_step"]

@@ -29,7 +29,7 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
         dtype: cast floating-point tensors; None keeps them as trained.
 
     Returns:
-        The path written. Tied weights stand under each of their names, each with its own memory.
+        The path written. Tied weights are there under each of their names, each with its own memory.
 
     Raises:
         SequenceParallelError: the checkpoint is missing, half-written or damaged; nothing has that prefix; `out` has another suffix.

@@ -34,7 +34,7 @@ from lightning_sp.errors import SequenceParallelError
 def save_checkpoint(
     checkpoint: dict[str, Any], path: Path, *, as_folder: bool, group: ProcessGroup | None = None
 ) -> list[str]:
-    """Write Lightning's checkpoint; every rank calls it. What stands at `path` is the old one or the new one, never a part.
+    """Write Lightning's checkpoint; every rank calls it. At any moment `path` is the old checkpoint or the new one, never a part.
 
     Args:
         checkpoint: from ``dump_checkpoint``, its model and optimizers as `state` returns them.
@@ -78,7 +78,7 @@ def _save_folder(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, 
         (tensors["state_dict"] if isinstance(value, Tensor) else plain["state_dict_objects"])[name] = value
     if "optimizer_states" in checkpoint:
         plain["optimizer_states"] = [
-            _put_aside(state, f"optimizer_{index}", tensors)
+            _extract_tensors(state, f"optimizer_{index}", tensors)
             for index, state in enumerate(checkpoint["optimizer_states"])
         ]
 
@@ -92,7 +92,7 @@ def _save_folder(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, 
         write_manifest(staging, {**files, META: checksum(staging / META)})
         put_in_place(staging, path)
 
-    _on(is_writer, prepare, path, group)
+    _let_writer(is_writer, prepare, path, group)
     written: dict[str, tuple[int, int]] = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -105,22 +105,22 @@ def _save_folder(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, 
     if is_writer:
         written[".metadata"] = checksum(staging / ".metadata")
     files = {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}
-    _on(is_writer, complete, path, group)
+    _let_writer(is_writer, complete, path, group)
 
 
-def _put_aside(state: dict[str, Any], key: str, tensors: dict[str, Any]) -> dict[str, Any]:
+def _extract_tensors(state: dict[str, Any], key: str, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state with its sharded tensors replaced by where they are stored; small ones (steps) stay."""
-    left: dict[str, Any] = {}
+    small: dict[str, Any] = {}
     for name, values in state["state"].items():
-        left[name] = {}
+        small[name] = {}
         for entry, value in values.items():
             if isinstance(value, DTensor):
                 tensors.setdefault(key, {}).setdefault(name, {})[entry] = value
-                left[name][entry] = {"stored_as": f"{key}.{name}.{entry}"}
+                small[name][entry] = {"stored_as": f"{key}.{name}.{entry}"}
             else:
-                left[name][entry] = value.detach().cpu() if isinstance(value, Tensor) else value
+                small[name][entry] = value.detach().cpu() if isinstance(value, Tensor) else value
     plain, refused, _ = plain_checkpoint(
-        {"class": state["class"], "state": left, "param_groups": state["param_groups"]}
+        {"class": state["class"], "state": small, "param_groups": state["param_groups"]}
     )
     if refused:
         raise SequenceParallelError(
@@ -145,24 +145,24 @@ def _save_file(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, gr
             os.fsync(stream.fileno())
         put_in_place(temporary, path)
 
-    _on(is_writer, write, path, group)
+    _let_writer(is_writer, write, path, group)
 
 
-def _whole(value: Any, keep: bool) -> Any:
+def _whole(value: Any, is_writer: bool) -> Any:
     """Gather a sharded tensor on all ranks; those that do not write let it go at once."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(whole, Tensor):
         return whole
-    return whole.detach().cpu().clone() if keep else None
+    return whole.detach().cpu().clone() if is_writer else None
 
 
-def _numbered(state: dict[str, Any], keep: bool) -> dict[str, Any]:
+def _numbered(state: dict[str, Any], is_writer: bool) -> dict[str, Any]:
     """Return an optimizer's state as torch's own state_dict has it: whole tensors, parameters by number."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     return {
         "state": {
-            numbers[name]: {entry: _whole(value, keep) for entry, value in values.items()}
+            numbers[name]: {entry: _whole(value, is_writer) for entry, value in values.items()}
             for name, values in sorted(state["state"].items(), key=lambda item: numbers[item[0]])
         },
         "param_groups": [
@@ -171,7 +171,7 @@ def _numbered(state: dict[str, Any], keep: bool) -> dict[str, Any]:
     }
 
 
-def _on(is_writer: bool, act: Callable[[], None], path: Path, group: ProcessGroup | None) -> None:
+def _let_writer(is_writer: bool, act: Callable[[], None], path: Path, group: ProcessGroup | None) -> None:
     """Let rank 0 act; its failure is every rank's."""
     error = None
     if is_writer:

@@ -26,7 +26,7 @@ def user_name(name: str) -> str:
 def model_state(module: nn.Module) -> dict[str, Any]:
     """Return references to the module's sharded state. The caller has resharded the module.
 
-    A parameter with several names (tied weights) stands under each of them, as a strict load wants.
+    A parameter with several names (tied weights) is there under each of them, as a strict load wants.
     """
     return {user_name(name): value for name, value in module.state_dict().items()}
 

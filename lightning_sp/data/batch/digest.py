@@ -11,7 +11,7 @@ from lightning_sp.data.batch.entries import plain_entries
 
 
 def digest(batch: Any) -> int:
-    """Return a number that differs, almost surely, between different batches: for the check that a group's ranks read the same."""
+    """Return a number that differs, almost surely, between different batches."""
     total = 0
     for index, value in enumerate(plain_entries(batch).values()):
         if isinstance(value, Tensor) and value.numel():

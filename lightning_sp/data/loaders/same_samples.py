@@ -2,7 +2,7 @@
 
 Where a loader is a plain `DataLoader` over a map-style dataset, its sampler is replaced by one of ours. Where it cannot be
 (iterable or streaming datasets, own samplers, own loader classes), one rank of each sequence's group reads, and sends every batch to its
-peers: they cannot differ then, whatever the loader's seeds and workers do.
+peers. Their batches cannot differ then, whatever the loader's seeds and workers do.
 """
 
 from __future__ import annotations

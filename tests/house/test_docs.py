@@ -102,6 +102,17 @@ def test_lines_fit_a_window(doc):
     assert not long
 
 
+def test_the_layers_drawn_are_those_of_the_contract():
+    contract = re.search(r'name = "Layers".*?layers = \[\n(.*?)\n\]', (ROOT / "pyproject.toml").read_text(), re.S)[1]
+    layers = [
+        [name for name in re.findall(r"\((\w+)\)", line) if find(name) or find(f"{name}.py")]
+        for line in contract.splitlines()
+    ]
+    section = re.search(r"^## Layers.*?^```\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.M | re.S)[1]
+    drawn = [re.split(r"\s{2,}", line.strip())[0].split(" | ") for line in section.splitlines()]
+    assert drawn == layers
+
+
 def test_sentences_of_the_architecture_are_short():
     text = re.sub(r"^(\||#).*$", "", outside_code((ROOT / "docs/architecture.md").read_text()), flags=re.M)
     blocks = re.split(r"\n\s*\n|\n(?=- )", text)

@@ -25,8 +25,9 @@ TARGET = Path(__file__).parents[1] / "docs" / "options.md"
 CHOICES = {"kernel": KERNELS, "ring_transport": RING_TRANSPORTS, "ring_method": RING_METHODS, "balance": BALANCES}
 HEAD = """# Options
 
-`SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and `--trainer.strategy.init_args.*` of the Lightning CLI
-take the same options. `lightning_sp/config.py` says more about each, and refuses what does not fit together.
+`SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and
+`--trainer.strategy.init_args.*` of the Lightning CLI take the same options.
+`lightning_sp/config.py` says more about each, and refuses what does not fit together.
 `python -m tools.options_table` writes this page.
 
 """

@@ -26,7 +26,7 @@ test-all: lint  ## lint, then every test
 test-long: $(STAMP)  ## the tests that draw their cases (Hypothesis), with many more of them
 	$(TEST_ENV) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long --timeout 3600 $(ARGS)
 
-faults: $(STAMP)  ## put each fault of others back and see a test fail: an hour; ARGS="lse causal" chooses
+faults: $(STAMP)  ## put each fault of others back and see a test fail: an hour; ARGS="lse --resume .cache/faults.json"
 	$(TEST_ENV) $(BIN)/python -m tests.faults $(ARGS)
 
 compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import defaultdict
 
 import pytest
 from hypothesis import settings
@@ -19,6 +21,15 @@ settings.register_profile("long", max_examples=2000, deadline=None)
 
 # Of a call: a minute on two idle cores. Less than a test's (pyproject.toml), so that it is the pool that says which ranks did not answer.
 TIMEOUT_S = 480.0
+# What ranks import in one test or another, and a rank imports in seconds: the ranks' server imports it once.
+PRELOAD = (
+    "torch._dynamo",
+    "torch.nn.attention.flex_attention",
+    "transformers.models.llama.modeling_llama",
+    "tests.trainer.rewrite_ranks",
+    "tests.trainer.encoder_decoder_ranks",
+    "tests.trainer.checkpoint_ranks",
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +41,7 @@ def pools():
         if size in started and started[size].failure is not None:
             started.pop(size).close()
         if size not in started:
-            started[size] = RankPool(size, timeout_s=TIMEOUT_S)
+            started[size] = RankPool(size, timeout_s=TIMEOUT_S, preload=PRELOAD)
         return started[size]
 
     yield pool
@@ -38,3 +49,26 @@ def pools():
         each.stop()
     for each in started.values():
         each.close()
+
+
+started_s = time.monotonic()
+seconds: dict[str, float] = defaultdict(float)
+num_tests: dict[str, int] = defaultdict(int)
+
+
+def pytest_runtest_logreport(report):
+    """Add what a test took, its fixtures included, to its folder's seconds."""
+    folder = report.nodeid.partition("::")[0].removeprefix("tests/").partition("/")
+    name = folder[0] if folder[1] else "(tests)"
+    seconds[name] += report.duration
+    num_tests[name] += report.when == "call"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print where the time went, by folder; the rest is imports, collection and what runs between tests."""
+    wall_s = time.monotonic() - started_s
+    terminalreporter.section("seconds by folder")
+    for name, folder_s in sorted(seconds.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{folder_s:7.1f}  {num_tests[name]:5}  {name}")
+    terminalreporter.write_line(f"{wall_s - sum(seconds.values()):7.1f}         beside the tests")
+    terminalreporter.write_line(f"{wall_s:7.1f}  {sum(num_tests.values()):5}  wall")

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
-from tests.faults.__main__ import FAULTS, ROOT, not_found
+from tests.faults.__main__ import FAULTS, ROOT, Answers, not_found
 
 
 def test_each_fault_is_found_once_in_the_sources():
@@ -18,3 +19,14 @@ def test_each_test_that_must_notice_a_fault_is_there():
         cwd=ROOT, text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_answers_are_kept_by_commit_and_for_the_same_tests(tmp_path):
+    fault, other = FAULTS[0], replace(FAULTS[0], tests=("tests/another.py::test",))
+    file = tmp_path / "cache" / "faults.json"
+    lines = [f"{fault.name} | {test} | ok" for test in fault.tests]
+    answers = Answers(file, "first")
+    assert answers.of(fault) == []
+    answers.add(fault, lines)
+    assert Answers(file, "first").of(fault) == lines
+    assert Answers(file, "first").of(other) == Answers(file, "second").of(fault) == []

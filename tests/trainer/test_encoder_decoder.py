@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
+from tests.covering import covering
 from tests.trainer import encoder_decoder_ranks as ranks
 
 LABELS = {"keep": ()}  # the decoder's input is made of them
@@ -47,17 +48,39 @@ def expected():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_gradient_is_that_of_one_process(pools, expected, world):
-    for layout in LAYOUTS[world]:
-        cases = [{**case, "strategy": {**case.get("strategy", {}), **layout}, "world": world} for case, _ in EXACT]
-        for answers in pools(world).run(ranks.sharded, cases):
-            for (case, tolerance), one, answer in zip(EXACT, expected, answers, strict=True):
-                assert not answer["error"], f"{case} {layout}\n{answer['error']}"
-                assert abs(answer["losses"][-1] - one["loss"]) <= tolerance * max(1, one["loss"]), (case, layout)
-                names = sorted(one["grads"])
-                assert set(answer["grads"]) == set(names)
-                assert_sharded_equals_unsharded(
-                    [answer["grads"][n] for n in names], [one["grads"][n] for n in names], names, tolerance
-                )
+    """A ring of two runs every case, four ranks those with every pair of the axes, Ulysses those of the data alone."""
+    for layout, chosen in zip(LAYOUTS[world], (range(len(EXACT)), OF_DATA) if world == 2 else (COVERING,), strict=True):
+        hold_gradients(pools, expected, world, layout, chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "layout"), [(2, LAYOUTS[2][1]), (4, LAYOUTS[4][0])])
+def test_every_gradient_in_every_layout(pools, expected, world, layout):
+    hold_gradients(pools, expected, world, layout, range(len(EXACT)))
+
+
+def axes(build, kind="own", data=None, strategy=None):
+    """Return what a case is made of: the model's family, its loss and its data."""
+    data = data or {}
+    return dict(family=build.split()[0], kind=kind, padding=data.get("padding", ""), labels="keep" in data)
+
+
+COVERING = tuple(covering([axes(**case) for case, _ in EXACT]))
+OF_DATA = tuple(covering([{**axes(**case), "family": ""} for case, _ in EXACT]))
+
+
+def hold_gradients(pools, expected, world, layout, chosen):
+    cases = [{**EXACT[i][0], "strategy": {**EXACT[i][0].get("strategy", {}), **layout}, "world": world} for i in chosen]
+    for answers in pools(world).run(ranks.sharded, cases):
+        for i, answer in zip(chosen, answers, strict=True):
+            (case, tolerance), one = EXACT[i], expected[i]
+            assert not answer["error"], f"{case} {layout}\n{answer['error']}"
+            assert abs(answer["losses"][-1] - one["loss"]) <= tolerance * max(1, one["loss"]), (case, layout)
+            names = sorted(one["grads"])
+            assert set(answer["grads"]) == set(names)
+            assert_sharded_equals_unsharded(
+                [answer["grads"][n] for n in names], [one["grads"][n] for n in names], names, tolerance
+            )
 
 
 @pytest.mark.parametrize("build", ["own", "t5"])

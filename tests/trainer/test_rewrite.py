@@ -8,6 +8,7 @@ import pytest
 from packaging.version import Version
 
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
+from tests.covering import covering
 from tests.trainer import rewrite_ranks as ranks
 
 PACKED, PADDED = {"packed": True}, {"length": 29}
@@ -109,8 +110,23 @@ LAYOUTS = {
     4: [dict(ulysses_size=2, ring_size=2), dict(ring_size=4), dict(ulysses_size=4)],
 }
 
-# The first layout of each world runs every case, the others a few.
+# The first layout of two ranks runs every case, of four ranks those with every pair of the axes; the others a few.
 FEW = (0, 2, 4, 5, 11, 17, 21, 22)
+
+
+def axes(build, kind="logits", data=None, strategy=None):
+    """Return what a case is made of: the model's family, its loss and its data."""
+    data = data or {}
+    return dict(
+        family=build.split()[0],
+        kind=kind,
+        rows=data.get("kind", ""),
+        length=data.get("length", 32),
+        packed="packed" in data,
+    )
+
+
+COVERING = tuple(covering([axes(**case) for case, _ in EXACT]))
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +140,22 @@ def _laid(case, layout, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_gradient_is_that_of_one_process(pools, expected, world):
-    runs = [(LAYOUTS[world][0], range(start, min(start + 24, len(EXACT)))) for start in range(0, len(EXACT), 24)]
-    for layout, chosen in [*runs, *[(layout, FEW) for layout in LAYOUTS[world][1:]]]:
+    hold_gradients(pools, expected, world, LAYOUTS[world][0], range(len(EXACT)) if world == 2 else COVERING)
+    for layout in LAYOUTS[world][1:]:
+        hold_gradients(pools, expected, world, layout, FEW if world == 2 else FEW[::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "layout"), [(world, layout) for world in LAYOUTS for layout in LAYOUTS[world][world == 2 :]]
+)
+def test_every_gradient_in_every_layout(pools, expected, world, layout):
+    hold_gradients(pools, expected, world, layout, range(len(EXACT)))
+
+
+def hold_gradients(pools, expected, world, layout, numbers):
+    for start in range(0, len(numbers), 24):  # a pool's time limit is for a call
+        chosen = numbers[start : start + 24]
         cases = [_laid(EXACT[i][0], layout, world) for i in chosen]
         for answers in pools(world).run(ranks.sharded, cases):
             for i, answer in zip(chosen, answers, strict=True):

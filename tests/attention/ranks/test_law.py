@@ -14,6 +14,7 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests import layouts, masks
 from tests.attention.ranks.attention_ranks import BIASES, SCORE_MODS, law_case, whole
+from tests.covering import covering
 
 NAMES = ("out", "dq", "dk", "dv", "of what learns", "of what learns next", "of what learns third")
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]
@@ -53,19 +54,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("length", [32, 37])  # every degree divides the one, none the other
-def test_law(pools, world, length):
-    cases = [
-        dict(ulysses=u, ring=r, heads=heads[0], kv_heads=heads[1], length=length, mask=stretched(name, length), **more)
-        for (u, r), (heads, name, more) in itertools.product(DEGREES[world], CASES)
-    ]
-    # The cases of one head count through shared memory too.
-    ringed = [case for case in cases if case["ring"] > 1 and case["heads"] == 6]
-    cases += [dict(case, transport="shared_memory") for case in ringed]
-    cases += [dict(case, transport="network+saved") for case in ringed[::5]]
-    cases += [dict(case, method="all_gather") for case in ringed]
-    cases += [dict(case, transport=way, method="all_gather") for way in TRANSPORTS[1:] for case in ringed[::5]]
+def product(world, length):
+    """Return every case under every scheme of a world; one head count and its masks by every transport and method."""
+    rows = []
+    for (ulysses, ring), (heads, name, more) in itertools.product(DEGREES[world], CASES):
+        case = dict(ulysses=ulysses, ring=ring, heads=heads[0], kv_heads=heads[1], length=length)
+        case |= dict(mask=stretched(name, length), **more)
+        axes = dict(degrees=(ulysses, ring), heads=heads, mask=name, scores=str(more))
+        for transport, method in itertools.product(TRANSPORTS, METHODS) if ring > 1 else [("network", "hops")]:
+            if heads == (6, 2) or (transport, method) == ("network", "hops"):
+                ways = dict(transport=transport, method=method)
+                rows.append((axes | (ways if ring > 1 else {}), case | ways))
+    return rows
+
+
+def hold_the_law(pools, world, cases):
     answers = pools(world).run(law_case, cases)
     expected = {}
     for i, case in enumerate(cases):
@@ -75,6 +78,23 @@ def test_law(pools, world, length):
         for rank in range(world):
             labels = [f"{case} rank {rank} {n}" for n in NAMES[: len(answers[rank][i])]]
             assert_sharded_equals_unsharded(answers[rank][i], expected[str(alone)], labels)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("length", [32, 37])  # every degree divides the one, none the other
+def test_law(pools, world, length):
+    """Every pair of mask, heads, change of the scores, degrees, transport and method."""
+    rows = product(world, length)
+    hold_the_law(pools, world, [rows[i][1] for i in covering([axes for axes, _ in rows])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("length", [32, 37])
+def test_law_of_the_whole_product(pools, world, length):
+    cases = [case for _, case in product(world, length)]
+    for start in range(0, len(cases), 400):  # a pool's time limit is for a call
+        hold_the_law(pools, world, cases[start : start + 400])
 
 
 def test_law_on_eight_ranks(pools):

@@ -2,21 +2,13 @@
 
     config -> mesh -> batch sharding -> model rewrite -> attention -> loss -> gradients -> checkpoint
 
-Importing it registers the strategy: ``Trainer(strategy="sequence_parallel")``.
+These names are what a first script needs (`docs/api.md`); score functions, position biases and dropout come from `lightning_sp.attention`.
+Importing the package registers the strategy: ``Trainer(strategy="sequence_parallel")``.
 """
 
-from lightning_sp.attention import (
-    AttentionDropout,
-    AttentionMask,
-    ScoreMod,
-    alibi,
-    alibi_slopes,
-    relative_position_bias,
-    sequence_parallel_attention,
-)
+from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.checkpoint import export_checkpoint
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.sharded_batch import ShardedBatch
 from lightning_sp.data.batch.sharding import shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, shard
@@ -27,21 +19,15 @@ from lightning_sp.strategy import SequenceParallelStrategy
 
 __version__ = "0.1.0"
 __all__ = [
-    "AttentionDropout",
     "AttentionMask",
-    "ScoreMod",
     "SequenceLayout",
     "SequenceMesh",
     "SequenceParallelError",
     "SequenceParallelStrategy",
     "ShardOptions",
-    "ShardedBatch",
-    "alibi",
-    "alibi_slopes",
     "build_device_mesh",
     "export_checkpoint",
     "register_strategy",
-    "relative_position_bias",
     "sequence_parallel_attention",
     "shard",
     "shard_batch",

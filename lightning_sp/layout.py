@@ -1,7 +1,7 @@
 """Which global positions a rank owns: pure functions of (layout, rank). No process, no collective.
 
-A sequence of S tokens is cut in 2R chunks for a ring of R. Ring rank r holds chunks r and 2R-1-r ("zigzag"), so every rank has the
-same number of causal (query, key) pairs. Within a ring rank the U Ulysses ranks hold contiguous pieces of those tokens, in order:
+A sequence of S tokens is cut in 2R chunks for a ring of R. Ring rank r owns chunks r and 2R-1-r ("zigzag"), so every rank has the
+same number of causal (query, key) pairs. Within a ring rank the U Ulysses ranks own contiguous pieces of those tokens, in order:
 
     S = 16, R = 2, U = 2       chunk:   0 0 0 0   1 1 1 1   2 2 2 2   3 3 3 3
                                ring 0:  0 0 0 0                       3 3 3 3     ulysses 0: first half, 1: second half
@@ -50,13 +50,15 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         if self.assignment:
             self._check_assignment()
-            object.__setattr__(self, "_assigned", sum(end - start for held in self.assignment for start, end in held))
-            rows = [(rank, start, end) for rank, held in enumerate(self.assignment) for start, end in held]
+            object.__setattr__(
+                self, "_assigned", sum(end - start for ranges in self.assignment for start, end in ranges)
+            )
+            rows = [(rank, start, end) for rank, ranges in enumerate(self.assignment) for start, end in ranges]
             object.__setattr__(self, "table", torch.tensor(rows, dtype=torch.int64))
 
     @classmethod
     def from_table(cls, ring_size: int, ulysses_size: int, table: Tensor | None) -> SequenceLayout:
-        """Return the layout whose `table` this is, None for zigzag's."""
+        """Return the layout of a `table`: None is zigzag's."""
         if table is None:
             return cls(ring_size, ulysses_size)
         return _from_table(ring_size, ulysses_size, table.numpy().tobytes())
@@ -83,15 +85,15 @@ class SequenceLayout:
         return divmod(rank, self.ulysses_size)
 
     def ring_chunks(self, length: int, ring_rank: int) -> tuple[tuple[int, int], ...]:
-        """Return the global [start, end) ranges that a ring rank holds after the Ulysses exchange, in local order."""
+        """Return the global [start, end) ranges of a ring rank after the Ulysses exchange, in local order."""
         self._check(length)
         if self.assignment:
             return self.assignment[ring_rank]
         if self.ring_size == 1:
             return ((0, length),)
         chunk = length // (2 * self.ring_size)
-        late = 2 * self.ring_size - 1 - ring_rank
-        return ((ring_rank * chunk, (ring_rank + 1) * chunk), (late * chunk, (late + 1) * chunk))
+        mirror = 2 * self.ring_size - 1 - ring_rank
+        return ((ring_rank * chunk, (ring_rank + 1) * chunk), (mirror * chunk, (mirror + 1) * chunk))
 
     def ranges(self, length: int, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the global [start, end) ranges that a rank owns, in local order; none is empty unless length is 0."""
@@ -128,15 +130,15 @@ class SequenceLayout:
             )
 
     def _check_assignment(self) -> None:
-        ranges = sorted(each for held in self.assignment for each in held)
-        tokens = [sum(end - start for start, end in held) for held in self.assignment]
+        ranges = sorted(each for own in self.assignment for each in own)
+        tokens = [sum(end - start for start, end in own) for own in self.assignment]
         given = f"an assignment of {tokens} tokens to {len(self.assignment)} ring ranks"
         if len(self.assignment) != self.ring_size or len(set(tokens)) != 1 or sum(tokens) % self.multiple:
             raise SequenceParallelError(
                 f"{given}, for ring {self.ring_size} x ulysses {self.ulysses_size}: must be equally many for each of {self.ring_size}, "
                 f"and in all a multiple of {self.multiple}"
             )
-        if any(list(held) != sorted(held) for held in self.assignment):
+        if any(list(own) != sorted(own) for own in self.assignment):
             raise SequenceParallelError(f"{given}: the ranges of a ring rank must rise")
         starts, ends = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), sum(tokens)]
         fault = next((edges for edges in zip(starts, ends, strict=True) if edges[0] != edges[1]), None)
@@ -147,9 +149,9 @@ class SequenceLayout:
 
 @lru_cache(maxsize=32)
 def _from_table(ring_size: int, ulysses_size: int, rows: bytes) -> SequenceLayout:
-    """Layers of a model share a layout: it is read once."""
+    """Cached: all layers of a step read the same table."""
     table = torch.frombuffer(bytearray(rows), dtype=torch.int64).view(-1, 3).tolist()
-    assignment = tuple(tuple((start, end) for held, start, end in table if held == rank) for rank in range(ring_size))
+    assignment = tuple(tuple((start, end) for owner, start, end in table if owner == rank) for rank in range(ring_size))
     return SequenceLayout(ring_size, ulysses_size, assignment)
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_sp.comm.collectives import gather_objects
 from lightning_sp.comm.cpu.shared_memory import arena_of, connect
-from lightning_sp.comm.groups import group_name, group_of, once_in_a_world, take_worlds_timeout
-from lightning_sp.comm.point_to_point import turns_begun
+from lightning_sp.comm.groups import cached_per_world, group_name, group_of, set_world_timeout
+from lightning_sp.comm.point_to_point import num_passes
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 
@@ -42,32 +42,32 @@ def build_fsdp_mesh(device_type: str, *, world_size: int, shard_size: int) -> De
     return _device_mesh(device_type, shape, ("dp_replicate", "dp_shard"))
 
 
-@once_in_a_world
+@cached_per_world
 def _device_mesh(device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
     """Equal meshes of one world are one: a process group is a resource of the process."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
     for group in mesh.get_all_groups():
-        take_worlds_timeout(group)
+        set_world_timeout(group)
     return mesh
 
 
 @dataclass(frozen=True)
 class SequenceMesh:
-    """The attention's mesh dp x ring x ulysses x tp, and this rank's place in it.
+    """The attention's mesh dp x ring x ulysses x tp, and this rank's coordinates in it.
 
     Args:
         base: the mesh data_parallel x sequence_parallel x tensor_parallel, whose second axis is ring x ulysses.
         layout: how that axis is split.
         ring_group: the group that passes keys and values on; None for a ring of one.
         ulysses_group: the group that exchanges heads for tokens; None for one rank.
-        not_shared: why ranks of a ring cannot read each other's memory, the same on all ranks of the world; empty if all can.
+        no_shared_memory: why ranks of a ring cannot read each other's memory, equal on all ranks of the world; empty if all can.
     """
 
     base: DeviceMesh
     layout: SequenceLayout
     ring_group: ProcessGroup | None
     ulysses_group: ProcessGroup | None
-    not_shared: str = ""
+    no_shared_memory: str = ""
 
     @classmethod
     def build(cls, base: DeviceMesh, *, ring_size: int, ulysses_size: int) -> SequenceMesh:
@@ -80,7 +80,9 @@ class SequenceMesh:
         assert base[TENSOR].size() == 1
         starts = range(0, base.size(), size)
         rings = tuple(
-            tuple(range(first + place, first + size, ulysses_size)) for first in starts for place in range(ulysses_size)
+            tuple(range(first + ulysses_rank, first + size, ulysses_size))
+            for first in starts
+            for ulysses_rank in range(ulysses_size)
         )
         neighbours = tuple(
             tuple(range(first + start, first + start + ulysses_size))
@@ -88,43 +90,43 @@ class SequenceMesh:
             for start in range(0, size, ulysses_size)
         )
         ring = group_of(rings)
-        not_shared = "" if ring is None else _share_memory(base, ring)
-        return cls(base, SequenceLayout(ring_size, ulysses_size), ring, group_of(neighbours), not_shared)
+        no_shared_memory = "" if ring is None else _share_memory(base, ring)
+        return cls(base, SequenceLayout(ring_size, ulysses_size), ring, group_of(neighbours), no_shared_memory)
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether there is a ring, and its ranks can read each other's memory."""
-        return self.ring_group is not None and not self.not_shared
+        """Whether there is a ring, and its ranks can read each other's memory."""
+        return self.ring_group is not None and not self.no_shared_memory
 
     @property
-    def passes_begun(self) -> int:
-        """Return how many passes of its ring this rank has begun: the same number on all ranks of a sequence."""
+    def num_ring_passes(self) -> int:
+        """How many passes of its ring this rank has begun: equal on all ranks of a sequence."""
         arena = arena_of(group_name(self.ring_group))
-        return turns_begun(self.ring_group) + (arena.turn if arena is not None else 0)
+        return num_passes(self.ring_group) + (arena.turn if arena is not None else 0)
 
     @property
     def sequence_group(self) -> ProcessGroup:
-        """Return the group of the ring x ulysses ranks that share one sequence."""
+        """The ring x ulysses ranks that share one sequence."""
         return self.base.get_group(SEQUENCE)
 
     @property
     def data_group(self) -> ProcessGroup:
-        """Return the group of ranks with the same tokens of different samples."""
+        """The ranks with the same tokens of different samples."""
         return self.base.get_group(DATA)
 
     @property
     def sequence_rank(self) -> int:
-        """Return this rank's place among those that share its sequence; Ulysses is the faster axis."""
+        """This rank's number among those that share its sequence; Ulysses is the faster axis."""
         return int(self.base.get_local_rank(SEQUENCE))
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return which samples this rank's group reads."""
+        """Which samples this rank's group reads."""
         return int(self.base.get_local_rank(DATA))
 
     @property
     def data_parallel_size(self) -> int:
-        """Return how many groups read different samples."""
+        """How many groups read different samples."""
         return int(self.base[DATA].size())
 
     def describe(self) -> str:
@@ -137,16 +139,16 @@ def check_ring_transport(name: str, mesh: SequenceMesh | None) -> None:
     """Refuse a transport that the ranks cannot have; all ranks together, without communication.
 
     Raises:
-        SequenceParallelError: with what keeps which rank from it.
+        SequenceParallelError: with the reason and the rank.
     """
-    if name == "shared_memory" and mesh is not None and mesh.not_shared:
+    if name == "shared_memory" and mesh is not None and mesh.no_shared_memory:
         raise SequenceParallelError(
-            f"ring_transport='shared_memory': {mesh.not_shared}; it is for CPU ranks of one machine; use 'network', or 'auto'"
+            f"ring_transport='shared_memory': {mesh.no_shared_memory}; it is for CPU ranks of one machine; use 'network', or 'auto'"
         )
 
 
 def _share_memory(base: DeviceMesh, ring: ProcessGroup) -> str:
-    """Let the ranks of every ring map each other's memory; return why some cannot, the same on all ranks of the world."""
+    """Let the ranks of every ring map each other's memory; return why some cannot, equal on all ranks of the world."""
     if base.device_type != "cpu":
         return f"the ranks compute on {base.device_type}"
     return next((reason for reason in gather_objects(connect(ring)) if reason), "")

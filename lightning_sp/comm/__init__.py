@@ -14,21 +14,21 @@ from lightning_sp.comm.collectives import (
 )
 from lightning_sp.comm.groups import (
     HostGroups,
+    cached_per_world,
     group_by_name,
     group_name,
     group_of,
     host_groups,
     is_gloo_on_cpu,
     is_registered,
-    once_in_a_world,
     rank_in,
+    set_world_timeout,
     size_of,
-    take_worlds_timeout,
     timeout_s,
     when_destroyed,
     world,
 )
-from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_turn, turns_begun
+from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 
 __all__ = [
     "ALL_PAIRS_TAG",
@@ -40,6 +40,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "cached_per_world",
     "check_same_batch",
     "exchange",
     "gather",
@@ -51,15 +52,14 @@ __all__ = [
     "is_gloo_on_cpu",
     "is_registered",
     "largest",
-    "next_turn",
-    "once_in_a_world",
+    "next_pass",
+    "num_passes",
     "rank_in",
     "reduce_sum",
+    "set_world_timeout",
     "size_of",
     "sum_over_ranks",
-    "take_worlds_timeout",
     "timeout_s",
-    "turns_begun",
     "when_destroyed",
     "world",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +14,7 @@ from lightning_sp.errors import SequenceParallelError
 
 
 def agree(error: str | None, group: ProcessGroup | None = None) -> None:
-    """Raise the same error on every rank of a group when any rank holds one. Every rank must call it.
+    """Raise the same error on every rank of a group when any rank has one. Every rank must call it.
 
     Communicates: one all_reduce of 8 bytes; the messages travel only when there is an error.
 
@@ -43,7 +45,7 @@ def agree(error: str | None, group: ProcessGroup | None = None) -> None:
 
 
 def all_equal(value: Tensor, group: ProcessGroup | None = None) -> bool:
-    """Return whether an int64 tensor holds the same on all ranks of a group. Every rank must call it.
+    """Return whether an int64 tensor is equal on all ranks of a group. Every rank must call it.
 
     Communicates: one all_reduce of twice the tensor's bytes.
     """
@@ -55,9 +57,7 @@ def all_equal(value: Tensor, group: ProcessGroup | None = None) -> bool:
 
 
 class Spread:
-    """How far a number of each rank of the world is from the others', in flight. Every rank must make one.
-
-    A class because it has a lifetime: it is started in one step and read in the next, when the device is done with it.
+    """How far apart the numbers of all ranks are, in flight: started in one step, read in the next. Every rank must make one.
 
     Communicates: one all_reduce of 16 bytes.
     """
@@ -83,17 +83,31 @@ class Spread:
         return highest - lowest > self._tolerance * max(abs(highest), abs(lowest))
 
 
+class _RankReport(NamedTuple):
+    """What a rank says of its batch to all others."""
+
+    has_error: int
+    digest: int
+    data_parallel_rank: int
+    num_ring_passes: int
+
+
 def check_same_batch(
-    error: str | None, digest: int, place: tuple[int, int], turns: int, group: ProcessGroup | None = None
+    error: str | None,
+    *,
+    digest: int,
+    data_parallel_rank: int,
+    num_ring_passes: int,
+    group: ProcessGroup | None = None,
 ) -> None:
-    """Raise on every rank when any rank has an error, or when ranks of one sequence hold different samples. Every rank must call it.
+    """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
 
     Args:
         error: this rank's error, None if none.
         digest: a number that identifies this rank's whole batch.
-        place: (data-parallel rank, rank within the sequence's group).
-        turns: passes of the ring that this rank has begun. A rank that failed before its pass and went on is behind the others for good,
-            and would take the keys of one pass for those of another.
+        data_parallel_rank: of this rank; ranks with equal ones share their sequences.
+        num_ring_passes: passes of the ring that this rank has begun. A rank that failed before its pass and went on stays behind the others,
+            and would use the keys of one pass for those of another.
         group: a CPU-capable group over the world.
 
     Communicates: one all_gather of 32 bytes a rank, on the host.
@@ -102,24 +116,33 @@ def check_same_batch(
         if error:
             raise SequenceParallelError(error)
         return
-    mine = torch.tensor([1 if error else 0, digest, place[0], turns], dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, mine, group=group)
-    if any(int(row[0]) for row in rows):
+    own = torch.tensor(_RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes), dtype=torch.int64)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    reports = [_RankReport(*row.tolist()) for row in rows]
+    if any(report.has_error for report in reports):
         agree(error, group)
-    begun: dict[int, list[int]] = {}
-    for row in rows:
-        begun.setdefault(int(row[2]), []).append(int(row[3]))
-    for data_rank, numbers in begun.items():
+    _check_passes(reports)
+    _check_digests(reports)
+
+
+def _check_passes(reports: list[_RankReport]) -> None:
+    passes: dict[int, list[int]] = {}
+    for report in reports:
+        passes.setdefault(report.data_parallel_rank, []).append(report.num_ring_passes)
+    for data_rank, numbers in passes.items():
         if len(set(numbers)) > 1:
             raise SequenceParallelError(
                 f"the ranks of data-parallel group {data_rank} have begun {numbers} passes of ring attention: must be equally many. One of them "
                 "failed or left attention out, and went on; let such an error end the run, and resume it from a checkpoint"
             )
-    seen: dict[int, dict[int, list[int]]] = {}
-    for rank, row in enumerate(rows):
-        seen.setdefault(int(row[2]), {}).setdefault(int(row[1]), []).append(rank)
-    for data_rank, digests in seen.items():
+
+
+def _check_digests(reports: list[_RankReport]) -> None:
+    readers: dict[int, dict[int, list[int]]] = {}
+    for rank, report in enumerate(reports):
+        readers.setdefault(report.data_parallel_rank, {}).setdefault(report.digest, []).append(rank)
+    for data_rank, digests in readers.items():
         if len(digests) > 1:
             raise SequenceParallelError(
                 f"ranks {sorted(digests.values())} of data-parallel group {data_rank} share one sequence but read different samples: the loader "

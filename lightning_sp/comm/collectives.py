@@ -1,7 +1,6 @@
-"""Every collective of the project but what FSDP2 is given (`direct`), each with an explicit group.
+"""Every collective of the project but those that FSDP2 calls (`cpu/all_pairs`), each with an explicit group.
 
-Private or renamed torch names live here and in the kernel file alone. Owns transport, not meaning: what a buffer
-holds is the caller's concern. No collective stands under `if rank`.
+Owns transport, not meaning: what a buffer contains is the caller's concern. No collective stands under `if rank`.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group
 
 
 def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """Return the equally shaped tensors of all ranks, in rank order; of any dtype, for they go as bytes: no backend takes all.
+    """Return the equally shaped tensors of all ranks, in rank order. Any dtype: they go as bytes, for no backend supports all.
 
     Communicates: one all_gather, (group size - 1) x the tensor's bytes received.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [tensor]
-    held = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    parts = [torch.empty_like(held) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, held, group=group)
+    sent = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, sent, group=group)
     return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
 
@@ -48,7 +47,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for the whole world. On NCCL it runs on `device`, this rank's own, and not on a guess."""
+    """Wait for the whole world. NCCL needs this rank's `device`, or it would guess one."""
     dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
 
 
@@ -81,9 +80,9 @@ def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     if not dist.is_initialized():
         return tensor
-    found = tensor.detach().clone()
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found
+    result = tensor.detach().clone()
+    dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
+    return result
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -15,8 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 _P = ParamSpec("_P")
-
-
 _T = TypeVar("_T")
 
 
@@ -45,27 +43,27 @@ def group_of(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
     return _new_groups(blocks)
 
 
-def once_in_a_world(make: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make each thing once for equal arguments in a world, and let it go with that: a process group has threads that wake the process up."""
+def cached_per_world(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Cache a function's values by its arguments until the world is destroyed: process groups are a resource, their threads wake the process."""
     worlds: dict[weakref.ref[ProcessGroup], dict[Any, _T]] = {}
 
-    @wraps(make)
-    def made(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    @wraps(function)
+    def cached(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         world = dist.group.WORLD
         if world is None or kwargs:
-            return make(*args, **kwargs)
+            return function(*args, **kwargs)
         key = weakref.ref(world)
         if key not in worlds:
             worlds[key] = {}
             when_destroyed(world, partial(worlds.pop, key, None))
         if args not in worlds[key]:
-            worlds[key][args] = make(*args, **kwargs)
+            worlds[key][args] = function(*args, **kwargs)
         return worlds[key][args]
 
-    return made
+    return cached
 
 
-@once_in_a_world
+@cached_per_world
 def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
     """Make the groups of a partition and return this rank's."""
     own = None
@@ -73,7 +71,7 @@ def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             own = group
-            take_worlds_timeout(group)
+            set_world_timeout(group)
     return own
 
 
@@ -110,14 +108,14 @@ def host_groups(sequence: ProcessGroup, timeout: timedelta) -> HostGroups:
 
 
 def is_registered(group: ProcessGroup) -> bool:
-    """Return whether a group still exists: `destroy_process_group` ends it, whoever holds it."""
+    """Return whether a group still exists: `destroy_process_group` ends it, whoever has a reference."""
     return group in _c10d._world.pg_map  # type: ignore[attr-defined,unused-ignore]
 
 
 def when_destroyed(group: ProcessGroup, function: Callable[[], object]) -> None:
     """Call a function when `destroy_process_group` has ended a group.
 
-    torch has no hook for that. Its table of groups is what holds a group's store, while a group is held by caches and users too.
+    torch has no hook for that. Only its table of groups references a group's store, so the store's end is that of the group.
     """
     weakref.finalize(_c10d._world.pg_map[group][1], function).atexit = False  # type: ignore[attr-defined,unused-ignore]
 
@@ -128,7 +126,7 @@ def timeout_s() -> float:
     return min(float(world._get_backend(each).options._timeout.total_seconds()) for each in world._device_types)
 
 
-def take_worlds_timeout(group: ProcessGroup) -> None:
+def set_world_timeout(group: ProcessGroup) -> None:
     """Give a group the time limit of the world: torch gives each new one its own default of 10 or 30 minutes."""
     _c10d._set_pg_timeout(timedelta(seconds=timeout_s()), group)
 
@@ -144,7 +142,7 @@ def size_of(group: ProcessGroup | None) -> int:
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """Return this rank's place in a group, 0 for None."""
+    """Return this rank's number in a group, 0 for None."""
     return 0 if group is None else dist.get_rank(group)
 
 

@@ -1,5 +1,6 @@
 """Batches for sequence parallelism: the order of samples, loaders, resuming, sharding. What a sample is made of: `lightning_sp.text`."""
 
+from lightning_sp.data.batch.sharded_batch import ShardedBatch
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loaders.collate import Batches, stack
 from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
@@ -14,6 +15,7 @@ __all__ = [
     "GlobalBatchSampler",
     "LazyDataLoader",
     "SequenceShardingDataModule",
+    "ShardedBatch",
     "epoch_permutation",
     "stack",
 ]

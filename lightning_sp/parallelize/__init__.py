@@ -4,10 +4,10 @@ from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
 from lightning_sp.parallelize.fsdp import (
     check_same_gradients,
     check_unsharded,
+    make_fsdp_root,
     reshard,
-    run_on_gathered,
+    run_with_whole_parameters,
     shard_model,
-    start_root,
     without_gradient_sync,
 )
 from lightning_sp.parallelize.initial_weights import materialize_meta, receive_weights, tied_parameters, whole_state
@@ -17,12 +17,12 @@ __all__ = [
     "check_same_gradients",
     "check_unsharded",
     "checkpoint_blocks",
+    "make_fsdp_root",
     "materialize_meta",
     "receive_weights",
     "reshard",
-    "run_on_gathered",
+    "run_with_whole_parameters",
     "shard_model",
-    "start_root",
     "tied_parameters",
     "transformer_blocks",
     "whole_state",

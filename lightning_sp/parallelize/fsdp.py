@@ -63,7 +63,7 @@ def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
     return any(parameter in own for each in found for parameter in each.parameters(recurse=False))
 
 
-def run_on_gathered(run: Callable[[], Any]) -> Any:
+def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
     """Run a step and return its output; name the cause when it uses a parameter that FSDP has not gathered.
 
     Raises:
@@ -145,6 +145,6 @@ def check_same_gradients(root: nn.Module | None, group: ProcessGroup | None) -> 
     )
 
 
-def start_root(root: nn.Module) -> None:
+def make_fsdp_root(root: nn.Module) -> None:
     """Make `root` the FSDP root now, before a hook of the user's runs a child alone and makes that the root."""
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]

@@ -17,7 +17,7 @@ from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import run_on_gathered
+from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crop import Crop
 from lightning_sp.preflight.run import run_preflight
 from lightning_sp.preflight.shared_crop import shared_crop
@@ -101,7 +101,7 @@ def try_first_batch(
         found = run_preflight(
             runner.module,
             runner.context,
-            whole=lambda: run_on_gathered(lambda: run(whole.batch, whole.info)),
+            whole=lambda: run_with_whole_parameters(lambda: run(whole.batch, whole.info)),
             sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
             whole_batch=whole.info,
             crop=f"a crop of {crop.rows} x {crop.tokens} tokens",

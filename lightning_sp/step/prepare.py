@@ -23,10 +23,10 @@ from lightning_sp.mesh import SequenceMesh, build_fsdp_mesh, check_ring_transpor
 from lightning_sp.parallelize import (
     check_unsharded,
     checkpoint_blocks,
+    make_fsdp_root,
     materialize_meta,
     receive_weights,
     shard_model,
-    start_root,
     tied_parameters,
     transformer_blocks,
     whole_state,
@@ -109,7 +109,7 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
     receive_weights(module, source, tied_parameters(module), device)
     module.to(device)
-    start_root(module)
+    make_fsdp_root(module)
     shared = config.effective_ring_transport != "network" and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over {shard_size}, "

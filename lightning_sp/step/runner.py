@@ -19,7 +19,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import loss_of
-from lightning_sp.parallelize import run_on_gathered
+from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.step.isolation import isolated
 
 
@@ -74,7 +74,7 @@ class StepRunner:
         """
         step = self._begin(batch, None)
         with self._counted():
-            output = run_on_gathered(run)
+            output = run_with_whole_parameters(run)
         self._check_reached(step)
         output, counts = loss_of(output, None)
         if counts is not None:
@@ -94,7 +94,7 @@ class StepRunner:
         step = self._begin(batch, self.context.mesh.sequence_group)
         try:
             with isolated(self.module, self.device) if filler else nullcontext(), self._counted():
-                output = run_on_gathered(run)
+                output = run_with_whole_parameters(run)
         finally:
             self.end()
         self._check_reached(step)

@@ -75,7 +75,7 @@ def half_empty_transfers():
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     even = rank % 2 == 0
     sent, received = (torch.full((3,), float(rank)), torch.empty(0)) if even else (torch.empty(0), torch.empty(3))
-    neighbours, turn = ((rank + 1) % size, (rank - 1) % size), comm.next_turn(world)
+    neighbours, turn = ((rank + 1) % size, (rank - 1) % size), comm.next_pass(world)
     result = comm.Transfer(sent, neighbours[0], received, neighbours[1], world, turn)
     nothing = comm.Transfer(torch.empty(0), neighbours[0], torch.empty(0), neighbours[1], world, turn)
     return result.wait(), nothing.wait()
@@ -85,11 +85,11 @@ def turns_apart():
     """Send a message that nobody takes and, in the next turn, one that is; return what arrived."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     to, source, empty = (rank + 1) % size, (rank - 1) % size, torch.empty(0)
-    left = comm.Transfer(torch.tensor([-1.0]), to, empty, source, world, comm.next_turn(world))
-    taken = comm.Transfer(torch.tensor([float(rank)]), to, torch.empty(1), source, world, comm.next_turn(world))
+    left = comm.Transfer(torch.tensor([-1.0]), to, empty, source, world, comm.next_pass(world))
+    taken = comm.Transfer(torch.tensor([float(rank)]), to, torch.empty(1), source, world, comm.next_pass(world))
     arrived = taken.wait().item(), taken.wait().item()  # twice: the second waits for nothing
     # So that nothing is left to another test of these processes.
-    late = comm.Transfer(empty, to, torch.empty(1), source, world, comm.next_turn(world) - 2).wait()
+    late = comm.Transfer(empty, to, torch.empty(1), source, world, comm.next_pass(world) - 2).wait()
     left.wait()
     return *arrived, late.item()
 
@@ -126,11 +126,13 @@ def summed_loss():
     return loss.item(), x.grad.item()
 
 
-def same_batch(errors, digests, places, turns):
+def same_batch(errors, digests, data_ranks, passes):
     """Return what `check_same_batch` raised on this rank, None where it let the batch pass."""
     rank = dist.get_rank()
     try:
-        comm.check_same_batch(errors[rank], digests[rank], places[rank], turns[rank])
+        comm.check_same_batch(
+            errors[rank], digest=digests[rank], data_parallel_rank=data_ranks[rank], num_ring_passes=passes[rank]
+        )
     except SequenceParallelError as error:
         return str(error)
     return None

@@ -106,7 +106,7 @@ def test_the_mirror_of_a_sum_is_a_product_with_the_ranks(pools):
 
 
 @pytest.mark.parametrize(
-    ("errors", "digests", "turns", "expected"),
+    ("errors", "digests", "passes", "expected"),
     [
         ([None] * 4, [5, 5, 7, 7], [8, 8, 6, 6], None),
         ([None] * 4, [5, 5, 7, 8], [8] * 4, "ranks [[2], [3]] of data-parallel group 1 share one sequence but read different samples"),
@@ -115,14 +115,14 @@ def test_the_mirror_of_a_sum_is_a_product_with_the_ranks(pools):
     ],
     ids=["same", "different", "out of turn", "fault"],
 )  # fmt: skip
-def test_ranks_of_one_sequence_hold_one_batch(pools, errors, digests, turns, expected):
-    for message in pools(4).run(same_batch, errors, digests, [(0, 0), (0, 1), (1, 0), (1, 1)], turns):
+def test_ranks_of_one_sequence_hold_one_batch(pools, errors, digests, passes, expected):
+    for message in pools(4).run(same_batch, errors, digests, [0, 0, 1, 1], passes):
         assert (message is None) == (expected is None)
         assert expected is None or message.startswith(expected)
 
 
 def test_a_fault_of_the_only_rank_is_raised(pools):
-    assert pools(1).run(same_batch, [FAULT], [1], [(0, 0)], [0]) == [FAULT]
+    assert pools(1).run(same_batch, [FAULT], [1], [0], [0]) == [FAULT]
 
 
 def test_every_group_has_the_time_limit_of_the_world():

@@ -55,8 +55,8 @@ GROUPS = (
     fault(
         "samples compared over the world",
         "comm/agreement.py",
-        "seen.setdefault(int(row[2]), {})",
-        "seen.setdefault(0, {})",
+        "readers.setdefault(report.data_parallel_rank, {})",
+        "readers.setdefault(0, {})",
         "tests/comm/test_comm.py::test_ranks_of_one_sequence_hold_one_batch[same]",
     ),
     fault(

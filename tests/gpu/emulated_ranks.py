@@ -121,7 +121,7 @@ def emulated_transport(world: EmulatedWorld, kernel: Kernel | None) -> Iterator[
         (comm, "rank_in", lambda group: 0 if group is None else group.rank),
         (ulysses, "exchange", exchange),
         (network_hops, "Transfer", EmulatedTransfer),
-        (network_hops, "next_turn", lambda group: 0),
+        (network_hops, "next_pass", lambda group: 0),
     ]
     if kernel is not None:
         replaced.append((operator, "select_kernel", lambda *_: kernel))

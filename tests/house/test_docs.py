@@ -172,4 +172,4 @@ def test_the_api_page_lists_the_public_names():
     for name, listed in sections.items():
         module = importlib.import_module(name)
         exported = set(getattr(module, "__all__", {each for each in listed if hasattr(module, each)}))
-        assert listed == exported or (name == "lightning_sp" and listed <= exported), name
+        assert listed == exported, name

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_sp.attention.schemes.transport import RingNeighbours, num_tokens, pack, packed_shape, select_tokens
-from lightning_sp.comm.point_to_point import Transfer, next_turn
+from lightning_sp.comm.point_to_point import Transfer, next_pass
 
 
 class NetworkTransport:
@@ -28,7 +28,7 @@ class NetworkTransport:
     def __init__(self, ring: RingNeighbours, kv: Tensor, saved_kv: Tensor | None = None) -> None:
         assert ring.group is not None
         self._ring, self._group, self._kv, self._saved_kv = ring, ring.group, kv, saved_kv
-        self._turn = next_turn(ring.group)
+        self._turn = next_pass(ring.group)
         self._flying: list[Transfer] = []
 
     @classmethod

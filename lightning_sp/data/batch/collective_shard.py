@@ -47,8 +47,13 @@ def collective_shard(
     error = str(fault) if named else f"{type(fault).__name__}: {fault}"
     whole = digest(batch) if fault is None and local is not batch else 0
     try:
-        coordinates = (mesh.data_parallel_rank, mesh.sequence_rank)
-        comm.check_same_batch(error if fault else None, whole, coordinates, mesh.passes_begun, group)
+        comm.check_same_batch(
+            error if fault else None,
+            digest=whole,
+            data_parallel_rank=mesh.data_parallel_rank,
+            num_ring_passes=mesh.num_ring_passes,
+            group=group,
+        )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None

@@ -121,7 +121,7 @@ def apart(how):
             refused = str(error)
     calls = dict(sent.calls)
     same = [torch.equal(a, b) for a, b in zip(attend(mesh, 48, "auto"), attend(mesh, 48, "network"), strict=True)]
-    return mesh.not_shared, refused, calls, all(same)
+    return mesh.no_shared_memory, refused, calls, all(same)
 
 
 def shared_files():

@@ -24,12 +24,12 @@ class SequenceInfo:
         padded_length: tokens after padding to what the degrees divide.
         boundaries: documents in global positions, with the padding as a document of its own; None for one document.
         position_ids: this rank's global positions, (B, s).
-        shift_labels: this rank's targets, (B, s), where the labels are known; else None.
+        shift_labels: this rank's targets, (B, s), None where the batch has no labels.
         attention_mask: this rank's part of the batch's padding mask, (B, s); None where the batch has none.
         valid: the run of keys that the padding mask leaves visible in each row, (B, 2); None where it hides none, or leaves more than a run.
         visible_keys: the keys that it leaves visible, whole, (B, S), bool, where they are more than a run; else None.
         layout: which tokens each rank holds.
-        balance: how that compares to zigzag; None where no documents are known, or nothing was compared.
+        balance: how that compares to zigzag; None for one document a row, or where nothing was compared.
         dropout: what attention dropout is drawn from; None in evaluation.
         encoder: the encoder's sequence; None where the batch holds one sequence.
     """

@@ -1,10 +1,10 @@
-"""Cross entropy over the tokens of the global batch, whatever each rank holds.
+"""Cross entropy over the tokens of the global batch, however they are sharded.
 
     loss = sum over ranks of the local sum / sum over ranks of the local count        (mean)
 
 During a sharded step `F.cross_entropy` is this: the value is the one that a single process shows for the global batch, the same on all
 ranks, so anything the user computes from it (weights, sums of losses) stays right. Its gradient carries the factor `world`, which FSDP's
-average over the world takes back: the one place where that averaging is undone is `comm.sum_over_ranks`.
+average over the world divides by: `comm.sum_over_ranks` alone undoes that averaging.
 
 With gradient accumulation each micro-batch is weighted by its tokens: see `TokenWindow`.
 """

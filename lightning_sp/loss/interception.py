@@ -13,14 +13,11 @@ from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
-from lightning_sp.loss.reduction import CrossEntropy, or_one, reduce_loss, sum_and_count
+from lightning_sp.loss.reduction import CrossEntropy, nonzero_count, reduce_loss, sum_and_count
 
 
 class CrossEntropyInterception(AbstractContextManager[None]):
-    """Makes `F.cross_entropy` the global one while the context has a step in progress; else it stays the original.
-
-    A class because it holds the function it replaces until it is put back.
-    """
+    """Makes `F.cross_entropy` the global one while the context has a step in progress, until it exits; else it stays the original."""
 
     def __init__(self, context: SequenceContext) -> None:
         self.context = context
@@ -80,18 +77,18 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         reduction: str,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a whole run.
+        """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a reference run.
 
         Shapes: (tokens, V), (tokens,) -> ().
         """
         assert self._original is not None
         if ignore_index != IGNORE_INDEX:
-            # What padding and fillers hold, whatever the user's convention is; as a class index it does not exist.
+            # Padding and fillers hold IGNORE_INDEX, whatever the user's convention is; as a class index it does not exist.
             target = target.masked_fill(target == IGNORE_INDEX, ignore_index)
         total, count = sum_and_count(self._original, logits, target, weight, ignore_index, label_smoothing)
         step = self.context.step
         if step is None and self.context.reference is not None:
-            return total if reduction == "sum" else total / or_one(count)
+            return total if reduction == "sum" else total / nonzero_count(count)
         if step is not None:
             group = step.loss_group if group is None else group
             step.num_losses += 1
@@ -102,7 +99,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             if group is None and self.context.mesh.data_parallel_size > 1:
                 step.num_row_means += target.numel() == self.context.local_length
             step.token_counts.append(both[1].detach())
-        return both[0] / or_one(both[1].detach())
+        return both[0] / nonzero_count(both[1].detach())
 
     def check(self, input: Tensor, target: Tensor) -> None:
         """Refuse targets that are no part of the step's tokens; outside of a step there is nothing to refuse."""

@@ -1,4 +1,4 @@
-"""Sums and counts of each rank made into one mean over the tokens of all ranks."""
+"""From each rank's sum and count to one mean over the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def reduce_loss(total: Tensor, count: Tensor, group: ProcessGroup | None, reduct
     Communicates: one all_reduce of two numbers. A count of zero everywhere gives exactly 0.
     """
     both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)
-    return both[0] if reduction == "sum" else both[0] / or_one(both[1].detach())
+    return both[0] if reduction == "sum" else both[0] / nonzero_count(both[1].detach())
 
 
-def or_one(count: Tensor) -> Tensor:
-    """Return the count, 1 where it is zero: what no token adds to is exactly 0. Class weights may add up to less than 1."""
+def nonzero_count(count: Tensor) -> Tensor:
+    """Return the count as a divisor, 1 where it is zero: a loss without a token is exactly 0. Class weights may add up to less than 1."""
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
@@ -36,7 +36,7 @@ def sum_and_count(
     ignore_index: int,
     label_smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Per token, then summed in float32 or more: a bfloat16 sum over a long shard would lose digits; an empty shard sums to exact zero."""
+    """Return the sum over tokens, in float32 or more, and their count: a bfloat16 sum over a long shard would lose digits."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     each = original(
         logits, target, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
@@ -46,7 +46,7 @@ def sum_and_count(
     return each.to(dtype).sum(), count.to(dtype)
 
 
-def loss_of(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Tensor] | None]:
+def mean_of_returned_sum(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Tensor] | None]:
     """Return a step's output with a returned sum and count made into the mean, and the counts if it had them.
 
     Args:

@@ -8,21 +8,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.loss.reduction import or_one
+from lightning_sp.loss.reduction import nonzero_count
 
 
 class TokenWindow:
-    """Makes an optimizer step's gradient the mean over all tokens of its micro-batches, however many each holds.
+    """Makes an optimizer step's gradient the mean over all tokens of its micro-batches, however many each has.
 
     Each micro-batch's loss L_m is a mean over its n_m tokens. Backward sees w_m L_m / A, with w_m = n_m / n_0 and A Lightning's
     accumulate_grad_batches; before clipping the gradients are multiplied by A n_0 / sum n_m. Together: sum n_m L_m / sum n_m.
-    With A = 1 nothing is multiplied. Counts stay tensors: no host sync. A class because a window spans several steps.
+    With A = 1 nothing is multiplied. Counts stay tensors: no host sync.
     """
 
     def __init__(self) -> None:
         self._first: Tensor | None = None
         self._total: Tensor | None = None
-        self._micro_batches = 0
 
     def weigh(self, loss: Tensor, token_counts: list[Tensor]) -> Tensor:
         """Return w_m L_m for the loss of a micro-batch.
@@ -30,7 +29,6 @@ class TokenWindow:
         Raises:
             SequenceParallelError: several losses with different counts: which one weighs the micro-batch would be a guess.
         """
-        self._micro_batches += 1
         if not token_counts:
             raise SequenceParallelError(
                 "gradient accumulation needs the token count of each micro-batch, and this loss came from no mean cross_entropy: "
@@ -44,7 +42,7 @@ class TokenWindow:
         count = token_counts[0]
         if self._first is None or self._total is None:
             # A first micro-batch without tokens weighs nothing, but divides the others by 1 and not by 0.
-            self._first, self._total = or_one(count), count
+            self._first, self._total = nonzero_count(count), count
             return loss * (count / self._first)
         self._total = self._total + count
         return loss * (count / self._first)
@@ -53,10 +51,9 @@ class TokenWindow:
         """End the window and return the factor of the gradients, None for 1."""
         first, total = self._first, self._total
         self._first = self._total = None
-        self._micro_batches = 0
         if first is None or total is None or accumulate == 1:
             return None
-        return accumulate * first / or_one(total)
+        return accumulate * first / nonzero_count(total)
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:

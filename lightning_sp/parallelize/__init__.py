@@ -10,16 +10,21 @@ from lightning_sp.parallelize.fsdp import (
     shard_model,
     without_gradient_sync,
 )
-from lightning_sp.parallelize.initial_weights import materialize_meta, receive_weights, tied_parameters, whole_state
+from lightning_sp.parallelize.initial_weights import (
+    broadcast_initial_weights,
+    materialize_meta,
+    tied_parameters,
+    whole_state,
+)
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
+    "broadcast_initial_weights",
     "check_same_gradients",
     "check_unsharded",
     "checkpoint_blocks",
     "make_fsdp_root",
     "materialize_meta",
-    "receive_weights",
     "reshard",
     "run_with_whole_parameters",
     "shard_model",

@@ -1,8 +1,8 @@
-"""FSDP2 over every rank: sequence parallelism always brings ZeRO with it.
+"""FSDP2 over every rank: `fully_shard` of the model, for sequence parallelism always brings ZeRO with it.
 
 Blocks are one group each, then the models that the LightningModule holds, then the root, so that no parameter stays outside (it would never
 be synchronised, and ranks would drift silently). Layers that are the LightningModule's own children belong to the root: a step may use their
-weights directly, or change in place what they returned. So does what shares a parameter with others. Gradients are averaged over the whole
+weights directly, or change their outputs in place. So do modules that share a parameter with others. Gradients are averaged over the whole
 mesh; `loss` undoes exactly that factor.
 """
 
@@ -47,13 +47,13 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
     fully_shard(root, mesh=mesh)
     use_all_pairs_collectives(fsdp_modules(root), mesh)
     for name in STEPS:
-        # Lightning calls these and not forward, which alone would gather the root's parameters.
+        # Lightning calls these and not forward, which alone would all-gather the root's parameters.
         if callable(getattr(root, name, None)):
             register_fsdp_forward_method(root, name)
 
 
 def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
-    """Return whether a parameter of `unit` is also reached another way: FSDP2 takes each into one group alone."""
+    """Return whether a parameter of `unit` is also reached another way: in FSDP2 each belongs to one group."""
     own = {parameter for each in unit.modules() for parameter in each.parameters(recurse=False)}
     elsewhere, found = [root], {root}
     while elsewhere:
@@ -64,10 +64,10 @@ def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
 
 
 def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
-    """Run a step and return its output; name the cause when it uses a parameter that FSDP has not gathered.
+    """Run a step and return its output; name the cause when it uses a parameter that FSDP has not all-gathered.
 
     Raises:
-        SequenceParallelError: it does; torch's own error, if there is one, speaks of DTensors.
+        SequenceParallelError: it uses one. Torch's own error, if there is one, speaks of DTensors.
     """
     try:
         output = run()
@@ -97,14 +97,14 @@ def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free gathered parameters: after an evaluation forward the root keeps its own gathered."""
+    """Free all-gathered parameters: FSDP2 leaves the root's whole after an evaluation forward."""
     for each in fsdp_modules(root):
         each.reshard()
 
 
 @contextmanager
 def without_gradient_sync(root: nn.Module) -> Iterator[None]:
-    """Accumulate whole local gradients without communication; the last micro-batch of a window reduces them."""
+    """Accumulate whole local gradients without communication; the last micro-batch of an optimizer step reduces them."""
     modules = fsdp_modules(root)
     for each in modules:
         each.set_requires_gradient_sync(False, recurse=False)
@@ -118,8 +118,8 @@ def without_gradient_sync(root: nn.Module) -> Iterator[None]:
 def check_same_gradients(root: nn.Module | None, group: ProcessGroup | None) -> None:
     """Refuse gradients that some ranks have and others lack, before the optimizer sees them. Every rank must call it.
 
-    FSDP2 reduces the gradients of a unit as one buffer of those that exist: where an expert got tokens on some ranks only, those of different
-    parameters would be added up.
+    FSDP2 reduces the gradients of a unit as one buffer of those that exist. Where an expert got tokens on some ranks only, gradients of
+    different parameters would be added up.
 
     Args:
         root: the sharded module.
@@ -146,5 +146,5 @@ def check_same_gradients(root: nn.Module | None, group: ProcessGroup | None) -> 
 
 
 def make_fsdp_root(root: nn.Module) -> None:
-    """Make `root` the FSDP root now, before a hook of the user's runs a child alone and makes that the root."""
+    """Make `root` the FSDP root now: the first module that runs becomes it, and a hook of the user's may run a child alone."""
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]

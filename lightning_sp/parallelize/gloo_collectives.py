@@ -1,9 +1,9 @@
-"""FSDP2's all-gather and reduce-scatter on gloo, straight from rank to rank: FSDP2's own hooks around `comm`'s direct collectives.
+"""FSDP2's all-gather and reduce-scatter on gloo, straight from rank to rank: FSDP2's own hooks around `comm`'s all-pairs collectives.
 
 Owns what FSDP2 asks of a collective (memory, reduce operations, the asynchronous handle), not the transport.
 
-    default   gather: passed on n-1 times round a ring       reduce: all_reduce of every part, n-1 of n thrown away
-    direct    gather: one message from each to each          reduce: one message from each to each, summed there in rank order
+    default    gather: passed on n-1 times round a ring       reduce: all_reduce of every part, n-1 of n thrown away
+    all pairs  gather: one message from each to each          reduce: one message from each to each, summed there in rank order
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_sp.errors import SequenceParallelError
 
 
 class AllPairsAllGather(AllGather):
-    """FSDP2's all-gather of a unit's parameters. A class because FSDP2's interface is one."""
+    """FSDP2's all-gather of a unit's parameters."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for FSDP2 to fill or to receive in."""
@@ -44,7 +44,7 @@ class AllPairsAllGather(AllGather):
 
 
 class AllPairsReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter of a unit's gradients, summed in rank order. A class because FSDP2's interface is one."""
+    """FSDP2's reduce-scatter of a unit's gradients, summed in rank order."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for FSDP2 to fill or to receive in."""
@@ -58,7 +58,7 @@ class AllPairsReduceScatter(ReduceScatter):
         Communicates: (group size - 1) x the output's bytes leave this rank.
 
         Raises:
-            SequenceParallelError: an operation that FSDP2 asks for after `set_gradient_divide_factor` and that gloo has not got either.
+            SequenceParallelError: an operation that FSDP2 asks for after `set_gradient_divide_factor`, and that gloo lacks too.
         """
         size = dist.get_world_size(group)
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -71,11 +71,11 @@ class AllPairsReduceScatter(ReduceScatter):
 
 
 def use_all_pairs_collectives(modules: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
-    """Give sharded modules the direct collectives where their shards travel by gloo on the CPU; elsewhere leave FSDP2's own.
+    """Give sharded modules the all-pairs collectives where their shards travel by gloo on the CPU; elsewhere leave FSDP2's own.
 
     Args:
         modules: each `fully_shard`ed module.
-        mesh: theirs, shard or replicate x shard; only the shard axis is concerned.
+        mesh: theirs, shard or replicate x shard; only the shard axis gets them.
     """
     group = mesh.get_group(mesh.ndim - 1)
     if mesh.device_type != "cpu" or comm.size_of(group) == 1 or not comm.is_gloo_on_cpu(group):

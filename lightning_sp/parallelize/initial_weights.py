@@ -1,12 +1,12 @@
-"""Initial weights: rank 0's, on every rank, bit for bit, for any degrees; other ranks may come with meta tensors.
+"""Initial weights: rank 0's are broadcast to every rank, bit for bit, for any degrees; the others may be on the meta device.
 
 Rank 0 builds the model as a single process would, with the same draws of the same generator. The others build it on the meta device where
-they can (`configure_model`) and receive only their shards, tensor by tensor: no rank but 0 ever holds the whole.
+they can (`configure_model`) and receive only their shards, tensor by tensor: no rank but 0 ever has the whole model in memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,26 +39,33 @@ def materialize_meta(module: nn.Module, device: torch.device) -> None:
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return references to the memory of all whole parameters and buffers, by name: taken before sharding, broadcast after it.
+    """Return references to the memory of all whole parameters and buffers, by name: made before sharding, broadcast after it.
 
-    Not to the parameters themselves: those FSDP2 moves to its device in place, whole, and a reference would keep them there.
+    Not to the parameters themselves: FSDP2 moves those to its device in place, whole, and a reference would keep them in its memory.
     """
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
-def tied_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that has several: moving off the meta device would untie them."""
-    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+class ParameterOwner(NamedTuple):
+    """A module, and the name under which it has a parameter."""
+
+    module: nn.Module
+    name: str
+
+
+def tied_parameters(module: nn.Module) -> list[list[ParameterOwner]]:
+    """Return the owners of each parameter that has several: moving off the meta device would untie them."""
+    owners: dict[Tensor, list[ParameterOwner]] = {}
     for each in module.modules():
         for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((each, name))
-    return [where for where in places.values() if len(where) > 1]
+            owners.setdefault(parameter, []).append(ParameterOwner(each, name))
+    return [several for several in owners.values() if len(several) > 1]
 
 
-def receive_weights(
-    module: nn.Module, source: dict[str, Tensor], ties: list[list[tuple[nn.Module, str]]], device: torch.device
+def broadcast_initial_weights(
+    module: nn.Module, source: dict[str, Tensor], ties: list[list[ParameterOwner]], device: torch.device
 ) -> None:
-    """Fill the sharded module of every rank with rank 0's parameters and buffers.
+    """Fill the sharded module of every rank with rank 0's parameters, buffers and metrics' states.
 
     Args:
         module: the sharded module; its parameters may be on the meta device on ranks other than 0.
@@ -69,20 +76,15 @@ def receive_weights(
     Communicates: a broadcast of each parameter and buffer from rank 0.
     """
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
-    # A metric's states and their defaults are plain attributes that to_empty would leave without values.
-    states = [
-        ({n: _host(v) for n, v in m._defaults.items()}, {n: _host(getattr(m, n)) for n in m._defaults}) for m in metrics
-    ]
+    states = [_MetricState.of(each) for each in metrics]
     states = comm.broadcast_object(states, None) if metrics else states
     if any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
         module.to_empty(device=device)
-        for (first, name), *others in ties:
-            for each, other in others:
-                setattr(each, other, getattr(first, name))
-    for metric, (defaults, current) in zip(metrics, states, strict=True):
-        metric._defaults = {name: _to(value, device) for name, value in defaults.items()}
-        for name, value in current.items():
-            setattr(metric, name, _to(value, device))
+        for first, *others in ties:
+            for other in others:
+                setattr(other.module, other.name, getattr(first.module, first.name))
+    for metric, state in zip(metrics, states, strict=True):
+        state.restore(metric, device)
     names = {_clean(name) for name, _ in module.named_parameters()}
     is_source = dist.get_rank() == 0
     full: dict[str, Any] = (
@@ -97,8 +99,27 @@ def receive_weights(
         buffer.data.copy_(whole)
 
 
+class _MetricState(NamedTuple):
+    """A metric's states and their defaults: plain attributes, which `to_empty` would leave without values."""
+
+    defaults: dict[str, Any]
+    current: dict[str, Any]
+
+    @classmethod
+    def of(cls, metric: Metric) -> _MetricState:
+        return cls(
+            {name: _host(value) for name, value in metric._defaults.items()},
+            {name: _host(getattr(metric, name)) for name in metric._defaults},
+        )
+
+    def restore(self, metric: Metric, device: torch.device) -> None:
+        metric._defaults = {name: _to(value, device) for name, value in self.defaults.items()}
+        for name, value in self.current.items():
+            setattr(metric, name, _to(value, device))
+
+
 def _host(value: Any) -> Any:
-    """Return a metric's state so that it can be sent; a rank that has it on the meta device sends nothing."""
+    """Return a metric's state on the host, to be sent; None for one on the meta device."""
     if isinstance(value, list):
         return [_host(each) for each in value]
     return None if value.is_meta else value.detach().cpu()
@@ -109,5 +130,5 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _clean(name: str) -> str:
-    """Return a parameter's name as the user knows it, without the wrappers'."""
+    """Return a parameter's name without those of the wrappers around its modules."""
     return name.replace("_orig_mod.", "")

@@ -5,8 +5,8 @@
                        anything else, and what this rank alone knows, is refused
 
 S is the queries' length, padded or not, s this rank's part of it; T and t are those of the keys, of another sequence in cross attention.
-A mask of this rank's tokens is local positions otherwise: `ones(s, s).tril()` hides nothing of what it should between ranks, and cannot be
-told from another mask with the same numbers.
+Any other mask of this rank's tokens is one of local positions. `ones(s, s).tril()` hides nothing of what it should between ranks, and has the
+same numbers as a mask that should not.
 """
 
 from __future__ import annotations

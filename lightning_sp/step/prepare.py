@@ -21,11 +21,11 @@ from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
+    broadcast_initial_weights,
     check_unsharded,
     checkpoint_blocks,
     make_fsdp_root,
     materialize_meta,
-    receive_weights,
     shard_model,
     tied_parameters,
     transformer_blocks,
@@ -107,7 +107,7 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
             block.compile()
     shard_size = resolve_shard_size(config, world)
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
-    receive_weights(module, source, tied_parameters(module), device)
+    broadcast_initial_weights(module, source, tied_parameters(module), device)
     module.to(device)
     make_fsdp_root(module)
     shared = config.effective_ring_transport != "network" and mesh.shares_memory

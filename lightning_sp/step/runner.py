@@ -18,7 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
-from lightning_sp.loss.reduction import loss_of
+from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.step.isolation import isolated
 
@@ -76,7 +76,7 @@ class StepRunner:
         with self._counted():
             output = run_with_whole_parameters(run)
         self._check_reached(step)
-        output, counts = loss_of(output, None)
+        output, counts = mean_of_returned_sum(output, None)
         if counts is not None:
             step.token_counts = counts
         if self.context.mesh.base.size() > 1:

@@ -35,7 +35,7 @@ LOSS = (
         "the mean of the ranks' means",
         "loss/interception.py",
         "        both = comm.sum_over_ranks(torch.stack([total, count]), group)\n        if step",
-        "        both = comm.sum_over_ranks(torch.stack([total / or_one(count), torch.ones_like(count)]), group)\n"
+        "        both = comm.sum_over_ranks(torch.stack([total / nonzero_count(count), torch.ones_like(count)]), group)\n"
         "        if step",
         LOSSES,
     ),
@@ -44,7 +44,7 @@ LOSS = (
         "loss/reduction.py",
         "    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)\n",
         '    if reduction == "mean":\n'
-        "        total, count = total / or_one(count), torch.ones_like(count)\n"
+        "        total, count = total / nonzero_count(count), torch.ones_like(count)\n"
         "    both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)\n",
         LOSSES,
     ),

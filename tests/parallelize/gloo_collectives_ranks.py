@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import shard_model, without_gradient_sync
+from lightning_sp.parallelize import make_fsdp_root, shard_model, without_gradient_sync
 from lightning_sp.parallelize.gloo_collectives import (
     AllPairsAllGather,
     AllPairsReduceScatter,
@@ -233,7 +233,7 @@ def ahead_of_time(elements):
     with torch.no_grad():
         model[0].weight.copy_(expected)
     shard_model(model, [], mesh_of((dist.get_world_size(),)))
-    comm.make_fsdp_root(model)
+    make_fsdp_root(model)
     if dist.get_rank() == 0:
         time.sleep(0.2)  # the others' messages cannot be there before they are waited for
     handle = model.unshard(async_op=True)

@@ -213,14 +213,14 @@ def _unweighted() -> AbstractContextManager[Any]:
     )
 
 
-def _or_one_is(function: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
-    return _patches((reduction, "or_one", function), (interception, "or_one", function))
+def _nonzero_count_is(function: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+    return _patches((reduction, "nonzero_count", function), (interception, "nonzero_count", function))
 
 
 FAULTS: dict[str, Any] = {
     "local mean": _local_mean,
     "gradients scaled by the group's size": _unscaled,
     "mean of micro-batch means": _unweighted,
-    "nan where nothing counts": lambda: _or_one_is(lambda count: count),
-    "a count of at least 1": lambda: _or_one_is(lambda count: count.clamp(min=1)),
+    "nan where nothing counts": lambda: _nonzero_count_is(lambda count: count),
+    "a count of at least 1": lambda: _nonzero_count_is(lambda count: count.clamp(min=1)),
 }

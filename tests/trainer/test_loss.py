@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_sp import sharded_cross_entropy
-from lightning_sp.loss.reduction import loss_of
+from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.loss.token_weighting import TokenWindow
 from lightning_sp.testing import max_error
 from tests.trainer import loss_ranks as ranks
@@ -152,6 +152,6 @@ def test_a_window_without_any_token_multiplies_by_no_nan():
 
 
 def test_a_returned_sum_keeps_what_else_was_returned():
-    output, counts = loss_of({"loss": torch.tensor(6.0), "num_tokens": 4, "extra": 1}, None)
+    output, counts = mean_of_returned_sum({"loss": torch.tensor(6.0), "num_tokens": 4, "extra": 1}, None)
     assert (float(output["loss"]), output["extra"], [float(c) for c in counts]) == (1.5, 1, [4.0])
-    assert loss_of(None, None) == (None, None)
+    assert mean_of_returned_sum(None, None) == (None, None)

@@ -33,34 +33,34 @@ def reference_attention(
 
     Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), sinks (H,), bias (B or 1, H or 1, S or 1, T) -> (B, H, S, E).
     """
-    seen = allowed(mask, q.shape[2], k.shape[2]).to(q.device)
-    places = ScorePositions(
+    visible = allowed(mask, q.shape[2], k.shape[2]).to(q.device)
+    positions = ScorePositions(
         (0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k))
     )
     if isinstance(mask.mask_mod, MaskMod):
-        seen = seen & mask.mask_mod.seen(places)
-    change = None if score_mod is None else partial(score_mod.apply, places=places, tensors=score_mod.tensors)
-    kept = None if dropout is None else dropout.kept(places).to(q.dtype) / (1.0 - dropout.probability)
-    return dense_attention(q, k, v, seen, scale, sinks, softcap, bias=bias, change=change, kept=kept)
+        visible = visible & mask.mask_mod.visible(positions)
+    change = None if score_mod is None else partial(score_mod.apply, positions=positions, tensors=score_mod.tensors)
+    keep = None if dropout is None else dropout.keep(positions).to(q.dtype) / (1.0 - dropout.probability)
+    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, change=change, keep=keep)
 
 
 def dense_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor,
+    visible: Tensor,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     *,
     bias: Tensor | None = None,
     change: Callable[[Tensor], Tensor] | None = None,
-    kept: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> Tensor:
     """Return attention by its definition under any mask, in the precision of its inputs.
 
-    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), seen (B or 1, H or 1, S, T), bool, sinks (H,), bias as `seen` or with S 1, kept: the
-    factors of dropout, (B, H, S, T) -> (B, H, S, E).
+    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), visible (B or 1, H or 1, S, T), bool, sinks (H,), bias as `visible` or with S 1,
+    keep: the factors of dropout, (B, H, S, T) -> (B, H, S, E).
     """
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -70,15 +70,15 @@ def dense_attention(
     scores = scores if bias is None else scores + bias
     scores = scores if change is None else change(scores)
     # What -inf in a bias or out of a function hides is hidden.
-    seen = seen & (scores > -math.inf)
-    scores = scores.masked_fill(~seen, -math.inf)
+    visible = visible & (scores > -math.inf)
+    scores = scores.masked_fill(~visible, -math.inf)
     if sinks is None:
         # A row without a key has no softmax; whatever stands there is masked again.
-        scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        scores = scores.masked_fill(~visible.any(-1, keepdim=True), 0.0)
     else:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    weights = torch.softmax(scores, -1)[..., : k.shape[2]].masked_fill(~seen, 0.0)
-    return (weights if kept is None else weights * kept.to(weights.dtype)) @ v
+    weights = torch.softmax(scores, -1)[..., : k.shape[2]].masked_fill(~visible, 0.0)
+    return (weights if keep is None else weights * keep.to(weights.dtype)) @ v
 
 
 def allowed(mask: AttentionMask, length: int, key_length: int | None = None) -> Tensor:
@@ -88,29 +88,29 @@ def allowed(mask: AttentionMask, length: int, key_length: int | None = None) -> 
     """
     keys = length if key_length is None else key_length
     i, j = torch.arange(length)[:, None], torch.arange(keys)[None, :]
-    seen = torch.ones(1, length, keys, dtype=torch.bool)
+    visible = torch.ones(1, length, keys, dtype=torch.bool)
     if mask.causal:
-        seen = seen & (j <= i)
+        visible = visible & (j <= i)
     left, right = mask.window_size
     if left is not None:
-        seen = seen & (j >= i - left)
+        visible = visible & (j >= i - left)
     if right is not None:
-        seen = seen & (j <= i + right)
+        visible = visible & (j <= i + right)
     if mask.chunk_size is not None:
-        seen = seen & (i // mask.chunk_size == j // mask.chunk_size)
+        visible = visible & (i // mask.chunk_size == j // mask.chunk_size)
     if mask.bidirectional is not None:
         for run in mask.bidirectional.unbind(1):
             start, end = run[:, 0, None, None], run[:, 1, None, None]
-            seen = seen | ((start <= i) & (i < end) & (start <= j) & (j < end))
+            visible = visible | ((start <= i) & (i < end) & (start <= j) & (j < end))
     if mask.boundaries is not None:
         other = mask.boundaries if mask.key_boundaries is None else mask.key_boundaries
         ids, other_ids = document_ids(mask.boundaries, length), document_ids(other, keys)
-        seen = seen & (ids[:, :, None] == other_ids[:, None, :])
+        visible = visible & (ids[:, :, None] == other_ids[:, None, :])
     if mask.valid is not None:
         start, end = mask.valid[:, 0, None, None], mask.valid[:, 1, None, None]
-        seen = seen & (start <= j) & (j < end)
-    whole = seen[:, None]
+        visible = visible & (start <= j) & (j < end)
+    whole = visible[:, None]
     if mask.dense is not None:
-        _, _, queries, held = mask.dense.shape
-        whole = whole & F.pad(mask.dense.cpu(), (0, keys - held, 0, 0 if queries == 1 else length - queries))
+        _, _, queries, own_keys = mask.dense.shape
+        whole = whole & F.pad(mask.dense.cpu(), (0, keys - own_keys, 0, 0 if queries == 1 else length - queries))
     return whole

@@ -42,18 +42,15 @@ def sequence_parallel_attention(
     """Attend over whole sequences of which every rank holds a part, exactly as one device would.
 
     Args:
-        q: this rank's queries.
         k: this rank's keys, with their own number of heads (GQA, MQA), and in cross attention of another sequence with its own length.
-        v: this rank's values.
         mesh: the attention's mesh; None for one process.
         mask: what a query may see, in global positions.
         layout: which tokens each rank holds; None for the mesh's own, zigzag. Keys of another length are always in zigzag.
         scale: factor of q k^T; None for 1 / sqrt(D).
         sinks: score of each query head's sink, the same on all ranks; its gradient on each is of that rank's part, as a parameter's.
         softcap: bound of the scores before the mask, c tanh(score / c); None for none.
-        bias: added to the scores after the cap, whole on every rank, by global positions; what is beyond its S and T is padding. Its gradient
-            on each rank is of that rank's part, as a parameter's. None for none.
-        score_mod: a function of score and place in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
+        bias: added after the cap, whole on every rank, by global positions; beyond its S and T is padding. Its gradient is as the sinks'.
+        score_mod: a function of score and position in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
         dropout: of the weights, the same at all degrees; None for none.
         options: kernel, ring_transport, ring_saves_kv and ring_method, the names and values of `config.AttentionOptions`.
 
@@ -67,47 +64,68 @@ def sequence_parallel_attention(
 
     Source: USP, arXiv:2405.07719, algorithm 1.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        # As F.scaled_dot_product_attention under autocast: one dtype for all three (a float32 rotary embedding leaves v alone in bf16).
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    q, k, v = _in_one_dtype(q, k, v)
     degrees = mesh.layout if mesh is not None else SequenceLayout()
     layout = degrees if layout is None else layout
     _check(q, k, v, sinks, softcap, degrees.ulysses_size)
     _check_layout(layout, degrees, q.shape[2])
+    chosen = _checked_options(q, v, mesh, options)
+    mask.check(**(sizes := _sizes(q, k, layout)))
+    scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
+    ring_group, ulysses_group = (
+        ("", "") if mesh is None else map(comm.group_name, (mesh.ring_group, mesh.ulysses_group))
+    )
+    spec = AttentionSpec(
+        mask=mask, layout_table=layout.table, scores=scores, sinks=sinks, options=chosen, ring_group=ring_group,
+        ulysses_group=ulysses_group, scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+    )  # fmt: skip
+    width = v.shape[-1]
+    q, k, v = _in_one_head_dim(q, k, v)
+    out: Tensor
+    out, *_ = attention_op(q, k, v, *encode(spec))
+    return out[..., :width] if width < q.shape[-1] else out
+
+
+def _checked_options(q: Tensor, v: Tensor, mesh: SequenceMesh | None, options: AttentionKeywords) -> AttentionOptions:
     chosen = AttentionOptions(**options)
     check_kernel(chosen.kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
     check_ring_transport(chosen.ring_transport, mesh)
-    ranks = degrees.size
-    sizes = dict(length=q.shape[2] * ranks, batch=q.shape[0], key_length=k.shape[2] * ranks, heads=q.shape[1])
-    sizes["multiple"] = layout.multiple
-    mask.check(**sizes)
-    scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
-    spec = AttentionSpec(
-        mask=mask,
-        layout_table=layout.table,
-        scores=scores,
-        sinks=sinks,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        options=chosen,
-        ring_group=comm.group_name(mesh.ring_group) if mesh is not None else "",
-        ulysses_group=comm.group_name(mesh.ulysses_group) if mesh is not None else "",
-    )
-    width = v.shape[-1]
-    dim = max(q.shape[-1], width)
+    return chosen
+
+
+def _in_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad the narrower ones with zeros, and lay the numbers of a head one after the other."""
+    dim = max(q.shape[-1], v.shape[-1])
     q, k, v = (F.pad(t, (0, dim - t.shape[-1])) if t.shape[-1] < dim else t for t in (q, k, v))
     # The fused kernels read a head's numbers one after the other whatever the stride says: channels before tokens would be silently wrong.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    out: Tensor
-    out, *_ = attention_op(q, k, v, *encode(spec))
-    return out[..., :width] if width < dim else out
+    return q, k, v
+
+
+def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As F.scaled_dot_product_attention under autocast: one dtype for all three (a float32 rotary embedding leaves v alone in bf16)."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    return q, k, v
+
+
+def _sizes(q: Tensor, k: Tensor, layout: SequenceLayout) -> dict[str, int]:
+    """Return what masks and biases are checked against, of the whole sequence."""
+    return dict(
+        length=q.shape[2] * layout.size,
+        batch=q.shape[0],
+        key_length=k.shape[2] * layout.size,
+        heads=q.shape[1],
+        multiple=layout.multiple,
+    )
 
 
 def _check_layout(layout: SequenceLayout, degrees: SequenceLayout, tokens: int) -> None:
-    given, held = ((each.ring_size, each.ulysses_size) for each in (layout, degrees))
-    if given != held:
+    given, expected = ((each.ring_size, each.ulysses_size) for each in (layout, degrees))
+    if given != expected:
         raise SequenceParallelError(
-            f"a layout of ring {given[0]} x ulysses {given[1]} on a mesh of ring {held[0]} x ulysses {held[1]}: they must be equal"
+            f"a layout of ring {given[0]} x ulysses {given[1]} on a mesh of ring {expected[0]} x ulysses {expected[1]}: they must be equal"
         )
     layout.check_length(tokens * degrees.size)
 

@@ -182,8 +182,8 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
         queries = torch.arange(start, min(start + table.size[0], table.lengths[0]), device=device)
         # Of the attention's own rows and heads: lists for one of them count for all, but the function may differ between them.
         positions = ScorePositions((0, query.shape[0]), (0, query.shape[1]), queries, keys)
-        partial, full = table.of_places(positions)
-        visible = function.seen(positions)
+        partial, full = table.at_positions(positions)
+        visible = function.visible(positions)
         wrong = (visible & ~(partial | full)) | (~visible & full)
         if bool(wrong.any()):
             row, head, at, key = wrong.nonzero()[0].tolist()
@@ -210,7 +210,7 @@ def _check_lengths(block_mask: BlockMask, context: SequenceContext, queries: Seq
 
 def _whole_mask(reference: SequenceInfo, mask_mod: MaskMod | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the keys visible to a short whole sequence's queries, within its documents. Shapes: () -> (rows or 1, heads or 1, S, S)."""
-    visible = None if mask_mod is None else mask_mod.seen(whole_positions(query, key))
+    visible = None if mask_mod is None else mask_mod.visible(whole_positions(query, key))
     if reference.boundaries is None:
         return visible
     ids = document_ids(reference.boundaries, reference.length).to(query.device)

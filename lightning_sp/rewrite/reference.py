@@ -52,9 +52,9 @@ def whole_attention(
     elif mask is not None:
         bias = mask if bias is None else bias + mask
     positions = whole_positions(q, k)
-    change = None if score_mod is None else partial(score_mod.apply, places=positions, tensors=score_mod.tensors)
-    kept = None if dropout is None else dropout.kept(positions).to(q.dtype) / (1.0 - dropout.probability)
-    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, change=change, kept=kept)
+    change = None if score_mod is None else partial(score_mod.apply, positions=positions, tensors=score_mod.tensors)
+    kept = None if dropout is None else dropout.keep(positions).to(q.dtype) / (1.0 - dropout.probability)
+    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, change=change, keep=kept)
 
 
 def whole_positions(q: Tensor, k: Tensor) -> ScorePositions:

@@ -145,7 +145,7 @@ ATTENTION = (
     fault(
         "all keys at once, dK and dV of the rank's own left out",
         "attention/schemes/all_gather.py",
-        "            dkv[slice(*held)] = pack(dk[:, :, slice(*place)], dv[:, :, slice(*place)])\n",
+        "            dkv[slice(*own)] = pack(dk[:, :, slice(*slot)], dv[:, :, slice(*slot)])\n",
         "            pass\n",
         f"{LAW}[32-2]",
     ),

@@ -29,8 +29,8 @@ SCORES = (
     fault(
         "keys that travelled numbered as if all had",
         "attention/schemes/ring.py",
-        "held = self.arriving(hop)[0] if hop else None",
-        "held = [(0, sum(b - a for a, b in self.arriving(hop)[0]))] if hop else None",
+        "arriving = self.arriving(hop)[0] if hop else None",
+        "arriving = [(0, sum(b - a for a, b in self.arriving(hop)[0]))] if hop else None",
         f"{LAW}[32-4]",
     ),
     fault(
@@ -78,8 +78,8 @@ SCORES = (
     fault(
         "blocks that are seen whole asked for all the same",
         "attention/spec/score_mod.py",
-        "return (asked & self._answers(self.table.inside(places))) | whole",
-        "return (asked | whole) & self._answers(self.table.inside(places))",
+        "return (asked & self._answers(self.table.inside(positions))) | whole",
+        "return (asked | whole) & self._answers(self.table.inside(positions))",
         BLOCK_TABLE,
     ),
     fault(
@@ -106,8 +106,8 @@ SCORES = (
     fault(
         "dropout by a rank's own places",
         "attention/spec/dropout.py",
-        "_mix(key[..., None] ^ places.queries)",
-        "_mix(key[..., None] ^ torch.arange(len(places.queries), device=device))",
+        "_mix(key[..., None] ^ positions.queries)",
+        "_mix(key[..., None] ^ torch.arange(len(positions.queries), device=device))",
         f"{LAW}[32-4]",
     ),
     fault(

@@ -14,19 +14,19 @@ from lightning_sp.attention.spec.positions import ScorePositions
 
 
 class Kernel(Protocol):
-    """What every local kernel offers; `places` is read by those that change scores by where they lie."""
+    """What every local kernel offers; `positions` is read by those that change scores by where they lie."""
 
     name: str
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: ScorePositions | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block; shapes (B, H, S, D), (B, H, S)."""
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        places: ScorePositions | None = None,
+        positions: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         ...

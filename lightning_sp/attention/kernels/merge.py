@@ -53,12 +53,12 @@ class BlockKernel:
         return self.kernel, self.scale, groups, calls_of(tuple(blocks), q.shape[0], q.device)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, places: ScorePositions | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, positions: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block. Shapes: (B, H, Sq, D), (B, K, Sk, D) twice -> (B, H, Sq, D), (B, H, Sq)."""
         if kind is Kind.ANTICAUSAL:
             # Read backwards, query i sees the keys up to the i-th.
-            flipped = places.flipped() if places is not None else None
+            flipped = positions.flipped() if positions is not None else None
             out, lse = self.forward(q.flip(2), k.flip(2), v.flip(2), Kind.CAUSAL, flipped)
             return out.flip(2), lse.flip(2)
         parts = [
@@ -68,7 +68,7 @@ class BlockKernel:
                 v[:, slice(*g.keys)],
                 causal=kind is Kind.CAUSAL,
                 scale=self.scale,
-                places=places.of_heads(g.queries) if places is not None else None,
+                positions=positions.of_heads(g.queries) if positions is not None else None,
             )
             for g in self.head_groups
         ]
@@ -77,12 +77,12 @@ class BlockKernel:
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, places: ScorePositions | None = None
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, positions: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         if kind is Kind.ANTICAUSAL:
             grad, q, k, v, out, lse = (t.flip(2) for t in (grad, q, k, v, out, lse))
-            flipped = places.flipped() if places is not None else None
+            flipped = positions.flipped() if positions is not None else None
             dq, dk, dv = self.backward(grad, q, k, v, out, lse, Kind.CAUSAL, flipped)
             return dq.flip(2), dk.flip(2), dv.flip(2)
         parts = []
@@ -98,7 +98,7 @@ class BlockKernel:
                     lse[:, heads],
                     causal=kind is Kind.CAUSAL,
                     scale=self.scale,
-                    places=places.of_heads(g.queries) if places is not None else None,
+                    positions=positions.of_heads(g.queries) if positions is not None else None,
                 )
             )
         if len(parts) == 1:
@@ -118,7 +118,7 @@ def forward_step(
     k: Tensor,
     v: Tensor,
     running: tuple[Tensor, Tensor] | None,
-    places: ScorePositions | None = None,
+    positions: ScorePositions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add one source rank's keys to the running partials, in place, and return them.
 
@@ -130,13 +130,13 @@ def forward_step(
         v: values likewise.
         running: (out, lse), None in the first step; a query that has seen no key has 0 and -inf. It is in the accumulator's dtype, or in
             that of q as long as one block has been all: where nothing is added, nothing is cast.
-        places: where queries and keys lie, for a kernel that asks.
+        positions: where queries and keys lie, for a kernel that asks.
     """
     first, dtype = running is None, accumulator_dtype(q.dtype)
     if running is None:
         if _is_whole(blocks, q):
             keys = slice(*blocks[0].keys)
-            return kernel.forward(q, k[:, :, keys], v[:, :, keys], blocks[0].kind, _part(places, blocks[0]))
+            return kernel.forward(q, k[:, :, keys], v[:, :, keys], blocks[0].kind, _part(positions, blocks[0]))
         running = (empty_token_major(q, dtype).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=dtype))
     if blocks:
         running = (running[0].to(dtype), running[1])
@@ -149,7 +149,7 @@ def forward_step(
     for block in blocks:
         queries, keys, row = _slices(block)
         out, lse = kernel.forward(
-            q[row, :, queries], k[row, :, keys], v[row, :, keys], block.kind, _part(places, block)
+            q[row, :, queries], k[row, :, keys], v[row, :, keys], block.kind, _part(positions, block)
         )
         if first and block.opens:
             running[0][row, :, queries] = out
@@ -165,7 +165,7 @@ def backward_step(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     kv: tuple[Tensor, Tensor],
     dq: Tensor | None,
-    places: ScorePositions | None = None,
+    positions: ScorePositions | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq with this step's part added in place, dk, dv of the keys given).
 
@@ -175,19 +175,19 @@ def backward_step(
         saved: (gradient of out, q, out, lse) of the local queries, out and lse global.
         kv: keys and values that travelled, (B, K, n, D).
         dq: running gradient of q, None in the first step; its dtype as that of `forward_step`'s running out.
-        places: where queries and keys lie, for a kernel that asks.
+        positions: where queries and keys lie, for a kernel that asks.
     """
     grad, q, out, lse = saved
     k, v = kv
     if dq is None and _is_whole(blocks, q) and blocks[0].keys == (0, k.shape[2]):
-        return kernel.backward(grad, q, k, v, out, lse, blocks[0].kind, _part(places, blocks[0]))
+        return kernel.backward(grad, q, k, v, out, lse, blocks[0].kind, _part(positions, blocks[0]))
     dtype = accumulator_dtype(q.dtype)
     dq = torch.zeros_like(q, dtype=dtype) if dq is None else dq.to(dtype)
     if len(blocks) == 1 and blocks[0].row is None and blocks[0].keys == (0, k.shape[2]):
         queries = slice(*blocks[0].queries)
         part, dk, dv = kernel.backward(
             grad[:, :, queries], q[:, :, queries], k, v, out[:, :, queries], lse[:, :, queries], blocks[0].kind,
-            _part(places, blocks[0]),
+            _part(positions, blocks[0]),
         )  # fmt: skip
         dq[:, :, queries] += part
         return dq, dk, dv
@@ -200,7 +200,7 @@ def backward_step(
         queries, keys, row = _slices(block)
         part, dk_part, dv_part = kernel.backward(
             grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
-            out[row, :, queries], lse[row, :, queries], block.kind, _part(places, block),
+            out[row, :, queries], lse[row, :, queries], block.kind, _part(positions, block),
         )  # fmt: skip
         dq[row, :, queries] += part
         dk[row, :, keys] += dk_part
@@ -232,10 +232,10 @@ def _is_whole(blocks: Sequence[Block], q: Tensor) -> bool:
     return len(blocks) == 1 and blocks[0].row is None and blocks[0].queries == (0, q.shape[2])
 
 
-def _part(places: ScorePositions | None, block: Block) -> ScorePositions | None:
-    if places is None:
+def _part(positions: ScorePositions | None, block: Block) -> ScorePositions | None:
+    if positions is None:
         return None
-    return places.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))
+    return positions.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))
 
 
 def _slices(block: Block) -> tuple[slice, slice, slice]:

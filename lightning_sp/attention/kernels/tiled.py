@@ -39,10 +39,10 @@ class TiledKernel:
         self.tile = tile
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: ScorePositions | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block; 0 and -inf for a query that sees none of it."""
-        assert places is not None or not self.scores.names()
+        assert positions is not None or not self.scores.names()
         batch, heads, length, dim = q.shape
         dtype = accumulator_dtype(q.dtype)
         out = q.new_empty(batch, length, heads, dim).transpose(1, 2)
@@ -51,14 +51,14 @@ class TiledKernel:
             queries = _grouped(q[:, :, rows], k.shape[1], dtype)
             top = queries.new_full((*queries.shape[:3], 1), -math.inf)
             total, mixed = torch.zeros_like(top), torch.zeros_like(queries)
-            for columns, here, hidden in self._columns(rows, k.shape[2], causal, places):
+            for columns, here, hidden in self._columns(rows, k.shape[2], causal, positions):
                 _, scores = self._scores(queries, k, rows, columns, causal, scale, here, hidden)
                 highest = torch.maximum(top, scores.amax(-1, keepdim=True))
                 # Where nothing was seen yet there is no maximum to subtract.
                 shift = highest.masked_fill(highest == -math.inf, 0.0) if self.scores.hides else highest
-                weights, kept = torch.exp(scores - shift), torch.exp(top - shift)
-                total = total * kept + weights.sum(-1, keepdim=True)
-                mixed = mixed * kept + self._dropped(weights, here) @ v[:, :, columns].to(dtype)
+                weights, decay = torch.exp(scores - shift), torch.exp(top - shift)
+                total = total * decay + weights.sum(-1, keepdim=True)
+                mixed = mixed * decay + self._dropped(weights, here) @ v[:, :, columns].to(dtype)
                 top = highest
             shape = (batch, heads, -1, dim)
             if self.scores.hides:
@@ -71,10 +71,10 @@ class TiledKernel:
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        places: ScorePositions | None = None,
+        positions: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
-        assert places is not None or not self.scores.names()
+        assert positions is not None or not self.scores.names()
         dtype, kv_heads = accumulator_dtype(q.dtype), k.shape[1]
         dq = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
@@ -85,7 +85,7 @@ class TiledKernel:
             # A query that saw nothing anywhere has lse -inf, and gives all its weights 0.
             norm = norm.masked_fill(norm == -math.inf, math.inf)
             dq_rows = torch.zeros_like(queries)
-            for columns, here, hidden in self._columns(rows, k.shape[2], causal, places):
+            for columns, here, hidden in self._columns(rows, k.shape[2], causal, positions):
                 keys, values = k[:, :, columns].to(dtype), v[:, :, columns].to(dtype)
                 raw, scores = self._scores(queries, k, rows, columns, causal, scale, here, hidden)
                 weights = torch.exp(scores - norm)
@@ -101,11 +101,11 @@ class TiledKernel:
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _columns(
-        self, rows: slice, num_keys: int, causal: bool, places: ScorePositions | None
+        self, rows: slice, num_keys: int, causal: bool, positions: ScorePositions | None
     ) -> Iterator[tuple[slice, ScorePositions | None, Tensor | None]]:
         """Yield the tiles of keys that some query of a tile sees, where they lie, and what a mask hides of them."""
         for columns in _tiles(min(rows.stop, num_keys) if causal else num_keys, self.tile):
-            here = None if places is None else places.part(queries=rows, keys=columns)
+            here = None if positions is None else positions.part(queries=rows, keys=columns)
             hidden = None if here is None else self.scores.hidden(here)
             # A tile of which nothing is seen adds nothing to any sum: the blocks of documents that a function parts are most of a sequence.
             if hidden is None or not bool(hidden.all()):
@@ -136,13 +136,13 @@ class TiledKernel:
         dropout = self.scores.dropout
         if dropout is None or here is None:
             return weights
-        kept = dropout.kept(here).view(weights.shape)
-        return (weights / (1.0 - dropout.probability)).masked_fill(~kept, 0.0)
+        keep = dropout.keep(here).view(weights.shape)
+        return (weights / (1.0 - dropout.probability)).masked_fill(~keep, 0.0)
 
 
-def _tile_shape(tile: Tensor, places: ScorePositions) -> tuple[int, int, int, int]:
+def _tile_shape(tile: Tensor, positions: ScorePositions) -> tuple[int, int, int, int]:
     """Return the shape by query heads: those that share a key-value head lie one after the other."""
-    return tile.shape[0], places.heads[1] - places.heads[0], len(places.queries), tile.shape[-1]
+    return tile.shape[0], positions.heads[1] - positions.heads[0], len(positions.queries), tile.shape[-1]
 
 
 def _tiles(length: int, tile: int) -> Iterator[slice]:

@@ -25,7 +25,7 @@ class TorchCpuKernel:
     name = "torch flash (cpu)"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: ScorePositions | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -33,7 +33,7 @@ class TorchCpuKernel:
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        places: ScorePositions | None = None,
+        positions: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -53,7 +53,7 @@ class TorchCudaKernel:
     name = "torch flash (cuda)"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, places: ScorePositions | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block."""
         dim = q.shape[-1]
@@ -65,7 +65,7 @@ class TorchCudaKernel:
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        places: ScorePositions | None = None,
+        positions: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
         one = partial(self._backward, causal=causal, scale=scale)

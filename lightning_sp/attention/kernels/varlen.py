@@ -64,7 +64,7 @@ class Call:
     """One kernel call: the blocks of a kind.
 
     Args:
-        causal: whether each query sees the keys up to its own place in its sequence.
+        causal: whether each query sees the keys up to its own position in its sequence.
         rows: of the batch, of each query, (T,), int64.
         queries: local, of each, (T,).
         key_rows: of each key, (U,).
@@ -154,17 +154,17 @@ def calls_of(blocks: tuple[Block, ...], batch: int, device: torch.device) -> tup
 
 
 def _call(blocks: Sequence[Block], kind: Kind, batch: int, device: torch.device) -> Call:
-    placed = list(_placed(blocks, batch))
-    rows_of = torch.tensor([row for row, _, _ in placed])
+    ranges_of_rows = list(_ranges_of_rows(blocks, batch))
+    rows_of = torch.tensor([row for row, _, _ in ranges_of_rows])
     backwards = kind is Kind.ANTICAUSAL
     indices = []
-    for ranges in ([queries for _, queries, _ in placed], [keys for _, _, keys in placed]):
+    for ranges in ([queries for _, queries, _ in ranges_of_rows], [keys for _, _, keys in ranges_of_rows]):
         lengths = torch.tensor([end - start for start, end in ranges])
         rows = rows_of.repeat_interleave(lengths)
         runs = [torch.arange(start, end) for start, end in ranges]
-        places = torch.cat([run.flip(0) for run in runs] if backwards else runs)
+        tokens = torch.cat([run.flip(0) for run in runs] if backwards else runs)
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-        indices.append((rows.to(device), places.to(device), starts.to(device), int(lengths.max())))
+        indices.append((rows.to(device), tokens.to(device), starts.to(device), int(lengths.max())))
     (rows, queries, q_starts, most_q), (key_rows, keys, k_starts, most_k) = indices
     numbers = rows * (int(queries.max()) + 1) + queries
     assert bool((numbers.sort().values.diff() > 0).all()), "a query in two blocks of a kind"
@@ -172,7 +172,7 @@ def _call(blocks: Sequence[Block], kind: Kind, batch: int, device: torch.device)
     return Call(kind is not Kind.FULL, rows, queries, key_rows, keys, segments)
 
 
-def _placed(blocks: Sequence[Block], batch: int) -> Iterator[tuple[int, Range, Range]]:
+def _ranges_of_rows(blocks: Sequence[Block], batch: int) -> Iterator[tuple[int, Range, Range]]:
     for block in blocks:
         for row in range(batch) if block.row is None else (block.row,):
             yield row, block.queries, block.keys

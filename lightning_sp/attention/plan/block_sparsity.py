@@ -1,7 +1,7 @@
 """Which blocks of queries x keys an arbitrary mask lets be seen: what it hides whole neither travels nor is computed.
 
-A matrix or a function of places does not say what it hides. So each rank of a ring looks at its own queries, block by block, and the ranks join
-what they find into one map of the whole attention, from which each knows what the others need of it.
+A matrix or a function of positions does not say what it hides. So each rank of a ring looks at its own queries, block by block. The ranks
+join what they find into one map of the whole attention, from which each knows what the others need of it.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def search(
     found = torch.zeros(SIDE, SIDE, dtype=torch.uint8)
     error: Exception | None = None
     try:
-        gathered = plan.gathered(rank)
+        at_once = plan.all_gather(rank)
         queries = global_positions(plan.layout.ring_chunks(plan.length, rank), like.device)
-        places = ScorePositions((0, like.shape[0]), heads, queries, global_positions(gathered.keys, like.device))
-        for block in gathered.blocks:
-            part = places.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))
+        positions = ScorePositions((0, like.shape[0]), heads, queries, global_positions(at_once.keys, like.device))
+        for block in at_once.blocks:
+            part = positions.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))
             for at, tile in _tiles(part, block_size(plan.length), block_size(plan.key_length)):
                 if not found[at]:
-                    found[at] = int(_is_seen(scores, tile))
+                    found[at] = int(_is_visible(scores, tile))
     except Exception as raised:  # whatever a user's function may raise: the others wait for this rank's part
         error = raised
         found.fill_(_FAILED)
@@ -96,10 +96,10 @@ def search(
     return found
 
 
-def _is_seen(scores: Scores, tile: ScorePositions) -> bool:
+def _is_visible(scores: Scores, tile: ScorePositions) -> bool:
     """Return whether something of a tile is seen. A sample says so of most tiles; only where it sees nothing is all of it looked at.
 
-    The last places are in it: a tensor of a function's that is too short is found out here, where all ranks hear of it.
+    The last positions are in it: a tensor of a function's that is too short is found out here, where all ranks hear of it.
     """
     sample = ScorePositions(tile.rows, tile.heads, *(torch.cat([p[:-1:8], p[-1:]]) for p in (tile.queries, tile.keys)))
     for part in (sample, tile):
@@ -109,12 +109,12 @@ def _is_seen(scores: Scores, tile: ScorePositions) -> bool:
     return False
 
 
-def _tiles(places: ScorePositions, queries: int, keys: int) -> Iterator[tuple[tuple[int, int], ScorePositions]]:
+def _tiles(positions: ScorePositions, queries: int, keys: int) -> Iterator[tuple[tuple[int, int], ScorePositions]]:
     """Yield the parts of a block of the plan that lie in one block of the map each, no larger than a kernel's tile."""
-    columns = list(_runs(places.keys, keys))
-    for row, own in _runs(places.queries, queries):
-        for column, held in columns:
-            yield (row, column), places.part(queries=own, keys=held)
+    columns = list(_runs(positions.keys, keys))
+    for row, own in _runs(positions.queries, queries):
+        for column, run in columns:
+            yield (row, column), positions.part(queries=own, keys=run)
 
 
 def _runs(positions: Tensor, size: int) -> Iterator[tuple[int, slice]]:

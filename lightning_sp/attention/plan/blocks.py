@@ -95,13 +95,13 @@ class Plan:
         length: global tokens.
         rows: of the batch.
         key_length: global keys of cross attention; None for those of the queries.
-        seen: the blocks of which a matrix or a function lets something be seen; None where there is none.
+        sparsity: the blocks of which a matrix or a function lets something be seen; None where there is none.
         tile: `tile_on` the device.
     """
 
     def __init__(
         self, mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
-        seen: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
+        sparsity: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
     ) -> None:  # fmt: skip
         self.layout, self.length, self._tile = layout, length, tile
         self.key_length = length if key_length is None else key_length
@@ -109,9 +109,9 @@ class Plan:
         pieces = [visible(mask, row, length, key_length) for row in range(mask_rows)]
         pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
         assert len(pieces) in (1, rows)
-        self._runs = [[row] if seen is None else restricted(row, seen) for row in pieces]
+        self._runs = [[row] if sparsity is None else restricted(row, sparsity) for row in pieces]
         self._steps: dict[Range, tuple[Block, ...]] = {}
-        self._gathered: dict[int, AllGatherPlan] = {}
+        self._all_gather: dict[int, AllGatherPlan] = {}
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """Return the blocks of ring rank `query_rank`'s queries against ring rank `key_rank`'s keys."""
@@ -120,14 +120,14 @@ class Plan:
             self._steps[pair] = self._between(query_rank, self._chunks(key_rank))
         return self._steps[pair]
 
-    def gathered(self, query_rank: int) -> AllGatherPlan:
+    def all_gather(self, query_rank: int) -> AllGatherPlan:
         """Return the blocks of a ring rank's queries against all keys at once."""
-        if query_rank not in self._gathered:
+        if query_rank not in self._all_gather:
             blocks = self._between(query_rank, ((0, self.key_length),))
-            seen = key_ranges(blocks)
-            parts = tuple(_parts(self._chunks(rank), seen) for rank in range(self.layout.ring_size))
-            self._gathered[query_rank] = AllGatherPlan(tuple(seen), tuple(renumbered(blocks, seen)), parts)
-        return self._gathered[query_rank]
+            ranges = key_ranges(blocks)
+            parts = tuple(_parts(self._chunks(rank), ranges) for rank in range(self.layout.ring_size))
+            self._all_gather[query_rank] = AllGatherPlan(tuple(ranges), tuple(renumbered(blocks, ranges)), parts)
+        return self._all_gather[query_rank]
 
     def _chunks(self, key_rank: int) -> Sequence[Range]:
         return self.layout.for_length(self.key_length).ring_chunks(self.key_length, key_rank)
@@ -146,12 +146,12 @@ class Plan:
 
 def plan_of(
     mask: AttentionMask, layout: SequenceLayout, length: int, rows: int, key_length: int | None = None,
-    seen: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
+    sparsity: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
 ) -> Plan:  # fmt: skip
     """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
     tensors = tuple(None if t is None else (tuple(t.shape), t.numpy().tobytes()) for t in mask.run_tensors)
     key = _MaskContents(mask.causal, mask.window_size, mask.chunk_size, tensors, mask)
-    return _plan(key, layout, length, rows, key_length, seen, tile)
+    return _plan(key, layout, length, rows, key_length, sparsity, tile)
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def _plan(
     length: int,
     rows: int,
     key_length: int | None,
-    seen: BlockSparsity | None,
+    sparsity: BlockSparsity | None,
     tile: int | None,
 ) -> Plan:
-    return Plan(contents.mask, layout, length, rows, key_length, seen, tile)
+    return Plan(contents.mask, layout, length, rows, key_length, sparsity, tile)
 
 
 def key_ranges(blocks: Iterable[Block]) -> list[Range]:
@@ -203,12 +203,12 @@ def renumbered(blocks: Iterable[Block], ranges: Sequence[Range]) -> list[Block]:
     return found
 
 
-def _parts(chunks: Sequence[Range], seen: Sequence[Range]) -> tuple[tuple[Range, Range], ...]:
+def _parts(chunks: Sequence[Range], ranges: Sequence[Range]) -> tuple[tuple[Range, Range], ...]:
     """Return what of a rank's chunks lies in the ranges: (local range, range in the numbering of the ranges)."""
     found, offset = [], 0
     for begin, finish in chunks:
         landed = 0
-        for start, end in seen:
+        for start, end in ranges:
             low, high = max(start, begin), min(end, finish)
             if low < high:
                 landing = landed + low - start

@@ -63,8 +63,8 @@ class BlockSparsity:
 
     def runs(self, block: int) -> list[Range]:
         """Return the runs of keys that a block's queries see something of, rising and apart."""
-        seen = self.table[block * self.side : (block + 1) * self.side]
-        edges = [i for i in range(self.side + 1) if (i > 0 and seen[i - 1] > 0) != (i < self.side and seen[i] > 0)]
+        row = self.table[block * self.side : (block + 1) * self.side]
+        edges = [i for i in range(self.side + 1) if (i > 0 and row[i - 1] > 0) != (i < self.side and row[i] > 0)]
         return [(a * self.size[1], b * self.size[1]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
@@ -116,14 +116,14 @@ def visible(mask: AttentionMask, row: int, length: int, key_length: int | None =
     return _joined(_within(pieces, *_row(mask.valid, row, [0, length])))
 
 
-def restricted(pieces: Iterable[Piece], seen: BlockSparsity) -> list[list[Piece]]:
+def restricted(pieces: Iterable[Piece], sparsity: BlockSparsity) -> list[list[Piece]]:
     """Return the pieces without the blocks that are hidden: the first holds each query's first run of keys, the next its second, and so on."""
-    size = seen.size[0]
+    size = sparsity.size[0]
     found: list[list[Piece]] = []
     for piece in pieces:
         for block in range(piece.start // size, (piece.end - 1) // size + 1):
             part = _of_queries(piece, max(piece.start, block * size), min(piece.end, (block + 1) * size))
-            for number, run in enumerate(seen.runs(block)):
+            for number, run in enumerate(sparsity.runs(block)):
                 found += [[]] if number == len(found) else []
                 found[number] += _within([part], *run)
     return [_joined(run) for run in found]
@@ -166,7 +166,7 @@ def local(pieces: Iterable[Piece], queries: Sequence[Range], keys: Sequence[Rang
         queries: the global ranges that the one rank holds, in its order, rising.
         keys: the global ranges that the other holds, likewise.
     """
-    edges = sorted({edge for held in keys for edge in held})
+    edges = sorted({edge for each in keys for edge in each})
     found: list[Piece] = []
     offset = 0
     for begin, finish in queries:

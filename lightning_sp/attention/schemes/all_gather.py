@@ -1,7 +1,7 @@
 """The ring in one go: all keys and values that a rank's queries need come first, lie in the order of their positions, and are computed at once.
 
     hops       own block | block of r-1 | block of r-2 | ...           R blocks, each merged into the last; a hop hides behind a block
-    gathered   all keys that are needed | one block for each of the rank's chunks that meets no edge of a mask
+    at once    all keys that are needed | one block for each of the rank's chunks that meets no edge of a mask
 
 What travels is what travels in hops, byte for byte: every rank sends each other one only what it needs, and gradients go straight home. All
 of it is in memory at once: up to R - 1 local K and V more than in hops, and nothing hides behind a block. It pays where a block is short: fewer,
@@ -50,7 +50,7 @@ def all_gather_forward(
     hops = ring.begin_forward(k, v, saved_kv)
     with abandon_on_error(hops):
         keys, values = unpack(_gather(ring, hops, k, v))
-    running = forward_step(kernel, ring.gathered.blocks, q, keys, values, None, _places(ring, q))
+    running = forward_step(kernel, ring.all_gather.blocks, q, keys, values, None, _positions(ring, q))
     out, lse = running if sinks is None else add_sinks(*running, sinks)
     return out.to(q.dtype), lse
 
@@ -71,15 +71,15 @@ def all_gather_backward(
     with abandon_on_error(hops):
         keys = unpack(_gather(ring, hops, k, v))
         saved = (grad, q, out, lse)
-        dq, dk, dv = backward_step(kernel, ring.gathered.blocks, saved, keys, None, _places(ring, q))
+        dq, dk, dv = backward_step(kernel, ring.all_gather.blocks, saved, keys, None, _positions(ring, q))
         del keys
         dkv = k.new_zeros(packed_shape(k), dtype=accumulator_dtype(k.dtype))
-        for held, place in ring.gathered.parts[ring.rank]:
-            dkv[slice(*held)] = pack(dk[:, :, slice(*place)], dv[:, :, slice(*place)])
+        for own, slot in ring.all_gather.parts[ring.rank]:
+            dkv[slice(*own)] = pack(dk[:, :, slice(*slot)], dv[:, :, slice(*slot)])
         homeward: tuple[Arriving, list[Range]] | None = None
         for hop in range(1, ring.size):
-            places = [place for _, place in ring.gathered.parts[ring.source(hop)]]
-            gradients = (_columns(dk, places), _columns(dv, places)) if places else None
+            slots = [slot for _, slot in ring.all_gather.parts[ring.source(hop)]]
+            gradients = (_columns(dk, slots), _columns(dv, slots)) if slots else None
             add_home(dkv, homeward)
             homeward = hops.send_home(hop, gradients), ring.leaving(hop)
         add_home(dkv, homeward)
@@ -90,24 +90,24 @@ def all_gather_backward(
 def _gather(ring: Ring, hops: Transport, k: Tensor, v: Tensor) -> Tensor:
     """Return all keys and values that this rank's queries see, by position. Shapes: (B, K, S, D) twice -> (n, 2, B, K, D)."""
     flying = [hops.start_keys(hop) for hop in range(1, ring.size)]
-    gathered = k.new_empty(ring.gathered.num_keys, *packed_shape(k)[1:])
-    for held, place in ring.gathered.parts[ring.rank]:
-        pack_into(gathered[slice(*place)], k[:, :, slice(*held)], v[:, :, slice(*held)])
+    kv = k.new_empty(ring.all_gather.num_keys, *packed_shape(k)[1:])
+    for own, slot in ring.all_gather.parts[ring.rank]:
+        pack_into(kv[slice(*slot)], k[:, :, slice(*own)], v[:, :, slice(*own)])
     for hop, transfer in enumerate(flying, start=1):
-        places = [place for _, place in ring.gathered.parts[ring.source(hop)]]
-        arrived = transfer.wait().split_with_sizes([end - start for start, end in places])
-        for place, part in zip(places, arrived, strict=True):
-            gathered[slice(*place)] = part
+        slots = [slot for _, slot in ring.all_gather.parts[ring.source(hop)]]
+        arrived = transfer.wait().split_with_sizes([end - start for start, end in slots])
+        for slot, part in zip(slots, arrived, strict=True):
+            kv[slice(*slot)] = part
         transfer.release()
-    return gathered
+    return kv
 
 
-def _places(ring: Ring, q: Tensor) -> ScorePositions | None:
+def _positions(ring: Ring, q: Tensor) -> ScorePositions | None:
     """Return where the scores lie; None where the kernel does not ask."""
     if ring.heads is None:
         return None
     queries = global_positions(ring.plan.layout.ring_chunks(ring.plan.length, ring.rank), q.device)
-    return ScorePositions((0, q.shape[0]), ring.heads, queries, global_positions(ring.gathered.keys, q.device))
+    return ScorePositions((0, q.shape[0]), ring.heads, queries, global_positions(ring.all_gather.keys, q.device))
 
 
 def _columns(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:

@@ -61,6 +61,6 @@ def uses_all_gather(method: str, ring: Ring, *, token_bytes: int, device_type: s
 
 
 def _pays(plan: Plan, token_bytes: int, rates: Rates) -> bool:
-    size, at_once = plan.layout.ring_size, plan.gathered(0)
+    size, at_once = plan.layout.ring_size, plan.all_gather(0)
     calls = sum(len(plan.blocks(0, source)) for source in range(size)) - len(at_once.blocks)
     return calls * rates.call_s > TOUCHED * at_once.num_keys * token_bytes / rates.bytes_per_s

@@ -73,15 +73,15 @@ class Ring:
         """Return the rank to which this rank's keys go in a hop."""
         return (self.rank + hop) % self.size
 
-    def places(self, q: Tensor, hop: int) -> ScorePositions | None:
+    def positions(self, q: Tensor, hop: int) -> ScorePositions | None:
         """Return where the scores of a hop lie, keys numbered as they arrive; None where the kernel does not ask."""
         if self.heads is None:
             return None
         layout, source = self.plan.layout, self.source(hop)
         queries = global_positions(layout.ring_chunks(self.plan.length, self.rank), q.device)
-        held = self.arriving(hop)[0] if hop else None
+        arriving = self.arriving(hop)[0] if hop else None
         length = self.plan.key_length
-        keys = global_positions(layout.for_length(length).ring_chunks(length, source), q.device, held)
+        keys = global_positions(layout.for_length(length).ring_chunks(length, source), q.device, arriving)
         return ScorePositions((0, q.shape[0]), self.heads, queries, keys)
 
     def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:
@@ -99,9 +99,9 @@ class Ring:
         return key_ranges(self.plan.blocks(self.rank, self.source(hop)))
 
     @property
-    def gathered(self) -> AllGatherPlan:
+    def all_gather(self) -> AllGatherPlan:
         """Return the blocks of this rank's queries against all keys that they see, in the order of their positions."""
-        return self.plan.gathered(self.rank)
+        return self.plan.all_gather(self.rank)
 
     def begin_forward(self, k: Tensor, v: Tensor, saved_kv: Tensor | None = None) -> Transport:
         """Begin a pass: this rank's keys and values are ready for the others. Shapes: see `Transport.begin_forward`."""
@@ -147,10 +147,10 @@ def ring_forward(
         for hop in range(size):
             following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
             if hop == 0:
-                running = forward_step(kernel, ring.own, q, k, v, None, ring.places(q, 0))
+                running = forward_step(kernel, ring.own, q, k, v, None, ring.positions(q, 0))
             elif transfer is not None:
                 keys, values = unpack(transfer.wait())
-                running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.places(q, hop))
+                running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.positions(q, hop))
                 transfer.release()
             transfer = following
     assert running is not None
@@ -176,13 +176,13 @@ def ring_backward(
     size = ring.size
     saved = (grad, q, out, lse)
     if size == 1:
-        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
+        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.positions(q, 0))
         return dq.to(q.dtype), dk, dv
     hops = ring.begin_backward(k, v, saved_kv)
     homeward: tuple[Arriving, list[Range]] | None = None
     with abandon_on_error(hops):
         transfer: Arriving | None = hops.start_keys(1)
-        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.places(q, 0))
+        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.positions(q, 0))
         dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
         del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
         for hop in range(1, size):
@@ -190,7 +190,7 @@ def ring_backward(
             arrived = transfer
             received = arrived.wait()
             transfer = hops.start_keys(hop + 1) if hop + 1 < size else None
-            dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.places(q, hop))
+            dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.positions(q, hop))
             arrived.release()
             del arrived, received
             add_home(dkv, homeward)
@@ -208,10 +208,10 @@ def _hop_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     received: Tensor,
     dq: Tensor,
-    places: ScorePositions | None,
+    positions: ScorePositions | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return dq with the hop's part added, and (dk, dv) of the keys received; None where no query saw them."""
     if not blocks:
         return dq, None
-    dq, dk, dv = backward_step(kernel, blocks, saved, unpack(received), dq, places)
+    dq, dk, dv = backward_step(kernel, blocks, saved, unpack(received), dq, positions)
     return dq, (dk, dv)

@@ -73,30 +73,32 @@ class BlockTable:
         """Return whether it says something of all of so many queries and keys."""
         return self.lengths[0] >= queries and self.lengths[1] >= keys
 
-    def of_places(self, places: ScorePositions) -> tuple[Tensor, Tensor]:
+    def at_positions(self, positions: ScorePositions) -> tuple[Tensor, Tensor]:
         """Return for each key of a tile whether the function decides, and whether it is seen in any case.
 
         Shapes: () -> (rows or 1, heads or 1, Sq, Sk) twice, bool.
         """
-        here = self.inside(places)
-        there = (places.queries < self.lengths[0])[:, None] & (places.keys < self.lengths[1])
+        here = self.inside(positions)
+        there = (positions.queries < self.lengths[0])[:, None] & (positions.keys < self.lengths[1])
         rows, columns = (
             (p // size).to(self.asked.device) for p, size in zip((here.queries, here.keys), self.size, strict=True)
         )
 
-        def taken(table: Tensor) -> Tensor:
-            held = (
+        def of_tile(table: Tensor) -> Tensor:
+            selected = (
                 rows_or_heads_slice(n, part)
-                for n, part in zip(table.shape[:2], (places.rows, places.heads), strict=True)
+                for n, part in zip(table.shape[:2], (positions.rows, positions.heads), strict=True)
             )
-            return table[tuple(held)][:, :, rows[:, None], columns].to(there.device) & there
+            return table[tuple(selected)][:, :, rows[:, None], columns].to(there.device) & there
 
-        return taken(self.asked), taken(self.whole)
+        return of_tile(self.asked), of_tile(self.whole)
 
-    def inside(self, places: ScorePositions) -> ScorePositions:
-        """Return the places with those of padding moved to the last token."""
-        queries, keys = (p.clamp(max=n - 1) for p, n in zip((places.queries, places.keys), self.lengths, strict=True))
-        return ScorePositions(places.rows, places.heads, queries, keys)
+    def inside(self, positions: ScorePositions) -> ScorePositions:
+        """Return the positions with those of padding moved to the last token."""
+        queries, keys = (
+            p.clamp(max=n - 1) for p, n in zip((positions.queries, positions.keys), self.lengths, strict=True)
+        )
+        return ScorePositions(positions.rows, positions.heads, queries, keys)
 
 
 def is_whole(made: int, tokens: int, multiple: int | None) -> bool:
@@ -108,10 +110,10 @@ def _listed(counts: Tensor, blocks: Tensor, num_keys: int) -> Tensor:
     """Return the listed blocks as a table. Shapes: (rows, heads, n), (rows, heads, n, m) -> (rows, heads, n, num_keys), bool."""
     listed = torch.arange(blocks.shape[3], device=blocks.device) < counts[..., None]
     # What is not listed goes into a column of its own, which is cut off.
-    places = torch.where(listed, blocks, num_keys).to(torch.int64)
-    if bool(((places < 0) | (places > num_keys)).any()) or bool((listed & (places == num_keys)).any()):
+    columns = torch.where(listed, blocks, num_keys).to(torch.int64)
+    if bool(((columns < 0) | (columns > num_keys)).any()) or bool((listed & (columns == num_keys)).any()):
         raise SequenceParallelError(
             f"a BlockMask lists blocks of keys from {int(blocks[listed].min())} to {int(blocks[listed].max())}: must be from 0 to {num_keys - 1}"
         )
     table = torch.zeros(*blocks.shape[:3], num_keys + 1, dtype=torch.bool, device=blocks.device)
-    return table.scatter_(3, places, True)[..., :num_keys]
+    return table.scatter_(3, columns, True)[..., :num_keys]

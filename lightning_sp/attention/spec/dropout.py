@@ -1,9 +1,9 @@
 """Attention dropout whose mask is a hash of where a weight lies, and of nothing else: not of the rank, the degrees, the tile or the call order.
 
-    kept(seed, call, sample, head, query, key)  iff  top 53 bits of h >= p 2^53
+    keep(seed, call, sample, head, query, key)  iff  top 53 bits of h >= p 2^53
     h = mix(row + (key + 1) g),   row = mix(... mix(mix(seed) ^ call) ^ sample ...) over (seed, call, sample, head, query)
 
-mix is splitmix64's finalizer and g its increment, so that each row of weights reads its own splitmix64 stream at the key's place.
+mix is splitmix64's finalizer and g its increment, so that each row of weights reads its own splitmix64 stream at the key's position.
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16; counters instead of a state: Salmon et
 al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -49,19 +49,19 @@ class AttentionDropout:
             # As an operator takes it.
             object.__setattr__(self, name, _signed(number))
 
-    def kept(self, places: ScorePositions) -> Tensor:
+    def keep(self, positions: ScorePositions) -> Tensor:
         """Return which weights stay, to be divided by 1 - probability. Shapes: () -> (rows, heads, Sq, Sk), bool."""
-        device = places.queries.device
-        rows = torch.arange(*places.rows, device=device)
+        device = positions.queries.device
+        rows = torch.arange(*positions.rows, device=device)
         samples = rows if self.samples is None else self.samples.to(device)[rows]
         key = _mix(torch.tensor(_signed(self.seed), device=device))
         key = _mix(key ^ self.call)
         key = _mix(key ^ samples)
-        key = _mix(key[:, None] ^ torch.arange(*places.heads, device=device))
-        key = _mix(key[..., None] ^ places.queries)
-        bits = _mix(key[..., None] + (places.keys + 1) * _GAMMA)
-        kept: Tensor = _shift(bits, 11) >= int(self.probability * 2**53)
-        return kept
+        key = _mix(key[:, None] ^ torch.arange(*positions.heads, device=device))
+        key = _mix(key[..., None] ^ positions.queries)
+        bits = _mix(key[..., None] + (positions.keys + 1) * _GAMMA)
+        keep: Tensor = _shift(bits, 11) >= int(self.probability * 2**53)
+        return keep
 
 
 def _signed(number: int) -> int:

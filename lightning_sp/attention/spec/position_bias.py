@@ -15,7 +15,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
     Shapes: slopes (H,). Source: arXiv:2108.12409, section 3.
     """
-    return ScoreMod(lambda score, row, head, query, key, held: score + held[head] * (key - query), slopes)
+    return ScoreMod(lambda score, row, head, query, key, learned: score + learned[head] * (key - query), slopes)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -41,8 +41,9 @@ def relative_position_bias(table: Tensor, *, bidirectional: bool, max_distance: 
     """
     buckets = table.shape[0]
     return ScoreMod(
-        lambda score, row, head, query, key, held: (
-            score + held[t5_bucket(key - query, buckets, bidirectional=bidirectional, max_distance=max_distance), head]
+        lambda score, row, head, query, key, learned: (
+            score
+            + learned[t5_bucket(key - query, buckets, bidirectional=bidirectional, max_distance=max_distance), head]
         ),
         table,
     )

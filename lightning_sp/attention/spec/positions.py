@@ -47,17 +47,17 @@ def rows_or_heads_slice(size: int, part: Range) -> slice:
     return slice(*part) if size > 1 else slice(None)
 
 
-def global_positions(chunks: Sequence[Range], device: torch.device, held: Sequence[Range] | None = None) -> Tensor:
+def global_positions(chunks: Sequence[Range], device: torch.device, ranges: Sequence[Range] | None = None) -> Tensor:
     """Return the global positions of a rank's tokens, or of those in some local ranges, one after the other.
 
     Args:
         chunks: the global ranges that the rank holds, in its order.
         device: of the result.
-        held: local ranges, None for all.
+        ranges: local ranges, None for all.
 
     Shapes: () -> (tokens,), int64.
     """
     whole = torch.cat([torch.arange(start, end) for start, end in chunks] or [torch.arange(0)])
-    if held is not None:
-        whole = torch.cat([whole[start:end] for start, end in held] or [whole[:0]])
+    if ranges is not None:
+        whole = torch.cat([whole[start:end] for start, end in ranges] or [whole[:0]])
     return whole.to(device)

@@ -48,16 +48,16 @@ class ScoreMod:
         self.function, self.tensors = function, tensors
         self.number = _register(self)
 
-    def apply(self, scores: Tensor, places: ScorePositions, tensors: tuple[Tensor, ...]) -> Tensor:
+    def apply(self, scores: Tensor, positions: ScorePositions, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the scores of a tile, changed. Shapes: (rows, heads, Sq, Sk) -> the same."""
-        rows, heads = _ranges(places)
+        rows, heads = _ranges(positions)
         changed: Tensor = _over_all(self.function, 1, len(tensors))(
-            scores, rows, heads, places.queries, places.keys, *tensors
+            scores, rows, heads, positions.queries, positions.keys, *tensors
         )
         return changed.to(scores.dtype)
 
     def gradients(
-        self, grad: Tensor, scores: Tensor, places: ScorePositions, tensors: tuple[Tensor, ...]
+        self, grad: Tensor, scores: Tensor, positions: ScorePositions, tensors: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the gradients of the scores and of the tensors from that of what `apply` returned.
 
@@ -67,7 +67,7 @@ class ScoreMod:
 
         def changed(scores: Tensor, *learned: Tensor) -> Tensor:
             given = iter(learned)
-            return self.apply(scores, places, tuple(next(given) if t.is_floating_point() else t for t in tensors))
+            return self.apply(scores, positions, tuple(next(given) if t.is_floating_point() else t for t in tensors))
 
         with _transforms_allowed():
             pull = torch.func.vjp(changed, scores, *[t for t in tensors if t.is_floating_point()])[1]
@@ -90,19 +90,19 @@ class MaskMod:
         self.function, self.table = function, table
         self.number = _register(self)
 
-    def seen(self, places: ScorePositions) -> Tensor:
-        """Return which keys of a tile are seen. Shapes: () -> (rows or 1, heads or 1, Sq, Sk), bool."""
+    def visible(self, positions: ScorePositions) -> Tensor:
+        """Return which keys of a tile are visible. Shapes: () -> (rows or 1, heads or 1, Sq, Sk), bool."""
         if self.table is None:
-            return self._answers(places)
-        asked, whole = self.table.of_places(places)
+            return self._answers(positions)
+        asked, whole = self.table.at_positions(positions)
         if not bool(asked.any()):
             return whole
         # The function's own tensors may end where the table does.
-        return (asked & self._answers(self.table.inside(places))) | whole
+        return (asked & self._answers(self.table.inside(positions))) | whole
 
-    def _answers(self, places: ScorePositions) -> Tensor:
-        rows, heads = _ranges(places)
-        return _over_all(self.function, 0, 0)(rows, heads, places.queries, places.keys)
+    def _answers(self, positions: ScorePositions) -> Tensor:
+        rows, heads = _ranges(positions)
+        return _over_all(self.function, 0, 0)(rows, heads, positions.queries, positions.keys)
 
 
 def function_by_number(number: int) -> Any:
@@ -127,9 +127,9 @@ def _register(function: Any) -> int:
     return number
 
 
-def _ranges(places: ScorePositions) -> tuple[Tensor, Tensor]:
-    device = places.queries.device
-    return torch.arange(*places.rows, device=device), torch.arange(*places.heads, device=device)
+def _ranges(positions: ScorePositions) -> tuple[Tensor, Tensor]:
+    device = positions.queries.device
+    return torch.arange(*positions.rows, device=device), torch.arange(*positions.heads, device=device)
 
 
 def _over_all(function: Callable[..., Any], num_scores: int, num_tensors: int) -> Callable[..., Tensor]:
@@ -180,15 +180,15 @@ class _GatherByIndex(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__getitem__:
             tensor, index = args
-            places = index if isinstance(index, tuple) else (index,)
-            if all(isinstance(place, Tensor) and place.dtype == torch.int64 for place in places):
-                return torch.ops.aten.index(tensor, list(places))
+            indices = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in indices):
+                return torch.ops.aten.index(tensor, list(indices))
         return func(*args, **(kwargs or {}))
 
 
 def _check_closure(function: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
-    held = [value for value in inspect.getclosurevars(function).nonlocals.values() if isinstance(value, Tensor)]
-    lost = [v for v in held if v.requires_grad and all(v is not tensor for tensor in given)]
+    closed_over = [value for value in inspect.getclosurevars(function).nonlocals.values() if isinstance(value, Tensor)]
+    lost = [v for v in closed_over if v.requires_grad and all(v is not tensor for tensor in given)]
     if lost:
         raise SequenceParallelError(
             f"a score function holds tensors of shapes {[tuple(v.shape) for v in lost]} that require a gradient, which would be lost: take "

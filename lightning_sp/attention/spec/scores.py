@@ -30,10 +30,10 @@ class Scores:
     Args:
         softcap: bound of the scores.
         bias: added, whole: (rows or 1, heads or 1, S or 1, T), by global positions; beyond its S and T there is padding, whose bias is 0.
-        score_mod: a function of the score and its place.
+        score_mod: a function of the score and its position.
         tensors: what `score_mod` reads, in its stead: the operator's own arguments.
         dense: which keys a query sees, whole, bool, shaped as `bias`; beyond its S and T nothing is seen.
-        mask_mod: the same as a function of places.
+        mask_mod: the same as a function of positions.
         dropout: of the weights.
     """
 
@@ -62,52 +62,52 @@ class Scores:
         """Whether a query may see no key of a tile: by a mask, or by -inf in a bias or out of a function."""
         return any(each is not None for each in (self.dense, self.mask_mod, self.bias, self.score_mod))
 
-    def hidden(self, places: ScorePositions) -> Tensor | None:
+    def hidden(self, positions: ScorePositions) -> Tensor | None:
         """Return which keys of a tile the dense mask or the function hides; None where there is neither.
 
         Shapes: () -> (rows or 1, heads or 1, Sq or 1, Sk).
         """
-        found = None if self.dense is None else ~_taken(self.dense, places, False)
+        found = None if self.dense is None else ~_tile_of(self.dense, positions, False)
         if self.mask_mod is None:
             return found
-        other = ~self.mask_mod.seen(places)
+        other = ~self.mask_mod.visible(positions)
         return other if found is None else found | other
 
-    def apply(self, raw: Tensor, places: ScorePositions, hidden: Tensor | None) -> Tensor:
+    def apply(self, raw: Tensor, positions: ScorePositions, hidden: Tensor | None) -> Tensor:
         """Return the scores of a tile, -inf where a key is `hidden`. Shapes: raw (B, H, Sq, Sk) -> the same."""
-        scores = self._before(raw, places)
+        scores = self._before(raw, positions)
         if self.score_mod is not None:
-            scores = self.score_mod.apply(scores, places, self._held(raw))
+            scores = self.score_mod.apply(scores, positions, self._tensors_like(raw))
         return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
-    def backward(self, grad: Tensor, raw: Tensor, places: ScorePositions, gradients: ScoreGradients) -> Tensor:
+    def backward(self, grad: Tensor, raw: Tensor, positions: ScorePositions, gradients: ScoreGradients) -> Tensor:
         """Return the gradient of the raw scores from that of the changed ones, and add those of what is learned.
 
         Args:
             grad: of the changed scores, 0 where the mask hides.
             raw: the scores as q k^T gives them.
-            places: of the tile.
+            positions: of the tile.
             gradients: to add to.
 
         Shapes: (B, H, Sq, Sk) -> the same.
         """
         if self.score_mod is not None:
-            before = self._before(raw, places)
-            grad, learned = self.score_mod.gradients(grad, before, places, self._held(raw))
+            before = self._before(raw, positions)
+            grad, learned = self.score_mod.gradients(grad, before, positions, self._tensors_like(raw))
             gradients.add_tensors(learned)
         if gradients.bias is not None:
-            _add(gradients.bias, grad, places)
+            _add(gradients.bias, grad, positions)
         if self.softcap:
             grad = grad * (1 - torch.tanh(raw / self.softcap).square())
         return grad
 
-    def _before(self, raw: Tensor, places: ScorePositions) -> Tensor:
+    def _before(self, raw: Tensor, positions: ScorePositions) -> Tensor:
         """Return the scores as `score_mod` takes them."""
         if self.softcap:
             raw = torch.tanh(raw / self.softcap) * self.softcap
-        return raw if self.bias is None else raw + _taken(self.bias, places, 0.0).to(raw.dtype)
+        return raw if self.bias is None else raw + _tile_of(self.bias, positions, 0.0).to(raw.dtype)
 
-    def _held(self, like: Tensor) -> tuple[Tensor, ...]:
+    def _tensors_like(self, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(t.to(like.dtype) if t.is_floating_point() else t for t in self.tensors)
 
 
@@ -138,28 +138,28 @@ class ScoreGradients:
 
     def add_tensors(self, parts: Sequence[Tensor | None]) -> None:
         """Add a tile's."""
-        for held, part in zip(self.tensors, parts, strict=True):
-            if held is not None and part is not None:
-                held += part
+        for gradient, part in zip(self.tensors, parts, strict=True):
+            if gradient is not None and part is not None:
+                gradient += part
 
 
-def _taken(whole: Tensor, places: ScorePositions, beyond: float | bool) -> Tensor:
+def _tile_of(whole: Tensor, positions: ScorePositions, beyond: float | bool) -> Tensor:
     """Return a tile of a whole bias or mask, with `beyond` where its queries and keys have ended.
 
     Shapes: (rows or 1, heads or 1, S or 1, T) -> (rows or 1, heads or 1, Sq or 1, Sk).
     """
-    part = _of_heads(whole, places)
-    queries, keys = _inside(whole, places)
+    part = _of_heads(whole, positions)
+    queries, keys = _inside(whole, positions)
     queries_there, keys_there = queries < whole.shape[2], keys < whole.shape[3]
-    taken = part[:, :, queries.clamp(max=whole.shape[2] - 1)[:, None], keys.clamp(max=whole.shape[3] - 1)]
+    tile = part[:, :, queries.clamp(max=whole.shape[2] - 1)[:, None], keys.clamp(max=whole.shape[3] - 1)]
     if bool(queries_there.all()) and bool(keys_there.all()):
-        return taken
-    return taken.masked_fill(~(queries_there[:, None] & keys_there), beyond)
+        return tile
+    return tile.masked_fill(~(queries_there[:, None] & keys_there), beyond)
 
 
-def _add(whole: Tensor, tile: Tensor, places: ScorePositions) -> None:
-    """Add a tile's gradient to that of the whole, summed over what was broadcast; the mirror of `_taken`."""
-    queries, keys = _inside(whole, places)
+def _add(whole: Tensor, tile: Tensor, positions: ScorePositions) -> None:
+    """Add a tile's gradient to that of the whole, summed over what was broadcast; the mirror of `_tile_of`."""
+    queries, keys = _inside(whole, positions)
     there_q, there_k = queries < whole.shape[2], keys < whole.shape[3]
     if whole.shape[2] == 1:
         tile = tile.sum(2, keepdim=True)
@@ -169,16 +169,18 @@ def _add(whole: Tensor, tile: Tensor, places: ScorePositions) -> None:
     for dim in (0, 1):
         if whole.shape[dim] == 1:
             tile = tile.sum(dim, keepdim=True)
-    part = _of_heads(whole, places)
-    # No place comes twice within a tile.
+    part = _of_heads(whole, positions)
+    # No position comes twice within a tile.
     part[:, :, queries[:, None], keys] += tile.to(whole.dtype)
 
 
-def _inside(whole: Tensor, places: ScorePositions) -> tuple[Tensor, Tensor]:
-    queries = places.queries.new_zeros(1) if whole.shape[2] == 1 else places.queries
-    return queries, places.keys
+def _inside(whole: Tensor, positions: ScorePositions) -> tuple[Tensor, Tensor]:
+    queries = positions.queries.new_zeros(1) if whole.shape[2] == 1 else positions.queries
+    return queries, positions.keys
 
 
-def _of_heads(whole: Tensor, places: ScorePositions) -> Tensor:
+def _of_heads(whole: Tensor, positions: ScorePositions) -> Tensor:
     """Return a view of the rows and heads of a call."""
-    return whole[rows_or_heads_slice(whole.shape[0], places.rows), rows_or_heads_slice(whole.shape[1], places.heads)]
+    return whole[
+        rows_or_heads_slice(whole.shape[0], positions.rows), rows_or_heads_slice(whole.shape[1], positions.heads)
+    ]

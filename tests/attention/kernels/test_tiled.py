@@ -27,8 +27,8 @@ def test_the_tiled_kernel_is_exact(causal, kv_heads, softcap):
     kernel = TiledKernel(Scores(softcap or 0.0), tile=8)
     everywhere = ScorePositions((0, 2), (0, 4), torch.arange(20), torch.arange(20))
     *qkv, grad = tensors((2, 4, 20, 8), (2, kv_heads, 20, 8), (2, kv_heads, 20, 8), (2, 4, 20, 8))
-    out, lse = kernel.forward(*qkv, causal=causal, scale=0.3, places=everywhere)
-    gradients = kernel.backward(grad, *qkv, out, lse, causal=causal, scale=0.3, places=everywhere)
+    out, lse = kernel.forward(*qkv, causal=causal, scale=0.3, positions=everywhere)
+    gradients = kernel.backward(grad, *qkv, out, lse, causal=causal, scale=0.3, positions=everywhere)
     leaves = [t.requires_grad_(True) for t in qkv]
     expected = reference_attention(*leaves, AttentionMask(causal), 0.3, softcap=softcap)
     expected.backward(grad)
@@ -51,7 +51,7 @@ def test_tiles_of_which_a_mask_hides_everything_are_not_computed(given):
     kernel = TiledKernel(Scores(dense=dense, mask_mod=mask_mod), tile=8)
     everywhere = ScorePositions((0, 2), (0, 4), places, places)
     *qkv, grad = tensors((2, 4, 48, 8), (2, 2, 48, 8), (2, 2, 48, 8), (2, 4, 48, 8))
-    ways = dict(causal=False, scale=0.3, places=everywhere)
+    ways = dict(causal=False, scale=0.3, positions=everywhere)
     with mock.patch.object(TiledKernel, "_scores", autospec=True, side_effect=TiledKernel._scores) as tiles:
         out, lse = kernel.forward(*qkv, **ways)
         assert tiles.call_count == 3 + 3 + 1  # of 36

@@ -91,7 +91,7 @@ def test_a_map_that_hides_nothing_of_a_mask_leaves_its_plan():
         (AttentionMask(boundaries=boundaries_from_lengths([[8, 24, 32]])), torch.ones(side, side)),
     ):
         held = BlockSparsity((8, 8), side, table.to(torch.uint8).numpy().tobytes())
-        cut, plain = Plan(mask, layout, 64, 1, seen=held), Plan(mask, layout, 64, 1)
+        cut, plain = Plan(mask, layout, 64, 1, sparsity=held), Plan(mask, layout, 64, 1)
         assert all(cut.blocks(q, k) == plain.blocks(q, k) for q in range(4) for k in range(4))
 
 

@@ -57,8 +57,8 @@ def test_at_once_come_the_keys_that_come_in_hops(size, mask):
     for rank in range(size):
         ring = ring_of(size, 64, mask, rank)
         places = []
-        for source, parts in enumerate(ring.gathered.parts):
+        for source, parts in enumerate(ring.all_gather.parts):
             arriving = [i for held in key_ranges(ring.plan.blocks(rank, source)) for i in range(*held)]
             assert [i for held, _ in parts for i in range(*held)] == arriving
             places += [i for _, place in parts for i in range(*place)]
-        assert sorted(places) == list(range(ring.gathered.num_keys))
+        assert sorted(places) == list(range(ring.all_gather.num_keys))

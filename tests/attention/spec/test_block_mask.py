@@ -27,19 +27,19 @@ def test_a_block_mask_is_its_function(rows, heads, queries, keys):
     function = by_head if (rows, heads) == (2, 3) else (lambda row, head, i, j: by_head(0, 0, i, j))
     made = create_block_mask(function, rows, heads, queries, keys, device="cpu", BLOCK_SIZE=(4, 8))
     mask = AttentionMask(causal=False, mask_mod=made).mask_mod
-    whole = MaskMod(function).seen(all_places(2, 3, queries, keys))
-    found = mask.seen(all_places(2, 3, queries + 3, keys + 5))  # with padding
+    whole = MaskMod(function).visible(all_places(2, 3, queries, keys))
+    found = mask.visible(all_places(2, 3, queries + 3, keys + 5))  # with padding
     assert torch.equal(found[:, :, :queries, :keys].expand_as(whole), whole)
     assert not bool(found[:, :, queries:].any())
     assert not bool(found[..., keys:].any())
     part = ScorePositions((1, 2), (1, 3), torch.tensor([5, 6, 17]), torch.tensor([0, 9, 8, 20]))
-    assert torch.equal(mask.seen(part).expand(1, 2, 3, 4), whole[1:, 1:, part.queries[:, None], part.keys])
+    assert torch.equal(mask.visible(part).expand(1, 2, 3, 4), whole[1:, 1:, part.queries[:, None], part.keys])
 
 
 def test_where_they_differ_the_lists_hold():
     made = masks.chosen_blocks(32, 27)
-    found = AttentionMask(causal=False, mask_mod=made).mask_mod.seen(all_places(1, 1, 32, 27))[0, 0]
-    function = MaskMod(masks.MASK_MODS["every third"]).seen(all_places(1, 1, 32, 27))[0, 0]
+    found = AttentionMask(causal=False, mask_mod=made).mask_mod.visible(all_places(1, 1, 32, 27))[0, 0]
+    function = MaskMod(masks.MASK_MODS["every third"]).visible(all_places(1, 1, 32, 27))[0, 0]
     expected = torch.zeros(32, 27, dtype=torch.bool)
     for i in range(7):
         for j in made.kv_indices[0, 0, i, : made.kv_num_blocks[0, 0, i]].tolist():
@@ -58,7 +58,7 @@ def test_blocks_without_a_function_are_the_mask():
     lists = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
     for given in (lists, (lists[0], lists[1], None, None)):
         alone = BlockMask.from_kv_blocks(*given, BLOCK_SIZE=8, seq_lengths=(32, 32))
-        found = AttentionMask(causal=False, mask_mod=alone).mask_mod.seen(all_places(1, 1, 32, 32))[0, 0]
+        found = AttentionMask(causal=False, mask_mod=alone).mask_mod.visible(all_places(1, 1, 32, 32))[0, 0]
         assert torch.equal(found, alone.to_dense()[0, 0].bool().repeat_interleave(8, 0).repeat_interleave(8, 1))
 
 
@@ -103,6 +103,6 @@ def test_lists_of_another_form_are_refused():
 def test_a_function_is_not_asked_beyond_its_own_tokens():
     ids = torch.arange(29) // 9
     made = create_block_mask(lambda row, head, i, j: ids[i] == ids[j], None, None, 29, 29, device="cpu", BLOCK_SIZE=8)
-    found = AttentionMask(causal=False, mask_mod=made).mask_mod.seen(all_places(1, 1, 32, 32))[0, 0]
+    found = AttentionMask(causal=False, mask_mod=made).mask_mod.visible(all_places(1, 1, 32, 32))[0, 0]
     assert torch.equal(found[:29, :29], ids[:, None] == ids)
     assert not bool(found[29:].any())

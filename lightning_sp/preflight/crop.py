@@ -76,12 +76,12 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
     rows, length = extent(entries, own, encoder)
     height, tokens, *encoder_tokens = size
     labels = shifted_labels(entries, options)
-    places = entries.get("position_ids") if not encoder else None
+    position_ids = entries.get("position_ids") if not encoder else None
     first: Crop | None = None
     for last in (min(rows, row + height) for row in range(0, rows, height)):
         row = last - height
         read = _encoder_window(entries, encoder, (row, last), encoder_tokens[0]) if encoder else None
-        for start in _starts(places[row:last] if isinstance(places, Tensor) else None, length, tokens):
+        for start in _starts(position_ids[row:last] if isinstance(position_ids, Tensor) else None, length, tokens):
             targets = None if labels is None else labels[row:last, start : start + tokens]
             count = None if targets is None else int((targets != IGNORE_INDEX).sum())
             if count == 0 and first is not None:

@@ -89,7 +89,8 @@ def try_first_batch(
         mesh.layout,
         wanted=None if config.preflight_tokens == "auto" else config.preflight_tokens,
         hand_sharded=not config.shard_batch or is_sharded(batch),
-        place=(mesh.data_parallel_rank, mesh.sequence_rank),
+        data_parallel_rank=mesh.data_parallel_rank,
+        sequence_rank=mesh.sequence_rank,
         sequence_group=runner.groups.sequence,
         control_group=runner.groups.world,
     )

@@ -40,7 +40,8 @@ def shared_crop(
     *,
     wanted: int | None,
     hand_sharded: bool,
-    place: tuple[int, int],
+    data_parallel_rank: int,
+    sequence_rank: int,
     sequence_group: ProcessGroup,
     control_group: ProcessGroup | None,
 ) -> tuple[Crop, Crop]:
@@ -52,7 +53,8 @@ def shared_crop(
         layout: the degrees.
         wanted: see `crop_tokens`.
         hand_sharded: whether the parts must be merged first.
-        place: (data-parallel rank, rank within the sequence's group).
+        data_parallel_rank: of this rank.
+        sequence_rank: of this rank, within its sequence's group.
         sequence_group: ranks that share the sequence.
         control_group: the world. Both on a backend for the host.
 
@@ -64,11 +66,11 @@ def shared_crop(
     # The groups' batches may have other lengths; their crops are as large as all can give.
     extents = comm.gather_objects(crop_extent(batch, options, layout, wanted), control_group)
     own = crop_batch(batch, options, tuple(min(each) for each in zip(*extents, strict=True)))
-    gathered = comm.gather_objects(own if place[1] == 0 else None, control_group)
+    gathered = comm.gather_objects(own if sequence_rank == 0 else None, control_group)
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
     # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
-    kept = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
-    return join_crops(crops[:kept], options), crops[place[0] % kept]
+    num_groups = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
+    return join_crops(crops[:num_groups], options), crops[data_parallel_rank % num_groups]
 
 
 def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
@@ -80,9 +82,9 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
     first = crops[0]
     if len(crops) == 1:
         return first
-    held = [plain_entries(crop.batch) for crop in crops]
-    dims = sequence_dims(held[0], options)
-    kinds = [{name: _kind(value) for name, value in entries.items()} for entries in held]
+    entries_of = [plain_entries(crop.batch) for crop in crops]
+    dims = sequence_dims(entries_of[0], options)
+    kinds = [{name: _kind(value) for name, value in entries.items()} for entries in entries_of]
     for group, other in enumerate(kinds):
         if other != kinds[0]:
             raise SequenceParallelError(
@@ -95,7 +97,9 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
             f"preflight: the batches of {len(crops)} data-parallel groups cannot be joined: {[n for n, d in dims.items() if d == 0]} carry the "
             "sequence along dim 0 and have no rows; put the rows first, or preflight=False trains without the check"
         )
-    joined = {name: _join([entries[name] for entries in held], dims.get(name), first.rows) for name in held[0]}
+    joined = {
+        name: _join([entries[name] for entries in entries_of], dims.get(name), first.rows) for name in entries_of[0]
+    }
     counts = [crop.num_targets for crop in crops if crop.num_targets is not None]
     targets = sum(counts) if len(counts) == len(crops) else None
     return Crop(

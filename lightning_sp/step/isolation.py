@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 # What torch and Lightning keep in a module for themselves; parameters are FSDP's, and no step of training writes to them.
-_KEPT = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
-# The elements of longer lists and dicts, a data set held in memory, are not looked into.
+_OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
+# The elements of longer lists and dicts, a data set in memory, are not looked into.
 MAX_VISITED = 10_000
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
@@ -46,7 +46,7 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
         # torch's dropout modules call these as well.
         for name in _DROPOUTS:
             undo.callback(setattr, F, name, getattr(F, name))
-            setattr(F, name, _keep)
+            setattr(F, name, _no_dropout)
         for name in ("log", "log_dict"):
             if hasattr(root, name):
                 setattr(root, name, _ignore)
@@ -67,14 +67,14 @@ def streams(device: torch.device) -> Iterator[None]:
 
 def _snapshot(root: nn.Module) -> Callable[[], None]:
     """Return a function that puts the plain attributes of all modules back."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     undo: list[Callable[[], object]] = []
     for module in root.modules():
         attributes = vars(module)
-        watched = {name: value for name, value in attributes.items() if name not in _KEPT}
+        watched = {name: value for name, value in attributes.items() if name not in _OF_THE_FRAMEWORK}
         undo.append(partial(_restore_attributes, attributes, watched))
         for value in watched.values():
-            _remember(value, undo, seen)
+            _remember(value, undo, visited)
 
     def restore() -> None:
         for each in undo:
@@ -84,16 +84,16 @@ def _snapshot(root: nn.Module) -> Callable[[], None]:
 
 
 def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in [n for n in attributes if n not in before and n not in _KEPT]:
+    for name in [n for n in attributes if n not in before and n not in _OF_THE_FRAMEWORK]:
         del attributes[name]
     attributes.update(before)
 
 
-def _remember(value: Any, undo: list[Callable[[], object]], seen: set[int]) -> None:
+def _remember(value: Any, undo: list[Callable[[], object]], visited: set[int]) -> None:
     """Add to `undo` what puts the contents of a mutable value back."""
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     children: list[Any] = []
     if isinstance(value, Tensor):
         if not isinstance(value, (nn.Parameter, DTensor)) and not value.is_meta:
@@ -113,7 +113,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], seen: set[int]) -> N
     elif isinstance(value, random.Random):
         undo.append(partial(value.setstate, value.getstate()))
     for child in children if len(children) <= MAX_VISITED else ():
-        _remember(child, undo, seen)
+        _remember(child, undo, visited)
 
 
 def _restore_tensor(value: Tensor, before: Tensor) -> None:
@@ -139,7 +139,7 @@ def _restore_sequence(value: list[Any] | deque[Any], before: list[Any]) -> None:
     value.extend(before)
 
 
-def _keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _no_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     return input
 
 

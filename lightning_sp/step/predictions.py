@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -19,6 +19,13 @@ from lightning_sp.mesh import SequenceMesh
 
 # Elements of which a digest is made at once: the copies it needs stay small beside the logits of a long sequence.
 DIGEST_ELEMENTS = 1 << 22
+
+
+class TensorDigest(NamedTuple):
+    """A tensor's shape, and numbers that differ, almost surely, where its elements do."""
+
+    shape: tuple[int, ...]
+    numbers: tuple[int, ...]
 
 
 def unsharded_output(
@@ -49,38 +56,38 @@ def unsharded_output(
         return output
     tensors: list[Tensor] = []
     apply_to_collection(output, Tensor, tensors.append)
-    held = comm.gather_objects([_digest(each) for each in tensors], sequence_group)
+    gathered = comm.gather_objects([tuple(_digest(each)) for each in tensors], sequence_group)
+    digests = [[TensorDigest(*each) for each in of_rank] for of_rank in gathered]
     tokens = {(batch.rows, each.padded_length // size) for each in batch.sequences}
-    comm.agree(_fault(held, tokens), control_group)
-    alike = iter([all(other[index] == own for other in held) for index, own in enumerate(held[0])])
+    comm.agree(_fault(digests, tokens), control_group)
+    alike = iter([all(other[index] == own for other in digests) for index, own in enumerate(digests[0])])
 
     def whole(tensor: Tensor) -> Tensor:
-        kept = next(alike) and not _is_constant(tensor)
-        return tensor if kept or tuple(tensor.shape[:2]) not in tokens else unshard(tensor)
+        is_whole = next(alike) and not _is_constant(tensor)
+        return tensor if is_whole or tuple(tensor.shape[:2]) not in tokens else unshard(tensor)
 
     return apply_to_collection(output, Tensor, whole)
 
 
-def _digest(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a tensor's shape, and numbers that differ, almost surely, where its elements do."""
+def _digest(tensor: Tensor) -> TensorDigest:
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
-    return tuple(tensor.shape), tuple(digest(part) for part in torch.split(flat, DIGEST_ELEMENTS))
+    return TensorDigest(tuple(tensor.shape), tuple(digest(part) for part in torch.split(flat, DIGEST_ELEMENTS)))
 
 
-def _fault(held: list[list[tuple[tuple[int, ...], tuple[int, ...]]]], tokens: set[tuple[int, int]]) -> str | None:
+def _fault(digests: list[list[TensorDigest]], tokens: set[tuple[int, int]]) -> str | None:
     """Return what cannot be made whole, the same on all ranks of the sequence; None where all can."""
-    counts = [len(each) for each in held]
+    counts = [len(each) for each in digests]
     if len(set(counts)) > 1:
-        return f"predict_step returns {counts} tensors on the {len(held)} ranks of one sequence: it must return as many on each"
-    for index, parts in enumerate(zip(*held, strict=True)):
-        shapes = [shape for shape, _ in parts]
+        return f"predict_step returns {counts} tensors on the {len(digests)} ranks of one sequence: it must return as many on each"
+    for index, parts in enumerate(zip(*digests, strict=True)):
+        shapes = [part.shape for part in parts]
         if len(set(parts)) > 1 and any(shape[:2] not in tokens or shape[2:] != shapes[0][2:] for shape in shapes):
-            told = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
+            described = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
             return (
-                f"predict_step returns as tensor {index} of {counts[0]} one of shape {told} that differs between the {len(held)} ranks of one "
-                f"sequence: it was computed from each rank's part of the tokens, and only tensors of shape (rows, tokens, ...), here "
-                f"{' or '.join(map(str, sorted(tokens)))}, can be gathered; make the tensor that has the tokens whole first, "
-                "self.trainer.strategy.unshard(tensor), and compute from that"
+                f"predict_step returns as tensor {index} of {counts[0]} one of shape {described} that differs between the "
+                f"{len(digests)} ranks of one sequence: it was computed from each rank's part of the tokens, and only "
+                f"tensors of shape (rows, tokens, ...), here {' or '.join(map(str, sorted(tokens)))}, can be "
+                "gathered; make the tensor that has the tokens whole first, self.trainer.strategy.unshard(tensor), and compute from that"
             )
     return None
 
@@ -117,7 +124,7 @@ def share_predictions(loop: Any, mesh: SequenceMesh, group: ProcessGroup | None)
 
     Args:
         loop: the trainer's prediction loop, at its end.
-        mesh: this rank's place.
+        mesh: with this rank's coordinates.
         group: the world, on a backend for host objects.
     """
     if mesh.data_parallel_size == 1 or not loop.return_predictions or loop._combined_loader is None:

@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_sp import shard, strategy, unshard
+from lightning_sp import shard, unshard
+from lightning_sp.trainer import log_once
 from tests.trainer.scenarios import Evaluated
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
@@ -46,7 +47,7 @@ def by_hand(world: int, options: dict[str, Any], data: dict[str, Any]) -> dict[s
     torch.manual_seed(3)
     module = ByHand(tiny_llama)
     dataset = TokenDataset(**data)
-    with mock.patch.object(strategy, "rank_zero_info") as said:
+    with mock.patch.object(log_once, "rank_zero_info") as said:
         trainer = quiet_trainer(world, max_steps=2, strategy={"packed_documents": True, "preflight": False, **options})
         trainer.fit(module, DataLoader(dataset, batch_size=len(dataset)))
     lines = [call.args[0] for call in said.call_args_list if "packed documents" in call.args[0]]

@@ -39,7 +39,11 @@ def start(folder, commands, *, apart=()):
         )
         for name, command in commands.items()
     }
-    outputs = {name: process.communicate(timeout=560)[0] for name, process in running.items()}
+    try:
+        outputs = {name: process.communicate(timeout=560)[0] for name, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()  # nothing to one that has ended
     for name, process in running.items():
         assert process.returncode == 0, outputs[name]
     return outputs
@@ -144,8 +148,9 @@ def followed(started):
         # As copied from the terminal: one line, its paths relative to where the command was typed.
         "resume": [*shlex.split(printed_resume_command(outputs["two"])), f"hydra.run.dir={folder}/resumed"],
         "validate": [*main, "validate", *evaluation, "--trainer.limit_val_batches", "2"],
-        "test": [*main, "test", *evaluation, "--trainer.limit_test_batches", "2"],
-        "predict": [*main, "predict", *evaluation, "--trainer.limit_predict_batches", "1"],
+        # What two ranks do of these is in test_fit.py.
+        "test": [*main, "test", *evaluation, "--trainer.limit_test_batches", "2", "--trainer.devices", "1"],
+        "predict": [*main, "predict", *evaluation, "--trainer.limit_predict_batches", "1", "--trainer.devices", "1"],
     }
     return folder, start(folder, commands, apart=("validate", "test", "predict"))
 

@@ -58,11 +58,10 @@ def sequence_parallel_attention(
     s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the
     narrower ones travel and are computed padded with zeros.
     Communicates: see `ulysses` and `ring`; nothing on an axis of size 1.
+    Source: USP, arXiv:2405.07719, algorithm 1.
 
     Raises:
         SequenceParallelError: shapes, dtypes, degrees, a kernel or a transport that cannot be served.
-
-    Source: USP, arXiv:2405.07719, algorithm 1.
     """
     q, k, v = _in_one_dtype(q, k, v)
     degrees = mesh.layout if mesh is not None else SequenceLayout()

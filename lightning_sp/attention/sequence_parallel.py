@@ -43,8 +43,8 @@ def sequence_parallel_attention(
 
     Args:
         k: this rank's keys, with their own number of heads (GQA, MQA), and in cross attention of another sequence with its own length.
-        mesh: the attention's mesh; None for one process.
         mask: what a query may see, in global positions.
+        mesh: None for one process.
         layout: which tokens each rank holds; None for the mesh's own, zigzag. Keys of another length are always in zigzag.
         scale: factor of q k^T; None for 1 / sqrt(D).
         sinks: score of each query head's sink, the same on all ranks; its gradient on each is of that rank's part, as a parameter's.
@@ -65,9 +65,8 @@ def sequence_parallel_attention(
     """
     q, k, v = _in_one_dtype(q, k, v)
     degrees = mesh.layout if mesh is not None else SequenceLayout()
-    layout = degrees if layout is None else layout
     _check(q, k, v, sinks, softcap, degrees.ulysses_size)
-    _check_layout(layout, degrees, q.shape[2])
+    layout = _checked_layout(layout or degrees, degrees, q.shape[2])
     chosen = _checked_options(q, v, mesh, options)
     mask.check(**(sizes := _sizes(q, k, layout)))
     scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
@@ -120,13 +119,14 @@ def _sizes(q: Tensor, k: Tensor, layout: SequenceLayout) -> dict[str, int]:
     )
 
 
-def _check_layout(layout: SequenceLayout, degrees: SequenceLayout, tokens: int) -> None:
+def _checked_layout(layout: SequenceLayout, degrees: SequenceLayout, tokens: int) -> SequenceLayout:
     given, expected = ((each.ring_size, each.ulysses_size) for each in (layout, degrees))
     if given != expected:
         raise SequenceParallelError(
             f"a layout of ring {given[0]} x ulysses {given[1]} on a mesh of ring {expected[0]} x ulysses {expected[1]}: they must be equal"
         )
     layout.check_length(tokens * degrees.size)
+    return layout
 
 
 def _scores(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 REGISTRY = "from lightning.pytorch.strategies import StrategyRegistry"
 
 # An editable install would otherwise provide the real lightning_sp where the site folder holds none.

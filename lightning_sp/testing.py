@@ -61,10 +61,13 @@ class RankPool:
         context.set_forkserver_preload(["lightning_sp", "lightning_sp.testing", *preload])
         self._tasks = [context.Queue() for _ in range(size)]
         self._results = context.Queue()
-        port = free_port()
+        # The store takes its port itself and stays here: a port that is only looked up may be another program's when rank 0 binds it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined,unused-ignore]
         self._processes = [
             context.Process(
-                target=_serve, args=(rank, size, port, timeout_s, self._tasks[rank], self._results), daemon=True
+                target=_serve,
+                args=(rank, size, self._store.port, timeout_s, self._tasks[rank], self._results),
+                daemon=True,
             )
             for rank in range(size)
         ]
@@ -166,7 +169,9 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, result
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined,unused-ignore]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     while (task := tasks.get()) is not None:
         function, args = task
         try:

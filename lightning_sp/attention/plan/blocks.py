@@ -149,19 +149,14 @@ def plan_of(
     sparsity: BlockSparsity | None = None, tile: int | None = WINDOW_TILE,
 ) -> Plan:  # fmt: skip
     """Return the plan of a mask, the same for masks of the same contents: all layers of a model share it."""
-    tensors = tuple(None if t is None else (tuple(t.shape), t.numpy().tobytes()) for t in mask.run_tensors)
-    key = _MaskContents(mask.causal, mask.window_size, mask.chunk_size, tensors, mask)
-    return _plan(key, layout, length, rows, key_length, sparsity, tile)
+    return _plan(_MaskContents(mask.contents, mask), layout, length, rows, key_length, sparsity, tile)
 
 
 @dataclass(frozen=True)
 class _MaskContents:
     """What masks are compared by."""
 
-    causal: bool
-    window_size: tuple[int | None, int | None]
-    chunk_size: int | None
-    tensors: tuple[tuple[tuple[int, ...], bytes] | None, ...]
+    contents: tuple[object, ...]
     mask: AttentionMask = field(compare=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -193,6 +193,12 @@ class AttentionMask:
     def run_tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that say which runs of keys are visible."""
         return (self.boundaries, self.valid, self.bidirectional, self.key_boundaries)
+
+    @property
+    def contents(self) -> tuple[object, ...]:
+        """What says which runs of keys are visible, to compare masks by: every field but a matrix and a function, whatever is added."""
+        values = (getattr(self, f.name) for f in fields(self) if f.init and f.name not in ("dense", "mask_mod"))
+        return tuple((v.shape, v.numpy().tobytes()) if isinstance(v, Tensor) else v for v in values)
 
 
 def check_whole(

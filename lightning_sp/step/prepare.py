@@ -110,7 +110,7 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     broadcast_initial_weights(module, source, tied_parameters(module), device)
     module.to(device)
     make_fsdp_root(module)
-    shared = config.effective_ring_transport != "network" and mesh.shares_memory
+    shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over {shard_size}, "
         f"{len(blocks)} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"

@@ -70,9 +70,7 @@ def sequence_parallel_attention(
     chosen = _checked_options(q, v, mesh, options)
     mask.check(**(sizes := _sizes(q, k, layout)))
     scores = _scores(mask, softcap, bias, score_mod, dropout, sizes)
-    ring_group, ulysses_group = (
-        ("", "") if mesh is None else map(comm.group_name, (mesh.ring_group, mesh.ulysses_group))
-    )
+    ring_group, ulysses_group = _group_names(mesh)
     spec = AttentionSpec(
         mask=mask, layout_table=layout.table, scores=scores, sinks=sinks, options=chosen, ring_group=ring_group,
         ulysses_group=ulysses_group, scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -82,6 +80,11 @@ def sequence_parallel_attention(
     out: Tensor
     out, *_ = attention_op(q, k, v, *encode(spec))
     return out[..., :width] if width < q.shape[-1] else out
+
+
+def _group_names(mesh: SequenceMesh | None) -> tuple[str, str]:
+    """Return the names of the ring's group and of Ulysses', empty without processes."""
+    return ("", "") if mesh is None else (comm.group_name(mesh.ring_group), comm.group_name(mesh.ulysses_group))
 
 
 def _checked_options(q: Tensor, v: Tensor, mesh: SequenceMesh | None, options: AttentionKeywords) -> AttentionOptions:
@@ -155,7 +158,10 @@ def _scores(
     tensors = score_mod.tensors if score_mod is not None else ()
     if dropout is not None and not dropout.probability:
         dropout = None
-    return Scores(float(softcap or 0.0), bias, score_mod, tensors, mask.dense, mask.mask_mod, dropout)
+    return Scores(
+        softcap=float(softcap or 0.0), bias=bias, score_mod=score_mod, tensors=tensors, dense=mask.dense, mask_mod=mask.mask_mod,
+        dropout=dropout,
+    )  # fmt: skip
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None, ulysses_size: int) -> None:

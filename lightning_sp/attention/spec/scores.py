@@ -23,7 +23,7 @@ from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 SCORE_TILE = 512
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scores:
     """The changes of the scores, each None (or 0) for none.
 

@@ -24,7 +24,7 @@ from tests.attention.tensors import tensors
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_the_tiled_kernel_is_exact(causal, kv_heads, softcap):
-    kernel = TiledKernel(Scores(softcap or 0.0), tile=8)
+    kernel = TiledKernel(Scores(softcap=softcap or 0.0), tile=8)
     everywhere = ScorePositions((0, 2), (0, 4), torch.arange(20), torch.arange(20))
     *qkv, grad = tensors((2, 4, 20, 8), (2, kv_heads, 20, 8), (2, kv_heads, 20, 8), (2, 4, 20, 8))
     out, lse = kernel.forward(*qkv, causal=causal, scale=0.3, positions=everywhere)

@@ -33,7 +33,7 @@ class AttentionOptions:
             "auto": that for sequences so short that a hop does not pay.
 
     Raises:
-        SequenceParallelError: an unknown name, or keys saved where none travel.
+        SequenceParallelError: an unknown name, a switch that is no bool, or keys saved where none travel.
     """
 
     kernel: str = "auto"
@@ -45,6 +45,8 @@ class AttentionOptions:
         _check_name("kernel", self.kernel, KERNELS)
         _check_name("ring_transport", self.ring_transport, RING_TRANSPORTS)
         _check_name("ring_method", self.ring_method, RING_METHODS)
+        if not isinstance(self.ring_saves_kv, bool):
+            raise SequenceParallelError(f"ring_saves_kv={self.ring_saves_kv!r}: must be True or False")
         if self.ring_saves_kv and self.ring_transport == "shared_memory":
             raise SequenceParallelError(
                 "ring_saves_kv=True with ring_transport='shared_memory': no keys and values travel there, each rank reads them in place, so "

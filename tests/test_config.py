@@ -58,6 +58,10 @@ def test_saving_keys_takes_the_network_and_is_refused_where_none_travel():
     with refusal("ring_saves_kv=True with ring_transport='shared_memory': no keys and values travel there"):
         StrategyConfig(ring_transport="shared_memory", ring_saves_kv=True)
     assert StrategyConfig(ring_saves_kv=True).effective_ring_transport == "network"
+    for value in ("yes", "False", 1):
+        # Hydra hands on "yes" as text, which is true for Python and no bool for the operator's code.
+        with refusal(f"ring_saves_kv={value!r}: must be True or False"):
+            StrategyConfig(ring_saves_kv=value)
     assert StrategyConfig().effective_ring_transport == "auto"
 
 

@@ -17,7 +17,7 @@ from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.mask import AttentionMask, check_whole
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 from lightning_sp.attention.spec.scores import Scores
-from lightning_sp.config import AttentionKeywords, AttentionOptions
+from lightning_sp.config import ATTENTION_OPTIONS, AttentionKeywords, AttentionOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh, check_ring_transport
@@ -88,6 +88,8 @@ def _group_names(mesh: SequenceMesh | None) -> tuple[str, str]:
 
 
 def _checked_options(q: Tensor, v: Tensor, mesh: SequenceMesh | None, options: AttentionKeywords) -> AttentionOptions:
+    if unknown := [name for name in options if name not in ATTENTION_OPTIONS]:
+        raise TypeError(f"sequence_parallel_attention() got an unexpected keyword argument {unknown[0]!r}")
     chosen = AttentionOptions(**options)
     check_kernel(chosen.kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
     check_ring_transport(chosen.ring_transport, mesh)

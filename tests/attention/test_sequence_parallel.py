@@ -192,6 +192,14 @@ def test_options_of_the_scores_are_checked(options, message):
         attend(**options)
 
 
+def test_an_unknown_keyword_names_the_function_that_was_called():
+    q = torch.ones(1, 2, 8, 4, dtype=torch.float64)
+    with pytest.raises(
+        TypeError, match=re.escape("sequence_parallel_attention() got an unexpected keyword argument 'ring'")
+    ):
+        sequence_parallel_attention(q, q, q, mesh=None, mask=AttentionMask(), ring=2)
+
+
 @pytest.mark.filterwarnings("ignore:torch flash .cpu. computes no softcap")
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["fused", "tiled"])
 def test_any_strides_are_read_right(options):

@@ -9,6 +9,9 @@ STAMP := $(VENV)/.stamp
 # The ranks of a test share the machine's few cores, so that threads within a rank only get in each other's way.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
+# Files of tests that run at a time: a test of ranks leaves a core idle while its processes start.
+WORKERS ?= 2
+
 .PHONY: help train test test-all test-long faults compile lint format matrix wheel clean FORCE
 
 help:  ## this list
@@ -17,8 +20,8 @@ help:  ## this list
 train: $(STAMP)  ## train on this machine; ARGS="..." are Hydra overrides
 	$(BIN)/lightning-sp-train $(ARGS)
 
-test: lint  ## lint, then every test but the slow ones; ARGS="..." go to pytest
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: lint  ## lint, then every test but the slow ones; ARGS="..." go to pytest, WORKERS=2
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: lint  ## lint, then every test
 	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)

@@ -70,5 +70,7 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.section("seconds by folder")
     for name, folder_s in sorted(seconds.items(), key=lambda item: -item[1]):
         terminalreporter.write_line(f"{folder_s:7.1f}  {num_tests[name]:5}  {name}")
-    terminalreporter.write_line(f"{wall_s - sum(seconds.values()):7.1f}         beside the tests")
+    if not terminalreporter.config.getoption("numprocesses", None):
+        # Of several workers the seconds add up to more than the wall.
+        terminalreporter.write_line(f"{wall_s - sum(seconds.values()):7.1f}         beside the tests")
     terminalreporter.write_line(f"{wall_s:7.1f}  {sum(num_tests.values()):5}  wall")

@@ -351,22 +351,24 @@ def summary_of(**values):
 
 
 def test_summary_of_a_run_that_nothing_measured():
-    nothing = summary_of(folder="/work/runs/1")
+    nothing = summary_of(folder="/home/ada/runs/1")
     assert nothing.ratio_to_unigram is None
     assert nothing.table().row_count == 3
-    assert nothing.lines("/work") == ["files:", "runs/1", "checkpoint:", "none written"]
+    assert nothing.lines("/home/ada") == ["files:", "runs/1", "checkpoint:", "none written"]
 
 
 def test_what_is_to_be_copied_stands_whole_in_lines_of_its_own():
-    command = f"lightning-sp-train {'trainer.max_steps=80 ' * 6}ckpt_path='/work/with space/{'long' * 30}/step-8.ckpt'"
-    summary = summary_of(folder="/work/with space", checkpoint="/elsewhere/work/step-8.ckpt", resume=command)
-    assert summary.lines("/work") == [
+    command = (
+        f"lightning-sp-train {'trainer.max_steps=80 ' * 6}ckpt_path='/home/ada/with space/{'long' * 30}/step-8.ckpt'"
+    )
+    summary = summary_of(folder="/home/ada/with space", checkpoint="/elsewhere/step-8.ckpt", resume=command)
+    assert summary.lines("/home/ada") == [
         "files:",
         "with space",
         "checkpoint:",
-        "/elsewhere/work/step-8.ckpt",
+        "/elsewhere/step-8.ckpt",
         "resume with:",
-        command.replace("/work/", ""),
+        command.replace("/home/ada/", ""),
     ]
 
 

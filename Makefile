@@ -9,8 +9,9 @@ STAMP := $(VENV)/.stamp
 # The ranks of a test share the machine's few cores, so that threads within a rank only get in each other's way.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-# Files of tests that run at a time: a test of ranks leaves a core idle while its processes start.
+# Files of tests that run at a time: a test of ranks leaves a core idle while its processes start. Planted faults likewise.
 WORKERS ?= 2
+AT_A_TIME := -n $(WORKERS) --dist loadfile
 
 .PHONY: help train test test-all test-long faults compile lint format matrix wheel clean FORCE
 
@@ -21,16 +22,16 @@ train: $(STAMP)  ## train on this machine; ARGS="..." are Hydra overrides
 	$(BIN)/lightning-sp-train $(ARGS)
 
 test: lint  ## lint, then every test but the slow ones; ARGS="..." go to pytest, WORKERS=2
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(AT_A_TIME) $(ARGS)
 
 test-all: lint  ## lint, then every test
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(AT_A_TIME) $(ARGS)
 
 test-long: $(STAMP)  ## the tests that draw their cases (Hypothesis), with many more of them
 	$(TEST_ENV) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long --timeout 3600 $(ARGS)
 
-faults: $(STAMP)  ## put each fault of others back and see a test fail: an hour; ARGS="lse --resume .cache/faults.json"
-	$(TEST_ENV) $(BIN)/python -m tests.faults $(ARGS)
+faults: $(STAMP)  ## put each fault of others back and see a test fail; ARGS="lse --resume .cache/faults.json"
+	$(TEST_ENV) $(BIN)/python -m tests.faults --workers $(WORKERS) $(ARGS)
 
 compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler
 	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/test_compile.py $(ARGS)
@@ -47,7 +48,7 @@ format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 
 matrix: $(STAMP)  ## the suite under the oldest and the newest versions; ARGS="oldest" chooses
-	$(TEST_ENV) $(BIN)/python -m tools.matrix $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m tools.matrix --workers $(WORKERS) $(ARGS)
 
 wheel: $(STAMP)  ## build the wheel, install it outside this folder, try it there
 	$(BIN)/python -m tools.wheel_elsewhere $(ARGS)

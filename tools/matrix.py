@@ -134,12 +134,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(each.name for each in SETS)}")
     parser.add_argument("--pytest", default="", help='arguments for pytest, e.g. --pytest "tests/data -x"')
+    parser.add_argument("--workers", default="1", metavar="N", help="files of tests that run at a time; 1")
     options = parser.parse_args()
     if unknown := set(options.sets) - {each.name for each in SETS}:
         parser.error(f"no such set: {', '.join(sorted(unknown))}; there are {', '.join(each.name for each in SETS)}")
     FOLDER.mkdir(exist_ok=True)
     chosen = [each for each in SETS if not options.sets or each.name in options.sets]
-    results = [run_set(each, options.pytest.split()) for each in chosen]
+    pytest_arguments = ["-n", options.workers, "--dist", "loadfile", *options.pytest.split()]
+    results = [run_set(each, pytest_arguments) for each in chosen]
     print(f"\n{table(results)}")
     return 1 if any(result.failed for result in results) else 0
 

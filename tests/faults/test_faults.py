@@ -3,8 +3,13 @@
 import subprocess
 import sys
 from dataclasses import replace
+from time import sleep
 
-from tests.faults.__main__ import FAULTS, ROOT, Answers, not_found
+import pytest
+
+from tests.faults.__main__ import FAULTS
+from tests.faults.answers import Answers
+from tests.faults.copies import ROOT, Copies, not_found
 
 
 def test_each_fault_is_found_once_in_the_sources():
@@ -30,3 +35,44 @@ def test_answers_are_kept_by_commit_and_for_the_same_tests(tmp_path):
     answers.add(fault, lines)
     assert Answers(file, "first").of(fault) == lines
     assert Answers(file, "first").of(other) == Answers(file, "second").of(fault) == []
+
+
+def test_each_item_is_worked_on_once_and_no_copy_by_two_at_a_time(tmp_path):
+    log = []
+
+    def work(item, copy):
+        mine = copy / "mine"
+        mine.touch(exist_ok=False)
+        sleep(0.01)
+        log.append((item, copy.name))
+        mine.unlink()
+
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    Copies(folders).each(work, range(20))
+    assert sorted(item for item, _ in log) == list(range(20))
+    assert {name for _, name in log} == {"first", "second"}
+
+
+def test_what_fails_in_a_worker_ends_the_run(tmp_path):
+    done = []
+
+    def work(item, copy):
+        if item == 1:
+            raise SystemExit("without a fault these must pass")
+        sleep(0.01)
+        done.append(item)
+
+    with pytest.raises(SystemExit, match="without a fault these must pass"):
+        Copies([tmp_path / "first", tmp_path / "second"]).each(work, range(50))
+    assert len(done) < 10
+
+
+def test_answers_of_several_workers_are_all_kept(tmp_path):
+    file = tmp_path / "faults.json"
+    answers = Answers(file, "first")
+    Copies([tmp_path] * 4).each(
+        lambda fault, _: answers.add(fault, [f"{fault.name} | {t} | ok" for t in fault.tests]), FAULTS
+    )
+    assert all(Answers(file, "first").of(fault) for fault in FAULTS)

@@ -18,35 +18,31 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.checkpoint import load_checkpoint, save_checkpoint
-from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size
+from lightning_sp.config import StrategyConfig, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
-from lightning_sp.mesh import SequenceMesh, build_device_mesh
-from lightning_sp.parallelize import check_same_gradients, reshard
+from lightning_sp.mesh import SequenceMesh
+from lightning_sp.parallelize import check_same_gradients
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.data_position import DataPosition
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unshard_tokens, unsharded_output
-from lightning_sp.step.prepare import attention_mesh, interceptions, lay_out_model, shard_options
+from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
 from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.features import check_precision, check_trainer_features
-from lightning_sp.trainer.log_once import LogOnce
-from lightning_sp.trainer.loops import forbid_inference_mode, without_loggers
+from lightning_sp.trainer.loops import batch_index, forbid_inference_mode, without_loggers
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -90,7 +86,11 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     ) -> None:
         given = locals()
         self.config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
-        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            checkpoints_as_folders=self.config.save_distributed_checkpoint,
+        )
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None
         self._runner: StepRunner | None = None
@@ -102,7 +102,6 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._window = TokenWindow()
         self._position = DataPosition()
         self._streams = RandomStreams()
-        self._log_once = LogOnce()
 
     # ---- what users and callbacks read
 
@@ -126,10 +125,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     @property
     def last_batch_shape(self) -> tuple[int, int, int] | None:
         """Return (rows, padded length, length) of the batch that was sharded last, in whole tokens; an encoder's and a decoder's together."""
-        if self._batch is None:
-            return None
-        sequences = self._batch.sequences
-        return self._batch.rows, sum(each.padded_length for each in sequences), sum(each.length for each in sequences)
+        return None if self._batch is None else self._batch.shape
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return whole sequences from every rank's part of the current batch, without padding, in global order.
@@ -154,13 +150,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         check_trainer_features(self._module.trainer, self._module)
         self._setup_distributed()
         if self._device_mesh is None:
-            degrees = resolve_degrees(self.config, self.world_size)
-            resolve_shard_size(self.config, self.world_size)
-            self._device_mesh = build_device_mesh(
-                self.root_device.type,
-                data_parallel_size=degrees.data_parallel_size,
-                sequence_parallel_size=degrees.sequence_parallel_size,
-            )
+            self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
             self._host_groups = comm.host_groups(self._device_mesh.get_group("sequence_parallel"), self._timeout)
         self._module._device_mesh = self.device_mesh
 
@@ -177,8 +167,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         datamodule = getattr(trainer, "datamodule", None)
         self._shard_options = shard_options(self._module, datamodule, self.config, self.root_device)
         self._interceptions.close()
-        for interception in interceptions(self._steps.context, self._module):
-            self._interceptions.enter_context(interception)
+        self._interceptions.enter_context(interceptions(self._steps.context, self._module))
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -207,12 +196,9 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a sequence the same samples, from the resumed position on."""
         training = self._module.trainer.training
-        dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size
         loader = same_samples(
             dataloader,
-            DataCoordinates(
-                dp_rank=dp_rank, dp_size=dp_size, sequence_group=self._groups.sequence, control_group=self._groups.world
-            ),
+            self._data_coordinates,
             training=training,
             accumulation=self._accumulate,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
@@ -248,15 +234,14 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             self._preflight(first, batch_idx)
 
     def _preflight(self, first: Any, batch_idx: int) -> None:
-        module, before = self._module, self._batch
-        index = (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+        before, trainer, index = self._batch, self._module.trainer, batch_index(self._module, batch_idx)
 
         def run(batch: Any, info: SequenceInfo) -> Any:
             self._batch = info
             return Strategy.training_step(self, Strategy.batch_to_device(self, batch), *index)
 
         try:
-            with without_loggers(module.trainer):
+            with without_loggers(trainer):
                 try_first_batch(first, self._steps, run, config=self.config, options=self._shard_options)
         finally:
             self._batch = before
@@ -340,38 +325,24 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        path = self._path_of_rank_0(filepath, storage_options).absolute()
-        trainer, mesh, group = self._module.trainer, self.sequence_mesh, self._groups.world
+        trainer, mesh = self._module.trainer, self.sequence_mesh
         checkpoint[CHECKPOINT_KEY] = {
             "format": 1,
             "shard_size": resolve_shard_size(self.config, self.world_size),
-            **self._streams.stored(trainer.global_step, mesh, group),
+            **self._streams.stored(trainer.global_step, mesh, self._groups.world),
             **self._position.stored(trainer, mesh),
         }
-        as_folder = self.config.save_distributed_checkpoint
-        if described := save_checkpoint(checkpoint, path, as_folder=as_folder, group=group):
-            self._log_once(
-                f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
-            )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        module = self._module
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        reshard(module)
-        checkpoint = load_checkpoint(
-            self._path_of_rank_0(checkpoint_path),
-            module,
-            self.optimizers if fitting else None,
-            strict=module.strict_loading,
-            weights_only=weights_only is not False,
-            group=self._groups.world,
-        )
-        if fitting:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
             stored, loop_state = checkpoint.get(CHECKPOINT_KEY) or {}, checkpoint["loops"]["fit_loop"]
-            self._position.resume(stored.get("position"), loop_state, module.trainer, dp_size=self.data_parallel_size)
+            self._position.resume(stored.get("position"), loop_state, trainer, dp_size=self.data_parallel_size)
         return checkpoint
 
     @override

@@ -54,6 +54,14 @@ class SequenceInfo:
         return (self,) if self.encoder is None else (self, self.encoder)
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """(rows, padded tokens, tokens) of the whole batch, an encoder's and a decoder's together."""
+        padded, tokens = (
+            sum(counts) for counts in zip(*((s.padded_length, s.length) for s in self.sequences), strict=True)
+        )
+        return self.rows, padded, tokens
+
+    @property
     def has_attention_mask(self) -> bool:
         """Whether the batch has a padding mask, be it that it hides nothing."""
         return self.attention_mask is not None

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sp import comm
-from lightning_sp.config import StrategyConfig, resolve_shard_size, resolve_split
+from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.loss.interception import CrossEntropyInterception
-from lightning_sp.mesh import SequenceMesh, build_fsdp_mesh, check_ring_transport
+from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
     broadcast_initial_weights,
     check_unsharded,
@@ -40,6 +40,23 @@ from lightning_sp.rewrite import (
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
 from lightning_sp.step.isolation import isolated
+
+
+def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> DeviceMesh:
+    """Return the mesh data_parallel x sequence_parallel x tensor_parallel. Every rank must call it.
+
+    Communicates: group creation.
+
+    Raises:
+        SequenceParallelError: the degrees or the shard size do not divide the world.
+    """
+    degrees = resolve_degrees(config, world_size)
+    resolve_shard_size(config, world_size)
+    return build_device_mesh(
+        device.type,
+        data_parallel_size=degrees.data_parallel_size,
+        sequence_parallel_size=degrees.sequence_parallel_size,
+    )
 
 
 def attention_mesh(module: nn.Module, config: StrategyConfig, base: DeviceMesh, device: torch.device) -> SequenceMesh:
@@ -145,11 +162,13 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
     )
 
 
-def interceptions(context: SequenceContext, module: nn.Module) -> tuple[AbstractContextManager[Any], ...]:
-    """Return what makes a step's loss and attention ours while it is entered, in the order of entering."""
-    return (
+@contextmanager
+def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]:
+    """Make a step's loss and attention ours while this is entered."""
+    with (
         CrossEntropyInterception(context),
         SdpaInterception(context, module),
         FlexInterception(context, module),
         HuggingFaceRewrite(context, module),
-    )
+    ):
+        yield

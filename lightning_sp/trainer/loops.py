@@ -1,4 +1,4 @@
-"""The Trainer's loops: which one evaluates, and that none runs in inference mode; and its loggers, switched off for a while."""
+"""The Trainer's loops: which one evaluates, that none runs in inference mode, what a step is given; its loggers, switched off for a while."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 
 def evaluation_loop(trainer: Trainer) -> Any:
@@ -24,6 +25,11 @@ def forbid_inference_mode(trainer: Trainer) -> None:
         trainer.fit_loop.epoch_loop.val_loop,
     ):
         loop.inference_mode = False
+
+
+def batch_index(module: LightningModule, batch_idx: int) -> tuple[int, ...]:
+    """Return what training_step is given beside the batch: its index, if it asks for one."""
+    return (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """`ShardedModelStrategy`: the part of a Lightning strategy about a model whose parameters FSDP2 shards over a device mesh.
 
-Owns initial weights, accumulation without communication, state dicts, and which ranks read different samples. Nothing of sequences is here.
+Owns initial weights, accumulation without communication, state dicts, checkpoints, and which ranks read different samples.
 """
 
 from __future__ import annotations
@@ -14,23 +14,38 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.checkpoint import load_model_state, load_optimizer_state, local_path, model_state, optimizer_state
+from lightning_sp.checkpoint import (
+    load_checkpoint,
+    load_model_state,
+    load_optimizer_state,
+    local_path,
+    model_state,
+    optimizer_state,
+    save_checkpoint,
+)
+from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import reshard, without_gradient_sync
+from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.processes import ProcessStrategy
 
 
 class ShardedModelStrategy(ProcessStrategy):
     """A LightningModule sharded over a mesh that has an axis ``data_parallel``. Lightning asks a strategy for these hooks."""
 
-    def __init__(self, *, process_group_backend: str | None, timeout: timedelta) -> None:
+    def __init__(
+        self, *, process_group_backend: str | None, timeout: timedelta, checkpoints_as_folders: bool = True
+    ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._checkpoints_as_folders = checkpoints_as_folders
+        self._log_once = LogOnce()
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
 
@@ -74,6 +89,15 @@ class ShardedModelStrategy(ProcessStrategy):
         Metrics of tokens, computed from shards, need none: they are reduced over the world.
         """
         return self.device_mesh.get_group("data_parallel")
+
+    @property
+    def _data_coordinates(self) -> DataCoordinates:
+        return DataCoordinates(
+            dp_rank=self.data_parallel_rank,
+            dp_size=self.data_parallel_size,
+            sequence_group=self._groups.sequence,
+            control_group=self._groups.world,
+        )
 
     @property
     @override
@@ -124,6 +148,32 @@ class ShardedModelStrategy(ProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer_state(self._module, optimizer, state, index=index)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        path, group = self._path_of_rank_0(filepath, storage_options).absolute(), self._groups.world
+        if described := save_checkpoint(checkpoint, path, as_folder=self._checkpoints_as_folders, group=group):
+            self._log_once(
+                f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
+            )
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        module = self._module
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        reshard(module)
+        return load_checkpoint(
+            self._path_of_rank_0(checkpoint_path),
+            module,
+            self.optimizers if fitting else None,
+            strict=module.strict_loading,
+            weights_only=weights_only is not False,
+            group=self._groups.world,
+        )
 
     def _path_of_rank_0(self, path: str | os.PathLike[str], storage_options: Any = None) -> Path:
         """Return where all ranks read or write a checkpoint. Communicates: one broadcast of the path."""

@@ -16,16 +16,16 @@ DATA = (
     ),
     fault(
         "an epoch as short as if each rank had its own samples",
-        "strategy.py",
-        "dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size",
-        "dp_rank, dp_size = self.data_parallel_rank, self.world_size",
+        "trainer/sharded_model.py",
+        "            dp_rank=self.data_parallel_rank,\n            dp_size=self.data_parallel_size,\n",
+        "            dp_rank=self.data_parallel_rank,\n            dp_size=self.world_size,\n",
         f"{FITS}[2]",
     ),
     fault(
         "an epoch dealt out over the world by DistributedSampler",
-        "strategy.py",
-        "dp_rank, dp_size = self.data_parallel_rank, self.data_parallel_size",
-        "dp_rank, dp_size = self.global_rank, self.world_size",
+        "trainer/sharded_model.py",
+        "            dp_rank=self.data_parallel_rank,\n            dp_size=self.data_parallel_size,\n",
+        "            dp_rank=self.global_rank,\n            dp_size=self.world_size,\n",
         f"{FITS}[2]",
     ),
     fault(

@@ -12,9 +12,18 @@ GROUPS = (
         (
             Change(
                 "strategy.py",
-                "            self._interceptions.enter_context(interception)\n",
-                '            if self.config.shard_size == "auto" or type(interception).__name__ != "SdpaInterception":\n'
-                "                self._interceptions.enter_context(interception)\n",
+                "interceptions(self._steps.context, self._module)",
+                'interceptions(self._steps.context, self._module, self.config.shard_size == "auto")',
+            ),
+            Change(
+                "step/prepare.py",
+                "def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]:",
+                "def interceptions(context: SequenceContext, module: nn.Module, sdpa: bool) -> Iterator[None]:",
+            ),
+            Change(
+                "step/prepare.py",
+                "        SdpaInterception(context, module),\n",
+                "        SdpaInterception(context, module) if sdpa else contextmanager(lambda: iter([None]))(),\n",
             ),
             Change(
                 "step/runner.py",

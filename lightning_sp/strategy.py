@@ -35,7 +35,7 @@ from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import check_same_gradients
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
-from lightning_sp.step.data_position import DataPosition
+from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unshard_tokens, unsharded_output
 from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
@@ -100,7 +100,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._first_batch = FirstBatch()
         self._evaluated = EvaluationProgress()
         self._window = TokenWindow()
-        self._position = DataPosition()
+        self._cursor = DataCursor()
         self._streams = RandomStreams()
 
     # ---- what users and callbacks read
@@ -205,7 +205,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             by_hand=not self.config.shard_batch,
         )
         if training:
-            self._position.resume_loader(loader)
+            self._cursor.resume_loader(loader)
         return loader
 
     @override
@@ -252,7 +252,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
-        self._position.note_micro_batch(rows, trainer, mesh)
+        self._cursor.note_micro_batch(rows, trainer, mesh)
         self._streams.begin_micro_batch()
         dropout = self._streams.dropout_source(rows, trainer.global_step, mesh)
         self._batch = replace(self._batch, dropout=dropout).to(self.root_device)
@@ -330,7 +330,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             "format": 1,
             "shard_size": resolve_shard_size(self.config, self.world_size),
             **self._streams.stored(trainer.global_step, mesh, self._groups.world),
-            **self._position.stored(trainer, mesh),
+            **self._cursor.stored(trainer, mesh),
         }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -342,7 +342,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             stored, loop_state = checkpoint.get(CHECKPOINT_KEY) or {}, checkpoint["loops"]["fit_loop"]
-            self._position.resume(stored.get("position"), loop_state, trainer, dp_size=self.data_parallel_size)
+            self._cursor.resume(stored.get("position"), loop_state, trainer, dp_size=self.data_parallel_size)
         return checkpoint
 
     @override
@@ -357,6 +357,6 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._interceptions.close()
         if self._runner is not None:
             self._runner.end()
-        self._position.end_of_run()
+        self._cursor.end_of_run()
         self._streams.end_of_run()
         super().teardown()

@@ -27,7 +27,7 @@ class Outputs(NamedTuple):
         exchanged: with Ulysses, q, k and v (S, B, h + 2 k, D); in cross attention q alone (S, B, h, D).
         exchanged_kv: with Ulysses in cross attention, k and v (T, B, 2 k, D).
         saved_kv: keys and values that arrived round the ring, where they are saved, ((R-1) T, 2, B, k, D).
-        visible: map of the blocks that a matrix or a function lets be seen.
+        visible: map of the blocks of which a matrix or a function leaves something visible.
     """
 
     out: Tensor

@@ -260,7 +260,7 @@ def _token_major(tensor: Tensor) -> Tensor:
 def _plan(
     q: Tensor, k: Tensor, spec: AttentionSpec, ulysses: Ulysses, visible: Tensor | None = None, tokens: int = 1
 ) -> Plan:
-    """Return the plan of what the runs of a mask and the map of the rest let be seen.
+    """Return the plan of what the runs of a mask and the map of the rest leave visible.
 
     Args:
         q: queries of this ring rank, or of this rank.

@@ -274,7 +274,7 @@ class SequenceShardingDataModule(LightningDataModule):
         if differing:
             shown = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in differing.items())
             raise SequenceParallelError(
-                f"the checkpoint's data position is of other data: {shown}. Give the same data and options, or start a "
+                f"the checkpoint's data cursor is of other data: {shown}. Give the same data and options, or start a "
                 "new run from the weights alone"
             )
         sampler = self._sampler or self._new_sampler()

@@ -101,7 +101,7 @@ def check_epoch_end(fit_loop: dict[str, Any], trainer: Any) -> None:
     if isinstance(trainer.datamodule, SequenceShardingDataModule) or not done or batches["is_last_batch"]:
         return
     raise SequenceParallelError(
-        f"the checkpoint was stored within epoch {epochs['processed']}, after {done} micro-batches, and holds no data position of lightning_sp: "
+        f"the checkpoint was stored within epoch {epochs['processed']}, after {done} micro-batches, and holds no data cursor of lightning_sp: "
         "which samples they were is not known; resume from a checkpoint of an epoch's end"
     )
 
@@ -116,14 +116,14 @@ def resume_loader(loader: Any, cursor: dict[str, Any]) -> None:
     if cursor["kind"] == "order":
         if sampler is None:
             raise SequenceParallelError(
-                f"the checkpoint's data position is of a loader whose order lightning_sp gives ({cursor['num_samples']} samples), this "
-                f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or start without the position"
+                f"the checkpoint's data cursor is of a loader whose order lightning_sp gives ({cursor['num_samples']} samples), this "
+                f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or start without the cursor"
             )
         sampler.load_state_dict(cursor)
     elif cursor["steps"]:
         if not isinstance(loader, BroadcastLoader):
             raise SequenceParallelError(
-                "the checkpoint's data position is of a loader that one rank reads, this run's training loader follows lightning_sp's order: "
+                "the checkpoint's data cursor is of a loader that one rank reads, this run's training loader follows lightning_sp's order: "
                 "give the same loader, or resume from a checkpoint of an epoch's end"
             )
         loader.skip = cursor["steps"] * cursor["accumulation"]

@@ -98,6 +98,6 @@ def _differs(value: Tensor, num_losses: int, group: ProcessGroup | None) -> Sequ
     values = [float(v) for v in comm.gather_objects(float(value), group)]
     return SequenceParallelError(
         f"training_step's loss differs between ranks: {values}; a part of it was computed from this rank's tokens alone (an auxiliary "
-        f"term, an MSE, a pooled head; {num_losses} cross entropies were seen), so it is no mean over the sequence's tokens; use "
+        f"term, an MSE, a pooled head; {num_losses} cross entropies were called), so it is no mean over the sequence's tokens; use "
         "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
     )

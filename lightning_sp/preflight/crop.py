@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_sp.attention.spec.documents import boundaries_from_positions
 from lightning_sp.data.batch.entries import batch_entries, extent, sequence_dims, split_sequences
-from lightning_sp.data.batch.labels import shifted_labels
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.targets import batch_targets
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout
 
@@ -75,7 +75,7 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
     own, encoder = split_sequences(dims)
     rows, length = extent(entries, own, encoder)
     height, tokens, *encoder_tokens = size
-    labels = shifted_labels(entries, options)
+    labels = batch_targets(entries, options)
     position_ids = entries.get("position_ids") if not encoder else None
     first: Crop | None = None
     for last in (min(rows, row + height) for row in range(0, rows, height)):

@@ -187,7 +187,7 @@ def _wrong_block(block_mask: BlockMask, query: Tensor) -> str | None:
         wrong = (visible & ~(partial | full)) | (~visible & full)
         if bool(wrong.any()):
             row, head, at, key = wrong.nonzero()[0].tolist()
-            said = "seen" if bool(visible.expand_as(wrong)[row, head, at, key]) else "hidden"
+            said = "visible" if bool(visible.expand_as(wrong)[row, head, at, key]) else "hidden"
             return (
                 f"flex_attention with a BlockMask of {table.lengths} queries and keys, this rank's, whose blocks are not those of its "
                 f"mask_mod: the function says {said} for query {start + at} and key {key} in row {row} and head {head}, its blocks otherwise. "

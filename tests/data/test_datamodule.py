@@ -243,7 +243,7 @@ def test_positions_of_other_data_or_batches_are_refused(corpus, tmp_path):
         (
             3,
             {"global_batch_size": None},
-            r"2 x accumulation 3 x dp 1 = 6 .* stored position is 4: .*\[\(1, 4\), \(2, 2\), \(4, 1\)\]",
+            r"2 x accumulation 3 x dp 1 = 6 .* stored cursor is 4: .*\[\(1, 4\), \(2, 2\), \(4, 1\)\]",
         ),
     ):
         with pytest.raises(SequenceParallelError, match=match):

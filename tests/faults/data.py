@@ -72,8 +72,8 @@ DATA = (
     ),
     fault(
         "a position lost to estimated_stepping_batches",
-        "step/data_position.py",
-        "            resume_loader(loader, position)\n\n    def resume_loader",
+        "step/data_cursor.py",
+        "            resume_loader(loader, cursor)\n\n    def resume_loader",
         "            pass\n\n    def resume_loader",
         "tests/trainer/test_checkpoint.py::test_a_resume_is_exact_for[momentum]",
     ),

@@ -110,4 +110,4 @@ def test_a_shards_block_mask_is_looked_at_for_each_number_of_heads_and_again_whe
     reach[0] = 3
     assert _wrong_block(made, one) is None
     made.kv_num_blocks.zero_()
-    assert "the function says seen" in _wrong_block(made, one)
+    assert "the function says visible" in _wrong_block(made, one)

@@ -191,12 +191,12 @@ def test_plain_lightnings_checkpoint_resumes_here(results: dict[str, list[Any]])
         ("stream on other degrees", "data_parallel_size=2 and accumulate_grad_batches=2; this run has 1 and 2"),
         ("resume of weights", "holds weights alone (save_weights_only=True)"),
         ("another global batch", "micro_batch_size 1 x accumulation 2 x dp 1 = 2 samples a step, but the global batch size of the stored "
-         "position is 4: at dp 1 these (micro_batch_size, accumulate_grad_batches) do: [(1, 4), (2, 2), (4, 1)]"),
+         "cursor is 4: at dp 1 these (micro_batch_size, accumulate_grad_batches) do: [(1, 4), (2, 2), (4, 1)]"),
         ("another optimizer", "optimizer 0 of the checkpoint is AdamW, this run's is SGD"),
         ("other groups", "hold [28] parameters, this run's [10, 18]"),
         ("fewer optimizers", "optimizer 0 of the checkpoint is AdamW, this run's is _MockOptimizer"),
         ("another order", "stored with shuffle True, this run has False"),
-        ("from within a plain epoch", "stored within epoch 1, after 2 micro-batches, and holds no data position"),
+        ("from within a plain epoch", "stored within epoch 1, after 2 micro-batches, and holds no data cursor"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_on_all_ranks(results: dict[str, list[Any]], name: str, message: str) -> None:

@@ -189,7 +189,7 @@ REFUSED = [
     (dict(build="flex lse"), ["flex_attention with return_lse=True"]),
     (dict(build="flex kernel options"), ["flex_attention with kernel_options={'BLOCK_M': 32}"]),
     (dict(build="flex blocks of a shard"), ["BlockMask of (16, 16) queries", "hidden blocks and no mask_mod, where the sequence has 32"]),
-    (dict(build="flex chosen by a shard"), ["BlockMask of (16, 16)", "not those of its mask_mod: the function says seen for query 8 and key 4"]),
+    (dict(build="flex chosen by a shard"), ["BlockMask of (16, 16)", "its mask_mod: the function says visible for query 8 and key 4"]),
     (dict(build="flex chosen by one shard"), ["rank 1: flex_attention with a BlockMask of (16, 16)", "are not those of its mask_mod"]),
     (dict(build="flex by head of a shard"), ["not those of its mask_mod", "in row 0 and head 1, its blocks otherwise"]),
     (dict(build="flex gqa unsaid"), ["4 query heads over 2 key-value heads without enable_gqa=True"]),

@@ -40,7 +40,7 @@ class BlockKernel:
     scale: float
     head_groups: tuple[HeadGroup, ...]
 
-    def takes_together(self, blocks: Sequence[Block]) -> bool:
+    def computes_together(self, blocks: Sequence[Block]) -> bool:
         """Return whether the kernel computes all blocks of a kind in one call, and that is fewer calls."""
         return len({block.kind for block in blocks}) < len(blocks) and isinstance(self.kernel, PackedKernel)
 
@@ -128,7 +128,7 @@ def forward_step(
         q: local queries, (B, H, S, D).
         k: keys that travelled, (B, K, n, D).
         v: values likewise.
-        running: (out, lse), None in the first step; a query that has seen no key has 0 and -inf. It is in the accumulator's dtype, or in
+        running: (out, lse), None in the first step; a query without a visible key so far has 0 and -inf. It is in the accumulator's dtype, or in
             that of q as long as one block has been all: where nothing is added, nothing is cast.
         positions: where queries and keys lie, for a kernel that asks.
     """
@@ -140,7 +140,7 @@ def forward_step(
         running = (empty_token_major(q, dtype).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=dtype))
     if blocks:
         running = (running[0].to(dtype), running[1])
-    if kernel.takes_together(blocks):
+    if kernel.computes_together(blocks):
         for here, out, lse in forward_calls(*kernel.together(blocks, q), q, k, v):
             merged, merged_lse = running[0][here], running[1][here]
             merge_into(merged, merged_lse, out, lse)
@@ -191,7 +191,7 @@ def backward_step(
         )  # fmt: skip
         dq[:, :, queries] += part
         return dq, dk, dv
-    if kernel.takes_together(blocks):
+    if kernel.computes_together(blocks):
         dk, dv = backward_calls(*kernel.together(blocks, q), saved, kv, dq)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
     # Blocks share keys where windows overlap: sums, in no less than float32.
@@ -209,11 +209,11 @@ def backward_step(
 
 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's partial into the running (out, lse), in place; a row that has seen no key has 0 and -inf.
+    """Merge a block's partial into the running (out, lse), in place; a row without a visible key so far has 0 and -inf.
 
     Shapes: out, block_out (B, H, S, D); lse, block_lse (B, H, S), natural logarithm.
     """
-    # Where neither has seen a key, -inf - -inf is not a number: the running partial stays.
+    # Where neither has a visible key, -inf - -inf is not a number: the running partial stays.
     weight = torch.sigmoid(
         (block_lse - lse).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ).unsqueeze(-1)

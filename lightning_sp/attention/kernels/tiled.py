@@ -54,7 +54,7 @@ class TiledKernel:
             for columns, here, hidden in self._columns(rows, k.shape[2], causal, positions):
                 _, scores = self._scores(queries, k, rows, columns, causal, scale, here, hidden)
                 highest = torch.maximum(top, scores.amax(-1, keepdim=True))
-                # Where nothing was seen yet there is no maximum to subtract.
+                # Where no key was visible yet there is no maximum to subtract.
                 shift = highest.masked_fill(highest == -math.inf, 0.0) if self.scores.hides else highest
                 weights, decay = torch.exp(scores - shift), torch.exp(top - shift)
                 total = total * decay + weights.sum(-1, keepdim=True)
@@ -107,7 +107,7 @@ class TiledKernel:
         for columns in _tiles(min(rows.stop, num_keys) if causal else num_keys, self.tile):
             here = None if positions is None else positions.part(queries=rows, keys=columns)
             hidden = None if here is None else self.scores.hidden(here)
-            # A tile of which nothing is seen adds nothing to any sum: the blocks of documents that a function parts are most of a sequence.
+            # A tile of which nothing is visible adds nothing to any sum: the blocks of documents that a function parts are most of a sequence.
             if hidden is None or not bool(hidden.all()):
                 yield columns, here, hidden
 

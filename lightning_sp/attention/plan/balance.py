@@ -1,4 +1,4 @@
-"""Which tokens each ring rank holds so that all compute equally many (query, key) pairs: a layout for the documents of one batch.
+"""Which tokens each ring rank has so that all compute equally many (query, key) pairs: a layout for the documents of one batch.
 
 Each of the 2R chunks of zigzag is cut in 2, 4 or 8 units of equal length, and every ring rank gets equally many units:
 
@@ -6,8 +6,8 @@ Each of the 2R chunks of zigzag is cut in 2, 4 or 8 units of equal length, and e
     zigzag        0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0      rank 1 computes 54% more pairs than the mean
     balanced      0 0 0 0 1 1 1 1 0 0 1 1 1 1 0 0      1.8%
 
-What a unit's queries compute does not depend on who holds the other units. So the search swaps units between the busiest rank and another
-until the busiest is within `LIMIT` of the mean; among swaps it takes what moves the fewest keys and makes the fewest kernel calls. It counts
+What a unit's queries compute does not depend on which rank has the other units. So the search swaps units between the busiest rank and another
+until the busiest is within `LIMIT` of the mean; among swaps it chooses what moves the fewest keys and makes the fewest kernel calls. It counts
 in integers alone, so that every rank finds the same. Pure functions; no process, no collective.
 """
 
@@ -36,7 +36,7 @@ LIMIT = 20
 # 50 us beside 1e-10 s a pair, and was not measured.
 MOVED_PAIRS = 512
 CALL_PAIRS = {"cpu": 4_000, "cuda": 500_000}
-# Swaps whose keys are counted before one is taken, and the most swaps of a search.
+# Swaps whose keys are counted before one is made, and the most swaps of a search.
 CANDIDATES = 8
 MOST_SWAPS = 200
 _NEVER = np.int64(1 << 62)
@@ -66,10 +66,10 @@ class Balance:
         """Return one line: what the layout is, and what the other would be."""
         found, before = f"{100 * self.imbalance:.1f}%", f"{100 * self.zigzag_imbalance:.1f}%"
         used, other = ("balanced", "zigzag") if self.layout.assignment else ("zigzag", "balanced")
-        told, beside = (found, before) if self.layout.assignment else (before, found)
+        used_excess, other_excess = (found, before) if self.layout.assignment else (before, found)
         return (
-            f"packed documents over a ring of {self.layout.ring_size}, first batch: {used}, the busiest rank computes {told} more (query, key) "
-            f"pairs than the mean; {other} it would be {beside}"
+            f"packed documents over a ring of {self.layout.ring_size}, first batch: {used}, the busiest rank computes {used_excess} more "
+            f"(query, key) pairs than the mean; {other} it would be {other_excess}"
         )
 
 
@@ -164,8 +164,8 @@ class _Split:
 
     @cached_property
     def loads(self) -> Integers:
-        held: Integers = (self.owner == np.arange(self.ring)[:, None]) @ self.units.pairs
-        return held
+        pairs: Integers = (self.owner == np.arange(self.ring)[:, None]) @ self.units.pairs
+        return pairs
 
     @cached_property
     def ring(self) -> int:
@@ -195,15 +195,16 @@ class _Split:
 
     @cached_property
     def num_calls(self) -> int:
-        """Kernel calls of queries against other ranks' keys: the ranks met between a unit and its rank's one before in that document."""
-        held = np.zeros((len(self.owner) + 1, self.ring), dtype=np.int64)
-        held[np.arange(1, len(held)), self.owner] = 1
-        held = held.cumsum(0)
+        """Calls of the kernel against other ranks' keys: the ranks with units between a unit and its rank's previous one in its document."""
+        # Units of each rank before each unit.
+        units_before = np.zeros((len(self.owner) + 1, self.ring), dtype=np.int64)
+        units_before[np.arange(1, len(units_before)), self.owner] = 1
+        units_before = units_before.cumsum(0)
         order = np.argsort(self.owner, kind="stable")
-        before = np.full(len(order), -1, dtype=np.int64)
-        before[order[1:]] = np.where(self.owner[order[1:]] == self.owner[order[:-1]], order[:-1], -1)
-        met = (held[:-1] - held[np.maximum(self.units.first, before + 1)]) > 0
-        return int((met.sum(1) * self.units.crossing).sum())
+        previous = np.full(len(order), -1, dtype=np.int64)
+        previous[order[1:]] = np.where(self.owner[order[1:]] == self.owner[order[:-1]], order[:-1], -1)
+        between = (units_before[:-1] - units_before[np.maximum(self.units.first, previous + 1)]) > 0
+        return int((between.sum(1) * self.units.crossing).sum())
 
     def overhead(self, call: int) -> int:
         """Moved keys and calls, in pairs of a rank."""
@@ -221,10 +222,10 @@ class _Split:
         """Return the ranges of each ring rank, neighbours joined."""
         begins = np.flatnonzero(np.append(True, self.owner[1:] != self.owner[:-1]))
         edges = self.units.edges[np.append(begins, len(self.owner))].tolist()
-        held: list[list[tuple[int, int]]] = [[] for _ in range(self.ring)]
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.ring)]
         for rank, start, end in zip(self.owner[begins].tolist(), edges[:-1], edges[1:], strict=True):
-            held[rank].append((start, end))
-        return tuple(map(tuple, held))
+            ranges[rank].append((start, end))
+        return tuple(map(tuple, ranges))
 
 
 def _improved(split: _Split, call: int) -> _Split:
@@ -249,8 +250,8 @@ def _swaps(split: _Split, call: int) -> Iterator[tuple[int, _Split]]:
     peak = np.maximum(loads[busiest] - less, loads[owner[other]] + less)
     allowed = (peak < loads[busiest]) & (size[own][:, None] == size[other])
     peak = np.where(allowed, np.maximum(peak, split.limit), _NEVER)
-    for place in np.argsort(peak, axis=None, kind="stable")[:CANDIDATES].tolist():
-        i, j = divmod(place, len(other))
+    for swap in np.argsort(peak, axis=None, kind="stable")[:CANDIDATES].tolist():
+        i, j = divmod(swap, len(other))
         if peak[i, j] == _NEVER:
             return
         swapped = owner.copy()

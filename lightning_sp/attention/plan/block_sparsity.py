@@ -1,4 +1,4 @@
-"""Which blocks of queries x keys an arbitrary mask lets be seen: what it hides whole neither travels nor is computed.
+"""Which blocks of queries x keys an arbitrary mask leaves visible: what it hides whole neither travels nor is computed.
 
 A matrix or a function of positions does not say what it hides. So each rank of a ring looks at its own queries, block by block. The ranks
 join what they find into one map of the whole attention, from which each knows what the others need of it.
@@ -57,7 +57,7 @@ def search(
 
     Args:
         scores: with the mask to be searched.
-        plan: what the rest of the mask lets be seen: nothing else is searched.
+        plan: what the rest of the mask leaves visible: nothing else is searched.
         rank: in the ring.
         heads: query heads of this rank.
         like: queries, for their rows and device.
@@ -90,14 +90,14 @@ def search(
         raise error
     if int(failed) == _FAILED:
         raise SequenceParallelError(
-            "the attention's mask_mod or dense mask failed on another rank of the sequence, which says why: it is asked for places in the "
+            "the attention's mask_mod or dense mask failed on another rank of the sequence, which says why: it is asked for positions in the "
             f"whole sequence, here {plan.length} queries and {plan.key_length} keys, padding included"
         )
     return found
 
 
 def _is_visible(scores: Scores, tile: ScorePositions) -> bool:
-    """Return whether something of a tile is seen. A sample says so of most tiles; only where it sees nothing is all of it looked at.
+    """Return whether something of a tile is visible. A sample says so of most tiles; only where it finds nothing is all of it looked at.
 
     The last positions are in it: a tensor of a function's that is too short is found out here, where all ranks hear of it.
     """

@@ -54,7 +54,7 @@ class Block:
     Args:
         queries: local range.
         keys: local range; as long as that of the queries unless the kind is full.
-        kind: what of it is seen.
+        kind: what of it is visible.
         row: of the batch; None for all.
         opens: whether no earlier block of the step holds one of its queries.
     """
@@ -73,7 +73,7 @@ class AllGatherPlan:
     Args:
         keys: global ranges of those keys, rising and apart.
         blocks: on the keys as they lie then.
-        parts: for each ring rank, those of its keys that are seen: (local range, where they lie), in its order.
+        parts: for each ring rank, those of its keys that are visible: (local range, where they lie), in its order.
     """
 
     keys: tuple[Range, ...]
@@ -95,7 +95,7 @@ class Plan:
         length: global tokens.
         rows: of the batch.
         key_length: global keys of cross attention; None for those of the queries.
-        sparsity: the blocks of which a matrix or a function lets something be seen; None where there is none.
+        sparsity: the blocks of which a matrix or a function leaves something visible; None where there is none.
         tile: `tile_on` the device.
     """
 

@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockSparsity:
-    """Which blocks of queries x keys hold something that is seen, of a map with as many blocks along either side.
+    """Which blocks of queries x keys have something visible, of a map with as many blocks along either side.
 
     Args:
         size: queries and keys of a block.

@@ -80,7 +80,7 @@ def lay_cross_gradients(
 
     Args:
         received: flat, from each rank its `cross_counts`.
-        split: which heads each rank holds.
+        split: which heads each rank has.
         batch: rows.
         queries: tokens of the whole ring rank.
         keys: likewise, of the other sequence.

@@ -40,7 +40,7 @@ from lightning_sp.comm.collectives import exchange
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each Ulysses rank holds: pure functions of (H, K, U).
+    """Which heads each Ulysses rank has: pure functions of (H, K, U).
 
     Args:
         num_heads: H, query heads.
@@ -193,7 +193,7 @@ def lay_gradients(received: Tensor, split: HeadSplit, batch: int, dim: int) -> t
         )
     ]
     dq, dk, dv = (
-        _side_by_side(own, held) for own, held in zip(zip(*per_rank, strict=True), (queries, keys, keys), strict=True)
+        _side_by_side(own, heads) for own, heads in zip(zip(*per_rank, strict=True), (queries, keys, keys), strict=True)
     )
     return dq, dk, dv
 
@@ -235,18 +235,18 @@ def _parts(received: Tensor, widths: Sequence[int], batch: int, dim: int) -> lis
     ]
 
 
-def _side_by_side(parts: Sequence[Tensor], held: Sequence[Range]) -> Tensor:
-    """Lay the heads of all ranks beside each other in token-major memory, each element copied once; what several ranks held is summed.
+def _side_by_side(parts: Sequence[Tensor], heads: Sequence[Range]) -> Tensor:
+    """Lay the heads of all ranks beside each other in token-major memory, each element copied once; what several ranks had is summed.
 
-    Shapes: per rank u (s, B, w_u, D), heads `held[u]` of H -> (B, H, s, D).
+    Shapes: per rank u (s, B, w_u, D), `heads[u]` of H -> (B, H, s, D).
     """
     tokens, batch, _, dim = parts[0].shape
-    edges = sorted({edge for bounds in held for edge in bounds})
+    edges = sorted({edge for bounds in heads for edge in bounds})
     whole = parts[0].new_empty(batch, tokens, edges[-1], dim)
     for start, end in pairwise(edges):
         shares = [
             part[:, :, start - low : end - low].transpose(0, 1)
-            for part, (low, high) in zip(parts, held, strict=True)
+            for part, (low, high) in zip(parts, heads, strict=True)
             if low <= start and end <= high
         ]
         if len(shares) == 1:

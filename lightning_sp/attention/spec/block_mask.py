@@ -1,4 +1,4 @@
-"""The table of a FlexAttention `BlockMask`: which blocks of queries x keys its function decides, which are seen whole, and the rest, hidden."""
+"""The table of a FlexAttention `BlockMask`: the blocks of queries x keys that its function decides, those visible whole, the rest hidden."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class BlockTable:
 
     Args:
         asked: the blocks in which the function decides, (rows or 1, heads or 1, blocks of queries, blocks of keys), bool.
-        whole: those that are seen whatever it says, likewise.
+        whole: those that are visible whatever it says, likewise.
         size: queries and keys of a block.
-        lengths: queries and keys; beyond them there is padding, and nothing is seen.
+        lengths: queries and keys; beyond them there is padding, and nothing is visible.
     """
 
     asked: Tensor
@@ -74,7 +74,7 @@ class BlockTable:
         return self.lengths[0] >= queries and self.lengths[1] >= keys
 
     def at_positions(self, positions: ScorePositions) -> tuple[Tensor, Tensor]:
-        """Return for each key of a tile whether the function decides, and whether it is seen in any case.
+        """Return for each key of a tile whether the function decides, and whether it is visible in any case.
 
         Shapes: () -> (rows or 1, heads or 1, Sq, Sk) twice, bool.
         """

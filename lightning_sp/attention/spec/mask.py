@@ -34,8 +34,8 @@ class AttentionMask:
             prefix of a prefix-LM, an image among text. int64 on the CPU, shape (rows, runs, 2), rising and apart; (n, n) for none.
         key_boundaries: In cross attention the documents of the keys, as `boundaries` with as many documents: a query of the i-th sees the keys
             of the i-th. Only with causal=False, and neither window, chunks nor bidirectional runs, which compare positions of one sequence.
-        dense: Any mask, whole on every rank: bool, True for seen, shape (rows or 1, heads or 1, S or 1, T), on the device of the queries. Beyond
-            its S and T there is padding: nothing is seen. The tiled kernel computes it. Blocks of keys that it hides do not travel: of 512
+        dense: Any mask, whole on every rank: bool, True if visible, shape (rows or 1, heads or 1, S or 1, T), on the queries' device. Beyond
+            its S and T there is padding: nothing is visible. The tiled kernel computes it. Blocks of keys that it hides do not travel: of 512
             tokens, of a 64th of a sequence of more than 32,768, of a 16th of one of less than 8,192.
         mask_mod: (row, head, query, key) -> bool, in FlexAttention's form, global positions: any mask without a matrix; else as `dense`. Or a
             `BlockMask` of the whole sequence: what its lists of blocks say holds, as in a compiled `flex_attention`.

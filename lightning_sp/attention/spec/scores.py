@@ -32,7 +32,7 @@ class Scores:
         bias: added, whole: (rows or 1, heads or 1, S or 1, T), by global positions; beyond its S and T there is padding, whose bias is 0.
         score_mod: a function of the score and its position.
         tensors: what `score_mod` reads, in its stead: the operator's own arguments.
-        dense: which keys a query sees, whole, bool, shaped as `bias`; beyond its S and T nothing is seen.
+        dense: which keys a query sees, whole, bool, shaped as `bias`; beyond its S and T nothing is visible.
         mask_mod: the same as a function of positions.
         dropout: of the weights.
     """

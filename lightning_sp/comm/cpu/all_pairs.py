@@ -61,16 +61,16 @@ class AllPairs(dist.Work):
 def all_pairs_all_gather(output: Tensor, own: Tensor, group: ProcessGroup) -> AllPairs:
     """Start to fill `output` with the flat tensors of all ranks, in rank order, sent straight from each to each.
 
-    gloo's all_gather_into_tensor passes everything on from neighbour to neighbour. `own` may be this rank's place in `output`.
+    gloo's all_gather_into_tensor passes everything on from neighbour to neighbour. `own` may be this rank's part of `output`.
 
     Shapes: own (n,), output (size * n,), contiguous. Communicates: (group size - 1) x own's bytes leave this rank.
     """
     size, rank, n = dist.get_world_size(group), dist.get_rank(group), own.numel()
     assert output.numel() == size * n
-    places = [output.narrow(0, each * n, n) for each in range(size)]
-    if n and places[rank].data_ptr() != own.data_ptr():
-        places[rank].copy_(own)
-    return AllPairs([own] * size, places, group, lambda _: None)
+    parts = [output.narrow(0, each * n, n) for each in range(size)]
+    if n and parts[rank].data_ptr() != own.data_ptr():
+        parts[rank].copy_(own)
+    return AllPairs([own] * size, parts, group, lambda _: None)
 
 
 def all_pairs_reduce_scatter(output: Tensor, parts: Tensor, group: ProcessGroup, *, divisor: int = 1) -> AllPairs:

@@ -44,26 +44,28 @@ class Offer:
     error: str = ""
 
 
-def offer(folder: str, others: Sequence[int], readers: dict[int, int], held: ExitStack, lent: ExitStack) -> Offer:
+def offer(
+    folder: str, others: Sequence[int], readers: dict[int, int], descriptors: ExitStack, lent: ExitStack
+) -> Offer:
     """Make this rank's file, one page long, and its pipes.
 
     Args:
         folder: of shared memory.
         others: the other ranks.
         readers: filled with the descriptors at which their signals come.
-        held: closes what this rank keeps.
+        descriptors: closes this rank's file and its ends of the pipes.
         lent: closes what is only there for the others to open.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     try:
         file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        held.callback(os.close, file)
+        descriptors.callback(os.close, file)
         os.posix_fallocate(file, 0, PAGE)
         os.pwrite(file, token, 0)
         pipes = {}
         for other in others:
             readers[other], pipes[other] = os.pipe()
-            held.callback(os.close, readers[other])
+            descriptors.callback(os.close, readers[other])
             lent.callback(os.close, pipes[other])
     except (OSError, AttributeError) as error:  # AttributeError: no Linux, no O_TMPFILE
         return Offer(_machine(), os.getpid(), error=f"no shared memory can be made in {folder} ({error})")
@@ -78,7 +80,7 @@ def why_apart(offers: Sequence[Offer]) -> str:
     return next((each.error for each in offers if each.error), "")
 
 
-def open_file(offers: Sequence[Offer], rank: int, other: int, held: ExitStack) -> int:
+def open_file(offers: Sequence[Offer], rank: int, other: int, descriptors: ExitStack) -> int:
     """Open another rank's file of memory.
 
     Raises:
@@ -90,7 +92,7 @@ def open_file(offers: Sequence[Offer], rank: int, other: int, held: ExitStack) -
         # Looked at first: in another container the number may be another process', and what it holds a device.
         if stat.S_ISREG(os.stat(path).st_mode):
             file = os.open(path, os.O_RDWR)
-            held.callback(os.close, file)
+            descriptors.callback(os.close, file)
             if os.pread(file, _TOKEN_BYTES, 0) == theirs.token:
                 return file
     except OSError as error:
@@ -98,7 +100,7 @@ def open_file(offers: Sequence[Offer], rank: int, other: int, held: ExitStack) -
     raise SequenceParallelError(f"rank {rank} finds other things where rank {other} has its memory: containers?")
 
 
-def open_pipe(offers: Sequence[Offer], rank: int, other: int, held: ExitStack) -> int:
+def open_pipe(offers: Sequence[Offer], rank: int, other: int, descriptors: ExitStack) -> int:
     """Open the pipe for this rank's signals to a rank whose file was opened.
 
     Raises:
@@ -109,7 +111,7 @@ def open_pipe(offers: Sequence[Offer], rank: int, other: int, held: ExitStack) -
         pipe = os.open(path, os.O_WRONLY)
     except OSError as error:
         raise SequenceParallelError(f"rank {rank} cannot open the signals of rank {other} ({error})") from error
-    held.callback(os.close, pipe)
+    descriptors.callback(os.close, pipe)
     return pipe
 
 

@@ -96,17 +96,17 @@ class Arena:
         return -1
 
     def warn_once(self, reason: str) -> None:
-        """Say on the group's first rank that the network is taken instead, and why."""
+        """Say on the group's first rank that the network carries the keys instead, and why."""
         if self.rank == 0 and not self._warned:
             warnings.warn(f"ring_transport='auto' takes the network: {reason}", stacklevel=2)
         self._warned = True
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor in a rank's arena, in place; `offset` is in bytes, from where data begin."""
-        held = self._maps[rank]
-        if held is None:
-            held = self._maps[rank] = mmap.mmap(self._files[rank], self.capacity)
-        return torch.frombuffer(held, dtype=dtype, count=math.prod(shape), offset=PAGE + offset).view(*shape)
+        memory = self._maps[rank]
+        if memory is None:
+            memory = self._maps[rank] = mmap.mmap(self._files[rank], self.capacity)
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=PAGE + offset).view(*shape)
 
     def begin(self) -> None:
         """Begin the next use of the memory: wait until no other rank reads what this rank wrote in the last one."""
@@ -151,15 +151,15 @@ def connect(group: ProcessGroup | None) -> str:
         return "the ranks are not CPU ranks that talk by gloo"
     rank, size, reason = comm.rank_in(group), comm.size_of(group), ""
     others, readers = [other for other in range(size) if other != rank], dict[int, int]()
-    with ExitStack() as held:
+    with ExitStack() as descriptors:
         with ExitStack() as lent:
-            offers = comm.gather_objects(offer(FOLDER, others, readers, held, lent), group)
+            offers = comm.gather_objects(offer(FOLDER, others, readers, descriptors, lent), group)
             files, writers = {rank: offers[rank].file}, {}
             try:
                 reason = why_apart(offers)
                 for other in others if not reason else ():
-                    files[other] = open_file(offers, rank, other, held)
-                    writers[other] = open_pipe(offers, rank, other, held)
+                    files[other] = open_file(offers, rank, other, descriptors)
+                    writers[other] = open_pipe(offers, rank, other, descriptors)
             except SequenceParallelError as error:
                 reason = str(error)
             # The others may open what is lent until every rank has come here.
@@ -168,7 +168,7 @@ def connect(group: ProcessGroup | None) -> str:
             return reason
         arena = Arena(group, [files[other] for other in range(size)], Signals(rank, readers, writers, comm.timeout_s()))
         # Its memory is freed when every rank has closed the files, and no tensor of `view` is left.
-        weakref.finalize(arena, held.pop_all().close)
+        weakref.finalize(arena, descriptors.pop_all().close)
     _arenas[name] = arena
     comm.when_destroyed(group, partial(_forget, name, weakref.ref(arena)))
     return ""

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.data.batch.labels import SHIFTED_BY_NAME
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.targets import TARGET_NAMES
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 
@@ -37,7 +37,7 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "decoder_position_ids": (1, 0),
     "decoder_attention_mask": (1, 1),
 }
-_OF_TARGETS = ("labels", *SHIFTED_BY_NAME, "loss_mask")
+_OF_TARGETS = ("labels", *TARGET_NAMES, "loss_mask")
 
 
 def plain_entries(batch: Any) -> dict[str, Any]:
@@ -83,12 +83,12 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
         if not isinstance(tensor, Tensor) or tensor.dim() <= dim:
-            held = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise SequenceParallelError(
-                f"sequence_dims[{name!r}]={dim}: the batch holds {held} there; it has {shapes_of(entries)}"
+                f"sequence_dims[{name!r}]={dim}: the batch has {shape} there; it has {shapes_of(entries)}"
             )
         dims[name] = dim
-    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _holds_tensors(value)]
+    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _has_tensors(value)]
     if not dims and nested:
         raise SequenceParallelError(
             f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
@@ -169,6 +169,6 @@ def shapes_of(entries: Mapping[str, Any]) -> str:
     )
 
 
-def _holds_tensors(value: Any) -> bool:
+def _has_tensors(value: Any) -> bool:
     parts = value.values() if isinstance(value, Mapping) else value
     return any(isinstance(part, Tensor) for part in parts)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.entries import extent, plain_entries, sequence_dims, split_sequences
-from lightning_sp.data.batch.labels import SHIFTED_BY_NAME
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.targets import TARGET_NAMES
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, positions
 
@@ -41,7 +41,7 @@ def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: Sh
             f"shard_batch=False: position_ids of rank {rank} are not the global positions of this layout (ring {layout.ring_size} x ulysses "
             f"{layout.ulysses_size}); packed documents cannot be sharded by hand; use lightning_sp.layout.shard on the whole tensors"
         )
-    labels = next((entries[n] for n in SHIFTED_BY_NAME if isinstance(entries.get(n), Tensor)), None)
+    labels = next((entries[n] for n in TARGET_NAMES if isinstance(entries.get(n), Tensor)), None)
     return SequenceInfo(
         rows=rows,
         length=length,

@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.balanced_layout import balanced_layout
 from lightning_sp.data.batch.entries import STANDARD_NAMES, extent
-from lightning_sp.data.batch.labels import shifted_labels
 from lightning_sp.data.batch.packed_documents import document_boundaries, pad_boundaries, read_position_ids
 from lightning_sp.data.batch.padding import VisibleKeys, check_padding, read_visible_keys
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.targets import batch_targets
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, pad, shard
 
@@ -79,7 +79,7 @@ def shard_sequence(
     visible = VisibleKeys() if mask is None else read_visible_keys(mask)
     boundaries = _read_documents(sequence, position_ids, options) if given else None
     # Labels are of the sequence that is trained on.
-    labels = None if decoder is not None else shifted_labels(entries, options)
+    labels = None if decoder is not None else batch_targets(entries, options)
     padded = _padded_length(sequence, length, layout, options, decoder)
     if padded > length:
         boundaries = pad_boundaries(boundaries, padded)

@@ -167,10 +167,10 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         for name in ("seed", "shuffle", "num_samples"):
             if state[name] != getattr(self, name):
                 raise SequenceParallelError(
-                    f"the data position was stored with {name} {state[name]}, this run has {getattr(self, name)}: "
-                    f"the order of samples would differ; set {name} to {state[name]}, or start without the position"
+                    f"the data cursor was stored with {name} {state[name]}, this run has {getattr(self, name)}: "
+                    f"the order of samples would differ; set {name} to {state[name]}, or start without the cursor"
                 )
-        self.split.require(state["global_batch_size"], origin="the global batch size of the stored position")
+        self.split.require(state["global_batch_size"], origin="the global batch size of the stored cursor")
         self.resume(state["global_samples_consumed"], state["epoch"])
 
 

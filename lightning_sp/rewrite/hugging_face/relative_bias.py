@@ -30,20 +30,20 @@ def wrap_relative_bias(model: nn.Module, context: SequenceContext, undo: ExitSta
                     "cannot be rewritten; use T5 or UMT5"
                 )
             _wrap(module, context, undo)
-        if _without_bias(module) and _takes_bias(module):
+        if _without_bias(module) and _accepts_bias(module):
             undo.callback(module.register_forward_pre_hook(_one_zero(context), with_kwargs=True).remove)
 
 
 def adds_zeros(module: nn.Module) -> bool:
     """Return whether an attention adds a matrix of zeros to its scores that it makes itself (UMT5's cross attention)."""
-    return _without_bias(module) and not _takes_bias(module)
+    return _without_bias(module) and not _accepts_bias(module)
 
 
 def _without_bias(module: nn.Module) -> bool:
     return getattr(module, "has_relative_attention_bias", True) is False
 
 
-def _takes_bias(module: nn.Module) -> bool:
+def _accepts_bias(module: nn.Module) -> bool:
     return "position_bias" in inspect.signature(module.forward).parameters
 
 

@@ -1,4 +1,4 @@
-"""A run's position in its data: what a checkpoint stores of it, and how a resumed run goes on from there."""
+"""A run's data cursor: how far its training loader has come, what a checkpoint stores of that, and how a resumed run goes on from there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_
 from lightning_sp.mesh import SequenceMesh
 
 
-class DataPosition:
-    """One run's position in its data; a class because the steps of a run move it on."""
+class DataCursor:
+    """One run's data cursor; a class because the steps of a run move it on."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -37,27 +37,27 @@ class DataPosition:
             "global_batch_size": self._rows * int(trainer.accumulate_grad_batches) * dp_size,
         }
 
-    def resume(self, position: dict[str, Any] | None, fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
-        """Continue at a stored position: Lightning's counters now, loaders that exist now, others when they come.
+    def resume(self, cursor: dict[str, Any] | None, fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
+        """Continue at a stored cursor: Lightning's counters now, loaders that exist now, others when they come.
 
         Raises:
             SequenceParallelError: a run at these degrees, or from these loaders, cannot go on there.
         """
-        self._resumed = position
-        if position is None:
+        self._resumed = cursor
+        if cursor is None:
             check_epoch_end(fit_loop, trainer)
             return
-        align_loops(position, fit_loop, trainer, dp_size=dp_size)
-        self._unchecked = position if position["kind"] == "read" else None
+        align_loops(cursor, fit_loop, trainer, dp_size=dp_size)
+        self._unchecked = cursor if cursor["kind"] == "read" else None
         # Reading `estimated_stepping_batches` in configure_optimizers makes the loader before the checkpoint is read.
         for loader in trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader else ():
-            resume_loader(loader, position)
+            resume_loader(loader, cursor)
 
     def resume_loader(self, loader: Any) -> None:
-        """Set a new training loader to the stored position, if there is one."""
+        """Set a new training loader to the stored cursor, if there is one."""
         if self._resumed is not None:
             resume_loader(loader, self._resumed)
 
     def end_of_run(self) -> None:
-        """Forget the position that the run was resumed at."""
+        """Forget the cursor that the run was resumed at."""
         self._resumed = self._unchecked = None

@@ -1,4 +1,4 @@
-"""The target of each position of a whole batch: given shifted, or shifted here, before sharding."""
+"""The target of each position of a whole batch, before sharding: an entry of the batch, or its labels, shifted where they are not."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import shift_labels
 
-SHIFTED_BY_NAME = ("shift_labels", "targets")
+TARGET_NAMES = ("shift_labels", "targets")
 
 
-def shifted_labels(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
+def batch_targets(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
     """Return the target of each position of a whole batch, None where it has none.
 
     Raises:
-        SequenceParallelError: whether its labels are shifted is not known.
+        SequenceParallelError: nothing says whether its labels are shifted.
     """
-    for name in SHIFTED_BY_NAME:
+    for name in TARGET_NAMES:
         if isinstance(entries.get(name), Tensor):
             found: Tensor = entries[name]
             return found

@@ -26,9 +26,9 @@ PRELOAD = (
     "torch._dynamo",
     "torch.nn.attention.flex_attention",
     "transformers.models.llama.modeling_llama",
-    "tests.trainer.rewrite_ranks",
-    "tests.trainer.encoder_decoder_ranks",
-    "tests.trainer.checkpoint_ranks",
+    "tests.rewrite.rewrite_ranks",
+    "tests.rewrite.encoder_decoder_ranks",
+    "tests.checkpoint.checkpoint_ranks",
 )
 
 

@@ -189,14 +189,14 @@ ATTENTION = (
         "data/batch/shard_sequence.py",
         "local[sequence.positions_name] = shard(position_ids, layout, rank, dim=1)",
         "local[sequence.positions_name] = shard(position_ids, SequenceLayout(layout.ring_size, layout.ulysses_size), rank, dim=1)",
-        "tests/trainer/test_balance.py::test_a_balanced_fit_is_that_of_one_process[llama]",
+        "tests/data/batch/test_balanced_layout.py::test_a_balanced_fit_is_that_of_one_process[llama]",
     ),
     fault(
         "whole sequences put together as if they lay in zigzag",
         "strategy.py",
         "return self._mesh if self._batch is None else replace(self._mesh, layout=self._batch.layout)",
         "return self._mesh",
-        "tests/trainer/test_balance.py::test_predictions_and_gathering_by_hand_know_the_layout",
+        "tests/data/batch/test_balanced_layout.py::test_predictions_and_gathering_by_hand_know_the_layout",
     ),
     fault(
         "zigzag positions not given",

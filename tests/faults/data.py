@@ -61,7 +61,7 @@ DATA = (
         "data/samplers/training_sampler.py",
         "    def sampler(self) -> GlobalBatchSampler:\n",
         "    def not_found(self) -> GlobalBatchSampler:\n",
-        "tests/trainer/test_checkpoint.py::test_epochs_are_shuffled_differently",
+        "tests/checkpoint/test_resume.py::test_epochs_are_shuffled_differently",
     ),
     fault(
         "a loader that estimated_stepping_batches starts too early",
@@ -75,7 +75,7 @@ DATA = (
         "step/data_cursor.py",
         "            resume_loader(loader, cursor)\n\n    def resume_loader",
         "            pass\n\n    def resume_loader",
-        "tests/trainer/test_checkpoint.py::test_a_resume_is_exact_for[momentum]",
+        "tests/checkpoint/test_resume.py::test_a_resume_is_exact_for[momentum]",
     ),
     fault(
         "tokens counted once per rank",

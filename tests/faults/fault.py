@@ -13,12 +13,12 @@ PACKED = "tests/trainer/test_fit.py::test_packed_and_padded_sequences_through_th
 EVALUATED = "tests/trainer/test_fit.py::test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences"
 REFUSED = "tests/trainer/test_fit.py::test_refused_by_name_on_all_ranks"
 KERNELS = "tests/attention/kernels"
-LOSSES = "tests/trainer/test_loss.py::test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens[2]"
-REWRITTEN = "tests/trainer/test_rewrite.py::test_every_gradient_is_that_of_one_process[2]"
-TWO_SEQUENCES = "tests/trainer/test_encoder_decoder.py::test_every_gradient_is_that_of_one_process[2]"
+LOSSES = "tests/loss/test_loss.py::test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens[2]"
+REWRITTEN = "tests/rewrite/test_gradients.py::test_every_gradient_is_that_of_one_process[2]"
+TWO_SEQUENCES = "tests/rewrite/test_encoder_decoder.py::test_every_gradient_is_that_of_one_process[2]"
 BLOCK_TABLE = "tests/attention/spec/test_block_mask.py::test_where_they_differ_the_lists_hold"
-DROPPED = "tests/trainer/test_attention_dropout.py"
-NOT_CARRIED = "tests/trainer/test_rewrite.py::test_what_cannot_be_carried_is_refused_by_name"
+DROPPED = "tests/context/test_attention_dropout.py"
+NOT_CARRIED = "tests/rewrite/test_gradients.py::test_what_cannot_be_carried_is_refused_by_name"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ GROUPS = (
         "step/prepare.py",
         "mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)",
         'mesh = globals().setdefault("_kept", SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses))',
-        "tests/trainer/test_rewrite.py::test_a_second_model_in_the_same_process",
+        "tests/rewrite/test_gradients.py::test_a_second_model_in_the_same_process",
     ),
     fault(
         "a group's size checked against the world",

@@ -29,7 +29,7 @@ LOSS = (
         "loss/interception.py",
         "if target.numel() == rows * (local - 1) and local > 1:",
         "if False:",
-        "tests/trainer/test_loss.py::test_a_loss_that_is_no_mean_over_tokens_is_refused",
+        "tests/loss/test_loss.py::test_a_loss_that_is_no_mean_over_tokens_is_refused",
     ),
     fault(
         "the mean of the ranks' means",

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from lightning_sp.rewrite.rebind import rebind
-from tests.trainer import mask_models
+from tests.rewrite import mask_models
 
 
 def test_names_bound_to_a_function_are_bound_to_another_and_given_back():

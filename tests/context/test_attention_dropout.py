@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests.trainer import dropout_ranks as ranks
+from tests.context import dropout_ranks as ranks
 
 # A step of 4 samples, twice; then as many micro-batches of half the size.
 BUILDS = ("plain", "encoder", "llama", "gpt oss")

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 from tests.covering import covering
-from tests.trainer import rewrite_ranks as ranks
+from tests.rewrite import rewrite_ranks as ranks
 
 PACKED, PADDED = {"packed": True}, {"length": 29}
 # case, tolerance; float64, but Hugging Face's own loss and its eager softmax (Gemma2's default) compute in float32.

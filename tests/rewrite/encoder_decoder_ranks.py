@@ -18,7 +18,7 @@ from lightning_sp import SequenceParallelError
 from lightning_sp.context.masks import build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch import sharding as data_batch
-from tests.trainer.mask_models import built_by, plain_flex
+from tests.rewrite.mask_models import built_by, plain_flex
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
 HEADS, DIM = 4, 32

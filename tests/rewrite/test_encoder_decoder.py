@@ -6,7 +6,7 @@ import pytest
 
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 from tests.covering import covering
-from tests.trainer import encoder_decoder_ranks as ranks
+from tests.rewrite import encoder_decoder_ranks as ranks
 
 LABELS = {"keep": ()}  # the decoder's input is made of them
 # case, tolerance; float64, but T5Gemma's own loss is of float32 logits.

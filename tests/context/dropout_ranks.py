@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.mask_models import HEADS, Attending
-from tests.trainer.preflight_ranks import LLAMA, hf
-from tests.trainer.rewrite_ranks import GPT_OSS
+from tests.preflight.preflight_ranks import LLAMA, hf
+from tests.rewrite.mask_models import HEADS, Attending
+from tests.rewrite.rewrite_ranks import GPT_OSS
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer
 
 

@@ -13,7 +13,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import closure_tensors, learned_score_mod, rebuild
 from lightning_sp.rewrite.flex import _wrong_block
 from lightning_sp.rewrite.query_heads import tried_query_heads
-from tests.trainer import mask_models
+from tests.rewrite import mask_models
 
 TABLE = torch.randn(7)
 

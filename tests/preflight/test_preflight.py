@@ -15,7 +15,7 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, crop_tokens
 from lightning_sp.preflight.shared_crop import join_crops
 from lightning_sp.step.isolation import isolated
-from tests.trainer import preflight_ranks as ranks
+from tests.preflight import preflight_ranks as ranks
 
 AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"
 # case -> (rows, tokens, tolerance) of the crop

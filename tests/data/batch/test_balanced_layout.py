@@ -8,7 +8,8 @@ import torch
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 from lightning_sp.attention.plan.balance import balance, imbalance
 from lightning_sp.layout import SequenceLayout
-from tests.trainer import balance_ranks, scenarios
+from tests.data.batch import balance_ranks
+from tests.trainer import scenarios
 from tests.trainer.test_fit import same_run
 
 DOCUMENTS = dict(size=8, documents=(20, 7, 4, 1))

@@ -18,9 +18,9 @@ from lightning_sp.attention import AttentionMask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.rewrite.hugging_face import attention as layer_attention
 from lightning_sp.rewrite.hugging_face import interface as hugging_face
-from tests.trainer import mask_models
-from tests.trainer.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder, built_by
-from tests.trainer.preflight_ranks import LLAMA, hf
+from tests.preflight.preflight_ranks import LLAMA, hf
+from tests.rewrite import mask_models
+from tests.rewrite.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder, built_by
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 GPT2 = dict(

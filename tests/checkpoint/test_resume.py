@@ -16,8 +16,8 @@ from lightning_sp.checkpoint import derived_seed, export_checkpoint
 from lightning_sp.checkpoint.check import check_optimizers
 from lightning_sp.cli.export_command import export_command
 from lightning_sp.testing import max_error
-from tests.trainer import checkpoint_ranks as ranks
-from tests.trainer.checkpoint_ranks import DP_RING, RING_ULYSSES, ULYSSES_4
+from tests.checkpoint import checkpoint_ranks as ranks
+from tests.checkpoint.checkpoint_ranks import DP_RING, RING_ULYSSES, ULYSSES_4
 
 Runs = dict[str, dict[str, Any]]
 
@@ -320,7 +320,7 @@ def test_hyperparameters_are_plain_and_load_with_weights_only(pools: Any, folder
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("strange", "['value'] is tests.trainer.checkpoint_ranks.Colour; return numbers, strings, tensors"),
+        ("strange", "['value'] is tests.checkpoint.checkpoint_ranks.Colour; return numbers, strings, tensors"),
         ("storage", "storage_options={'a': 1} are not supported"),
         ("foreign", "a folder of that name is there and is no checkpoint; it is not overwritten"),
         ("below a file", "could not be written"),

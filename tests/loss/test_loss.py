@@ -12,7 +12,7 @@ from lightning_sp import sharded_cross_entropy
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.loss.token_weighting import TokenWindow
 from lightning_sp.testing import max_error
-from tests.trainer import loss_ranks as ranks
+from tests.loss import loss_ranks as ranks
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
 CASES = [

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_sp import SequenceParallelError
-from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, crop_tokens
-from lightning_sp.preflight.shared_crop import join_crops
-from lightning_sp.step.isolation import isolated
 from tests.preflight import preflight_ranks as ranks
 
 AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"
+
+
 # case -> (rows, tokens, tolerance) of the crop
 PASSES = [
     (dict(build="llama"), (2, 64, 1e-8)),
@@ -47,6 +41,8 @@ PASSES = [
     (dict(build="hf gpt2", kind="hf_bare", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-8)),
     (dict(build="hf gpt2", kind="hf", precision="64-true", data={"packed": True}, strategy={"ring_size": 2}), (2, 64, 1e-8)),
 ]  # fmt: skip
+
+
 # case -> what the message says
 STOPS = [
     (dict(build="own positions"), ["gives another result", "positions made inside the model", "model.gpt.positions.weight"]),
@@ -128,6 +124,8 @@ PASSES_OF_4 = [
     (dict(build="moving by steps"), (4, 64)),
     (dict(build="gpt", strategy={"data_parallel_size": 4, "shard_size": 2}, data={"size": 8}), (8, 64)),
 ]
+
+
 STOPS_OF_4 = [
     (dict(build="own positions"), ["gives another result"]),
     (dict(build="llama", kind="over_rows"), ["gives another result", "a loss divided by the batch's rows"]),
@@ -183,119 +181,3 @@ def repr_of(value):
     if isinstance(value, dict):
         return {key: repr_of(each) for key, each in value.items()}
     return [repr_of(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-class Hoarder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.drop = nn.Dropout(0.5)
-        self.names, self.queue, self.table, self.kinds = ["a"], deque([1], maxlen=3), {"x": [1]}, {1}
-        self.tensor, self.number, self.late = torch.zeros(2), 1, None
-        self.register_buffer("buffer", torch.zeros(2))
-        self.shared = self.table["x"]
-
-    def log(self, *args: object) -> None:
-        raise AssertionError("logged")
-
-
-def test_traceless_puts_back_what_a_step_writes():
-    module = Hoarder()
-    module.weight.grad = torch.full((2,), 5.0)
-    grad, shared = module.weight.grad, module.shared
-    torch.manual_seed(1)
-    expected = torch.rand(2)
-    torch.manual_seed(1)
-    with isolated(module, torch.device("cpu")):
-        assert module.weight.grad is None
-        module.weight.sum().backward()
-        module.names.append("b")
-        module.queue.extend([2, 3, 4])
-        module.table["y"], module.table["x"] = 2, module.table["x"]
-        module.shared.append(7)
-        module.kinds.add(2)
-        module.tensor += 1
-        module.buffer = torch.ones(3)
-        module.number += 1
-        module.late, module.later = torch.ones(1), 3
-        module.log("x", 1)
-        assert torch.equal(module.drop(torch.ones(50)), torch.ones(50))
-        assert torch.equal(nn.functional.dropout(torch.ones(50), 0.9), torch.ones(50))
-        torch.rand(3)
-    assert module.weight.grad is grad
-    assert (module.names, list(module.queue), module.table, module.kinds) == (["a"], [1], {"x": [1]}, {1})
-    assert module.table["x"] is shared
-    assert module.queue.maxlen == 3
-    assert module.tensor.tolist() == [0, 0]
-    assert module.buffer.tolist() == [0, 0]
-    assert (module.number, module.late, hasattr(module, "later"), module.drop.p) == (1, None, False, 0.5)
-    assert torch.equal(torch.rand(2), expected)
-    with pytest.raises(AssertionError, match="logged"):
-        module.log("x")
-    assert not torch.equal(nn.functional.dropout(torch.ones(50), 0.9), torch.ones(50))
-
-
-@pytest.mark.parametrize(
-    ("length", "layout", "wanted", "tokens"),
-    [
-        (8192, (2, 2), None, 64),
-        (8191, (2, 2), None, 63),
-        (40, (2, 1), None, 40),
-        (8192, (8, 2), None, 128),
-        (8190, (1, 4), 5, 6),
-        (9, (1, 4), 100, 9),
-    ],
-)
-def test_a_crop_is_padded_as_the_sequence_is(length, layout, wanted, tokens):
-    layout = SequenceLayout(*layout)
-    assert crop_tokens(length, layout, wanted) == tokens
-    assert layout.padded_length(tokens) - tokens == layout.padded_length(length) - length
-
-
-def test_a_crop_holds_targets_and_the_edge_of_two_documents():
-    ids = torch.arange(4 * 200).view(4, 200)
-    labels = torch.full((4, 200), -100)
-    labels[3, 199] = 1
-    places = torch.cat([torch.arange(130), torch.arange(70)]).expand(4, 200)
-    batch = {"input_ids": ids, "shift_labels": labels, "names": ["a", "b", "c", "d"], "scale": torch.tensor(3.0)}
-    extent = crop_extent(batch, ShardOptions(), SequenceLayout(2, 1))
-    crop = crop_batch(batch, ShardOptions(), extent)
-    assert (crop.rows, crop.tokens, crop.num_targets) == (2, 64, 1)
-    assert torch.equal(crop.batch["input_ids"], ids[2:, 136:])
-    assert crop.batch["names"] == ["c", "d"]
-    assert crop.batch["scale"] == 3
-    assert crop.batch["input_ids"].untyped_storage().nbytes() == 2 * 64 * 8, "a copy, not a view of the whole batch"
-    labels[0, 100] = 1
-    edge = crop_batch({**batch, "position_ids": places}, ShardOptions(), extent)
-    assert torch.equal(edge.batch["input_ids"], ids[:2, 98:162])
-    assert edge.batch["position_ids"][0, 31:33].tolist() == [129, 0]
-    labels[:] = -100
-    assert crop_batch(batch, ShardOptions(), extent).num_targets == 0
-    labels[2, 0] = 1
-    three = {"input_ids": ids[:3], "shift_labels": labels[:3]}
-    assert torch.equal(crop_batch(three, ShardOptions(), extent).batch["input_ids"], ids[1:3, :64]), (
-        "always as many rows"
-    )
-
-
-def test_crops_are_joined_row_by_row():
-    def crop(first, **more):
-        ids = torch.arange(6).view(2, 3) + first
-        batch = {
-            "input_ids": ids,
-            "position_ids": torch.arange(first, first + 3)[None],
-            "names": ["a", "b"],
-            "scale": 2.0,
-        }
-        return Crop(batch={**batch, **more}, rows=2, tokens=3, num_targets=first)
-
-    joined = join_crops([crop(0), crop(1)], ShardOptions())
-    assert (joined.rows, joined.tokens, joined.num_targets) == (4, 3, 1)
-    assert joined.batch["input_ids"][:, 0].tolist() == [0, 3, 1, 4]
-    assert joined.batch["position_ids"][:, 0].tolist() == [0, 0, 1, 1]
-    assert (joined.batch["names"], joined.batch["scale"]) == (["a", "b", "a", "b"], 2.0)
-    with pytest.raises(SequenceParallelError, match=r"groups 0 and 1 cannot be joined .* 2 x 3 tokens .*float32"):
-        join_crops([crop(0), crop(1, scale=torch.ones(2))], ShardOptions())
-    flat = Crop(batch={"input_ids": torch.zeros(3)}, rows=1, tokens=3, num_targets=None)
-    with pytest.raises(SequenceParallelError, match=r"\['input_ids'\] carry the sequence along dim 0"):
-        join_crops([flat] * 2, ShardOptions({"input_ids": 0}))

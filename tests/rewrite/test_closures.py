@@ -1,4 +1,4 @@
-"""What a rewritten model's functions hold, and the names that its files bound."""
+"""The tensors that a model's functions hold are found and replaced."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import closure_tensors, learned_score_mod, rebuild
-from lightning_sp.rewrite.flex import _wrong_block
-from lightning_sp.rewrite.query_heads import tried_query_heads
-from tests.rewrite import mask_models
 
 TABLE = torch.randn(7)
 
@@ -28,10 +24,6 @@ class Holder(nn.Module):
 
     def forward(self, index: int) -> torch.Tensor:
         return self.weight[index] + TABLE[index]
-
-
-class Outer(nn.Module):
-    """As a LightningModule that leaves `forward` out."""
 
 
 def _by_default(index: int, held: torch.Tensor = TABLE) -> torch.Tensor:
@@ -84,30 +76,3 @@ def test_a_score_function_learns_by_what_it_holds_or_is_refused():
     assert [t is table for t in made.tensors] == [True]
     with pytest.raises(SequenceParallelError, match=r"none of those found in it, \[\(1, 1\)\]"):
         learned_score_mod(lambda s, b, h, i, j: s * gate.weight[0, 0] + gate(s.reshape(1)).sum(), like)
-
-
-@pytest.mark.parametrize(
-    "build", [mask_models.Imported, partial(mask_models.Imported, True), partial(mask_models.Flex, "full")]
-)
-def test_heads_are_found_behind_imported_names_and_flex_attention(build):
-    holder = Outer()
-    holder.model = build()
-    assert tried_query_heads(holder) == (mask_models.HEADS, "")
-
-
-def test_a_shards_block_mask_is_looked_at_for_each_number_of_heads_and_again_when_it_changes():
-    reach = torch.tensor([3, 6])
-    made = create_block_mask(
-        lambda row, head, i, j: (i - j).abs() < reach[head], None, None, 16, 16, device="cpu", BLOCK_SIZE=4
-    )
-    one, two = (torch.zeros(1, heads, 16, 8) for heads in (1, 2))
-    assert _wrong_block(made, one) is None
-    assert "in row 0 and head 1, its blocks otherwise" in _wrong_block(made, two), "lists of head 0"
-    reach[1] = 3
-    assert _wrong_block(made, two) is None
-    reach[0] = 6
-    assert "head 0, its blocks otherwise" in _wrong_block(made, one), "its function's tensor was written anew"
-    reach[0] = 3
-    assert _wrong_block(made, one) is None
-    made.kv_num_blocks.zero_()
-    assert "the function says visible" in _wrong_block(made, one)

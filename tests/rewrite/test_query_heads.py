@@ -1,3 +1,5 @@
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -5,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
+from tests.rewrite import mask_models
 
 
 class Anonymous(nn.Module):
@@ -83,3 +86,16 @@ def test_what_cannot_be_tried_says_why(model, reason):
     heads, said = tried_query_heads(model)
     assert heads is None
     assert reason in said
+
+
+class Outer(nn.Module):
+    """As a LightningModule that leaves `forward` out."""
+
+
+@pytest.mark.parametrize(
+    "build", [mask_models.Imported, partial(mask_models.Imported, True), partial(mask_models.Flex, "full")]
+)
+def test_heads_are_found_behind_imported_names_and_flex_attention(build):
+    holder = Outer()
+    holder.model = build()
+    assert tried_query_heads(holder) == (mask_models.HEADS, "")

@@ -1,0 +1,53 @@
+"""A crop of a batch: its length, its targets, the edge of two documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.layout import SequenceLayout
+from lightning_sp.preflight.crop import crop_batch, crop_extent, crop_tokens
+
+
+@pytest.mark.parametrize(
+    ("length", "layout", "wanted", "tokens"),
+    [
+        (8192, (2, 2), None, 64),
+        (8191, (2, 2), None, 63),
+        (40, (2, 1), None, 40),
+        (8192, (8, 2), None, 128),
+        (8190, (1, 4), 5, 6),
+        (9, (1, 4), 100, 9),
+    ],
+)
+def test_a_crop_is_padded_as_the_sequence_is(length, layout, wanted, tokens):
+    layout = SequenceLayout(*layout)
+    assert crop_tokens(length, layout, wanted) == tokens
+    assert layout.padded_length(tokens) - tokens == layout.padded_length(length) - length
+
+
+def test_a_crop_holds_targets_and_the_edge_of_two_documents():
+    ids = torch.arange(4 * 200).view(4, 200)
+    labels = torch.full((4, 200), -100)
+    labels[3, 199] = 1
+    places = torch.cat([torch.arange(130), torch.arange(70)]).expand(4, 200)
+    batch = {"input_ids": ids, "shift_labels": labels, "names": ["a", "b", "c", "d"], "scale": torch.tensor(3.0)}
+    extent = crop_extent(batch, ShardOptions(), SequenceLayout(2, 1))
+    crop = crop_batch(batch, ShardOptions(), extent)
+    assert (crop.rows, crop.tokens, crop.num_targets) == (2, 64, 1)
+    assert torch.equal(crop.batch["input_ids"], ids[2:, 136:])
+    assert crop.batch["names"] == ["c", "d"]
+    assert crop.batch["scale"] == 3
+    assert crop.batch["input_ids"].untyped_storage().nbytes() == 2 * 64 * 8, "a copy, not a view of the whole batch"
+    labels[0, 100] = 1
+    edge = crop_batch({**batch, "position_ids": places}, ShardOptions(), extent)
+    assert torch.equal(edge.batch["input_ids"], ids[:2, 98:162])
+    assert edge.batch["position_ids"][0, 31:33].tolist() == [129, 0]
+    labels[:] = -100
+    assert crop_batch(batch, ShardOptions(), extent).num_targets == 0
+    labels[2, 0] = 1
+    three = {"input_ids": ids[:3], "shift_labels": labels[:3]}
+    assert torch.equal(crop_batch(three, ShardOptions(), extent).batch["input_ids"], ids[1:3, :64]), (
+        "always as many rows"
+    )

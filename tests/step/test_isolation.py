@@ -1,0 +1,61 @@
+"""A step that is tried leaves the module, its gradients and the random numbers as they were."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sp.step.isolation import isolated
+
+
+class Hoarder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.drop = nn.Dropout(0.5)
+        self.names, self.queue, self.table, self.kinds = ["a"], deque([1], maxlen=3), {"x": [1]}, {1}
+        self.tensor, self.number, self.late = torch.zeros(2), 1, None
+        self.register_buffer("buffer", torch.zeros(2))
+        self.shared = self.table["x"]
+
+    def log(self, *args: object) -> None:
+        raise AssertionError("logged")
+
+
+def test_traceless_puts_back_what_a_step_writes():
+    module = Hoarder()
+    module.weight.grad = torch.full((2,), 5.0)
+    grad, shared = module.weight.grad, module.shared
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with isolated(module, torch.device("cpu")):
+        assert module.weight.grad is None
+        module.weight.sum().backward()
+        module.names.append("b")
+        module.queue.extend([2, 3, 4])
+        module.table["y"], module.table["x"] = 2, module.table["x"]
+        module.shared.append(7)
+        module.kinds.add(2)
+        module.tensor += 1
+        module.buffer = torch.ones(3)
+        module.number += 1
+        module.late, module.later = torch.ones(1), 3
+        module.log("x", 1)
+        assert torch.equal(module.drop(torch.ones(50)), torch.ones(50))
+        assert torch.equal(nn.functional.dropout(torch.ones(50), 0.9), torch.ones(50))
+        torch.rand(3)
+    assert module.weight.grad is grad
+    assert (module.names, list(module.queue), module.table, module.kinds) == (["a"], [1], {"x": [1]}, {1})
+    assert module.table["x"] is shared
+    assert module.queue.maxlen == 3
+    assert module.tensor.tolist() == [0, 0]
+    assert module.buffer.tolist() == [0, 0]
+    assert (module.number, module.late, hasattr(module, "later"), module.drop.p) == (1, None, False, 0.5)
+    assert torch.equal(torch.rand(2), expected)
+    with pytest.raises(AssertionError, match="logged"):
+        module.log("x")
+    assert not torch.equal(nn.functional.dropout(torch.ones(50), 0.9), torch.ones(50))

@@ -129,9 +129,9 @@ ATTENTION = (
     ),
     fault(
         "dK and dV without the ring's last hop",
-        "attention/schemes/ring.py",
-        "        add_home(dkv, homeward)\n    home_dk",
-        "        assert homeward is not None\n        homeward[0].wait()\n        homeward[0].release()\n    home_dk",
+        "attention/schemes/transport.py",
+        "        self._add_arrived()\n        return unpack",
+        "        assert self._arriving is not None\n        self._arriving.wait()\n        self._arriving.release()\n        return unpack",
         f"{LAW}[32-2]",
         f"{LAW}[32-4]",
     ),
@@ -166,15 +166,15 @@ ATTENTION = (
     fault(
         "dK and dV added to other tokens than they came from",
         "attention/schemes/transport.py",
-        "dkv[start:end] += part",
-        "dkv[: end - start] += part",
+        "_dkv[start:end] += part",
+        "_dkv[: end - start] += part",
         f"{LAW}[32-4]",
     ),
     fault(
         "dK and dV from each other's buffer",
         "attention/schemes/ring.py",
-        "    home_dk, home_dv = unpack(dkv)\n",
-        "    home_dv, home_dk = unpack(dkv)\n",
+        "        dk, dv = home.finish()\n",
+        "        dv, dk = home.finish()\n",
         f"{LAW}[32-2]",
     ),
     fault(

@@ -23,10 +23,9 @@ from lightning_sp.attention.kernels.merge import BlockKernel, backward_step, for
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.ring import Ring
 from lightning_sp.attention.schemes.transport import (
-    Arriving,
+    HomewardGradients,
     Transport,
     abandon_on_error,
-    add_home,
     pack,
     pack_into,
     packed_shape,
@@ -76,14 +75,11 @@ def all_gather_backward(
         dkv = k.new_zeros(packed_shape(k), dtype=accumulator_dtype(k.dtype))
         for own, slot in ring.all_gather.parts[ring.rank]:
             dkv[slice(*own)] = pack(dk[:, :, slice(*slot)], dv[:, :, slice(*slot)])
-        homeward: tuple[Arriving, list[Range]] | None = None
+        home = HomewardGradients(ring, hops, dkv)
         for hop in range(1, ring.size):
             slots = [slot for _, slot in ring.all_gather.parts[ring.source(hop)]]
-            gradients = (_columns(dk, slots), _columns(dv, slots)) if slots else None
-            add_home(dkv, homeward)
-            homeward = hops.send_home(hop, gradients), ring.leaving(hop)
-        add_home(dkv, homeward)
-    home_dk, home_dv = unpack(dkv)
+            home.send(hop, (_columns(dk, slots), _columns(dv, slots)) if slots else None)
+        home_dk, home_dv = home.finish()
     return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
 
 

@@ -33,9 +33,9 @@ from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.select_transport import transports_for
 from lightning_sp.attention.schemes.transport import (
     Arriving,
+    HomewardGradients,
     Transport,
     abandon_on_error,
-    add_home,
     num_tokens,
     pack,
     unpack,
@@ -179,11 +179,10 @@ def ring_backward(
         dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.positions(q, 0))
         return dq.to(q.dtype), dk, dv
     hops = ring.begin_backward(k, v, saved_kv)
-    homeward: tuple[Arriving, list[Range]] | None = None
     with abandon_on_error(hops):
         transfer: Arriving | None = hops.start_keys(1)
         dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.positions(q, 0))
-        dkv = pack(dk, dv).to(accumulator_dtype(k.dtype))
+        home = HomewardGradients(ring, hops, pack(dk, dv).to(accumulator_dtype(k.dtype)))
         del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
         for hop in range(1, size):
             assert transfer is not None
@@ -193,13 +192,10 @@ def ring_backward(
             dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.positions(q, hop))
             arrived.release()
             del arrived, received
-            add_home(dkv, homeward)
-            homeward = None
-            homeward = hops.send_home(hop, gradients), ring.leaving(hop)
+            home.send(hop, gradients)
             del gradients
-        add_home(dkv, homeward)
-    home_dk, home_dv = unpack(dkv)
-    return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
+        dk, dv = home.finish()
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _hop_backward(

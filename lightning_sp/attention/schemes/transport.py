@@ -117,15 +117,33 @@ def abandon_on_error(hops: Transport | None) -> Iterator[None]:
         raise
 
 
-def add_home(dkv: Tensor, homeward: tuple[Arriving, Sequence[Range]] | None) -> None:
-    """Add a partial that has come home to the gradients of the ranges it is of. Shapes: dkv (S, 2, B, K, D)."""
-    if homeward is None:
-        return
-    arriving, ranges = homeward
-    parts = arriving.wait().split_with_sizes([end - start for start, end in ranges])
-    for (start, end), part in zip(ranges, parts, strict=True):
-        dkv[start:end] += part
-    arriving.release()
+class HomewardGradients:
+    """The gradients of this rank's keys and values, to which the other ranks' partials come home: one hop at a time is in flight."""
+
+    def __init__(self, ring: RingNeighbours, hops: Transport, dkv: Tensor) -> None:
+        self._ring, self._hops = ring, hops
+        self._dkv = dkv  # (S, 2, B, K, D), with this rank's own part
+        self._arriving: Arriving | None = None
+        self._ranges: list[Range] = []
+
+    def send(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> None:
+        """Send a hop's partial (dk, dv) home once the last hop's has been added here; None where this rank used no key."""
+        self._add_arrived()
+        self._arriving, self._ranges = self._hops.send_home(hop, gradients), self._ring.leaving(hop)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Add the last hop's partial and return (dk, dv), of all ranks' queries. Shapes: (B, K, S, D) twice."""
+        self._add_arrived()
+        return unpack(self._dkv)
+
+    def _add_arrived(self) -> None:
+        if self._arriving is None:
+            return
+        arriving, self._arriving = self._arriving, None
+        parts = arriving.wait().split_with_sizes([end - start for start, end in self._ranges])
+        for (start, end), part in zip(self._ranges, parts, strict=True):
+            self._dkv[start:end] += part
+        arriving.release()
 
 
 def packed_shape(k: Tensor) -> tuple[int, ...]:

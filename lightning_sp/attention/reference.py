@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from torch import Tensor
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.mask import AttentionMask
-from lightning_sp.attention.spec.positions import ScorePositions
+from lightning_sp.attention.spec.positions import whole_positions
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 
 
@@ -34,14 +32,9 @@ def reference_attention(
     Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), sinks (H,), bias (B or 1, H or 1, S or 1, T) -> (B, H, S, E).
     """
     visible = allowed(mask, q.shape[2], k.shape[2]).to(q.device)
-    positions = ScorePositions(
-        (0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k))
-    )
     if isinstance(mask.mask_mod, MaskMod):
-        visible = visible & mask.mask_mod.visible(positions)
-    change = None if score_mod is None else partial(score_mod.apply, positions=positions, tensors=score_mod.tensors)
-    keep = None if dropout is None else dropout.keep(positions).to(q.dtype) / (1.0 - dropout.probability)
-    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, change=change, keep=keep)
+        visible = visible & mask.mask_mod.visible(whole_positions(q, k))
+    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, score_mod=score_mod, dropout=dropout)
 
 
 def dense_attention(
@@ -54,13 +47,13 @@ def dense_attention(
     softcap: float | None = None,
     *,
     bias: Tensor | None = None,
-    change: Callable[[Tensor], Tensor] | None = None,
-    keep: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """Return attention by its definition under any mask, in the precision of its inputs.
 
-    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), visible (B or 1, H or 1, S, T), bool, sinks (H,), bias as `visible` or with S 1,
-    keep: the factors of dropout, (B, H, S, T) -> (B, H, S, E).
+    Shapes: q (B, H, S, D), k (B, K, T, D), v (B, K, T, E), visible (B or 1, H or 1, S, T), bool, sinks (H,), bias as `visible` or with S 1
+    -> (B, H, S, E).
     """
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -68,7 +61,8 @@ def dense_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores if bias is None else scores + bias
-    scores = scores if change is None else change(scores)
+    positions = whole_positions(q, k)
+    scores = scores if score_mod is None else score_mod.apply(scores, positions, score_mod.tensors)
     # What -inf in a bias or out of a function hides is hidden.
     visible = visible & (scores > -math.inf)
     scores = scores.masked_fill(~visible, -math.inf)
@@ -78,7 +72,10 @@ def dense_attention(
     else:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = torch.softmax(scores, -1)[..., : k.shape[2]].masked_fill(~visible, 0.0)
-    return (weights if keep is None else weights * keep.to(weights.dtype)) @ v
+    if dropout is None:
+        return weights @ v
+    factors = dropout.keep(positions).to(q.dtype) / (1.0 - dropout.probability)
+    return weights * factors.to(weights.dtype) @ v
 
 
 def allowed(mask: AttentionMask, length: int, key_length: int | None = None) -> Tensor:

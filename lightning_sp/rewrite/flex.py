@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lightning_sp import comm
 from lightning_sp.attention.spec.block_mask import BlockTable
 from lightning_sp.attention.spec.documents import document_ids
-from lightning_sp.attention.spec.positions import ScorePositions
+from lightning_sp.attention.spec.positions import ScorePositions, whole_positions
 from lightning_sp.attention.spec.score_mod import MaskMod
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
@@ -30,7 +30,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens, closure_tensors, learned_score_mod
 from lightning_sp.rewrite.rebind import rebind
-from lightning_sp.rewrite.reference import whole_attention, whole_positions
+from lightning_sp.rewrite.reference import whole_attention
 
 
 class FlexInterception(AbstractContextManager[None]):

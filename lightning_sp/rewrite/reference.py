@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lightning_sp.attention.reference import dense_attention
 from lightning_sp.attention.spec.dropout import AttentionDropout
-from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import ScoreMod
 
 
@@ -51,14 +48,4 @@ def whole_attention(
         visible = visible & mask
     elif mask is not None:
         bias = mask if bias is None else bias + mask
-    positions = whole_positions(q, k)
-    change = None if score_mod is None else partial(score_mod.apply, positions=positions, tensors=score_mod.tensors)
-    kept = None if dropout is None else dropout.keep(positions).to(q.dtype) / (1.0 - dropout.probability)
-    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, change=change, keep=kept)
-
-
-def whole_positions(q: Tensor, k: Tensor) -> ScorePositions:
-    """Return the positions of all scores of a whole attention."""
-    return ScorePositions(
-        (0, q.shape[0]), (0, q.shape[1]), *(torch.arange(t.shape[2], device=q.device) for t in (q, k))
-    )
+    return dense_attention(q, k, v, visible, scale, sinks, softcap, bias=bias, score_mod=score_mod, dropout=dropout)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.kernels.flash_layout import accumulator_rows, by_heads, to_bhsd, to_bshd
-from lightning_sp.attention.spec.positions import ScorePositions
+from lightning_sp.attention.kernels.flash_layout import FlashKernel
 from lightning_sp.errors import SequenceParallelError
 
 
-class FlashAttnKernel:
+class FlashAttnKernel(FlashKernel):
     """The flash-attn package (2.7 to 2.x, whose two functions have this signature), for CUDA; asked for by ``kernel="flash_attn"``."""
 
     name = "flash-attn"
@@ -23,31 +21,17 @@ class FlashAttnKernel:
         self._interface = _flash_attn_interface()
         self.softcap = softcap
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of one block."""
-        dim = q.shape[-1]
-        q, k, v = (to_bshd(t) for t in (q, k, v))
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, _, _ = self._interface._flash_attn_forward(
             q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1, softcap=self.softcap,
             alibi_slopes=None, return_softmax=False,
         )  # fmt: skip
-        return to_bhsd(out, dim), lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        positions: ScorePositions | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return (dq, dk, dv) of one block from the global out and lse."""
-        one = partial(self._backward, causal=causal, scale=scale)
-        return by_heads(one, accumulator_rows(q), (grad, q, out), (k, v), lse, 1)
+        return out, lse
 
     def _backward(
         self, grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dim = q.shape[-1]
-        grad, q, k, v, out = (to_bshd(t).contiguous() for t in (grad, q, k, v, out))
+        grad, q, k, v, out = (t.contiguous() for t in (grad, q, k, v, out))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         deterministic = torch.are_deterministic_algorithms_enabled()
         self._interface._flash_attn_backward(
@@ -70,7 +54,7 @@ class FlashAttnKernel:
             deterministic,
             None,
         )
-        return to_bhsd(dq, dim), to_bhsd(dk, dim), to_bhsd(dv, dim)
+        return dq, dk, dv
 
 
 def _flash_attn_interface() -> Any:

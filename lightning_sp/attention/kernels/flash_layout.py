@@ -1,23 +1,60 @@
-"""What flash kernels on CUDA take and give: (B, S, H, D), a padded head dim, and backwards small enough for their 32-bit offsets."""
+"""What flash kernels on CUDA compute on: (B, S, H, D), a padded head dim, and backwards small enough for their 32-bit offsets."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
+from lightning_sp.attention.spec.positions import ScorePositions
 
 MAX_FLASH_HEAD_DIM = 256
 
-
 # Queries that a flash kernel's sums are rounded up to, and how many elements of them int32 can number.
-_FLASH_ROWS = 128
-
-
+FLASH_ROWS = 128
 _FLASH_ELEMENTS = 2**31
+
+
+class FlashKernel(ABC):
+    """A flash kernel for CUDA: a base that turns blocks of (B, H, S, D) into its two calls, on (B, S, H, D) with D a multiple of 8."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one block."""
+        out, lse = self._forward(to_bshd(q), to_bshd(k), to_bshd(v), causal=causal, scale=scale)
+        return to_bhsd(out, q.shape[-1]), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+        positions: ScorePositions | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return (dq, dk, dv) of one block from the global out and lse."""
+        one = partial(self._backward_bhsd, causal=causal, scale=scale)
+        return by_heads(one, accumulator_rows(q), (grad, q, out), (k, v), lse, 1)
+
+    def _backward_bhsd(
+        self, grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dim = q.shape[-1]
+        grad, q, out, k, v = (to_bshd(t) for t in (grad, q, out, k, v))
+        dq, dk, dv = self._backward(grad, q, out, k, v, lse, causal=causal, scale=scale)
+        return to_bhsd(dq, dim), to_bhsd(dk, dim), to_bhsd(dv, dim)
+
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse). Shapes: (B, S, H, D), (B, T, K, D) twice -> (B, S, H, D), (B, H, S)."""
+
+    @abstractmethod
+    def _backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv). Shapes: as `_forward`'s."""
 
 
 def by_heads(
@@ -58,15 +95,16 @@ def by_heads(
 
 def accumulator_rows(q: Tensor) -> int:
     """Return the rows of a flash kernel's sums of dQ. Shapes: (B, H, S, D) -> ()."""
-    return q.shape[0] * -(-q.shape[2] // _FLASH_ROWS) * _FLASH_ROWS
+    return q.shape[0] * -(-q.shape[2] // FLASH_ROWS) * FLASH_ROWS
 
 
 def to_bshd(tensor: Tensor) -> Tensor:
-    """Return what the flash kernels take: (B, H, S, D) -> (B, S, H, D), D padded with zeros to a multiple of 8."""
-    return _padded(tensor.transpose(1, 2))
+    """Return what the flash kernels compute on: (B, H, S, D) -> (B, S, H, D), D padded with zeros to a multiple of 8."""
+    return pad_head_dim(tensor.transpose(1, 2))
 
 
-def _padded(tensor: Tensor) -> Tensor:
+def pad_head_dim(tensor: Tensor) -> Tensor:
+    """Pad the last dimension with zeros to a multiple of 8."""
     missing = -tensor.shape[-1] % 8
     return F.pad(tensor, (0, missing)) if missing else tensor
 

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.kernels.flash_layout import (
-    _FLASH_ROWS,
-    _padded,
-    accumulator_rows,
+    FLASH_ROWS,
+    FlashKernel,
     by_heads,
-    to_bhsd,
-    to_bshd,
+    pad_head_dim,
 )
 from lightning_sp.attention.kernels.varlen import Segments
 from lightning_sp.attention.spec.positions import ScorePositions
@@ -42,7 +40,7 @@ class TorchCpuKernel:
         return dq, dk, dv
 
 
-class TorchCudaKernel:
+class TorchCudaKernel(FlashKernel):
     """PyTorch's own flash operator for CUDA (compute capability 8.0 and newer): bfloat16 and float16, GQA without a copy.
 
     Its head dim is a multiple of 8, up to 256: others are padded with zeros here, which changes no score and no gradient.
@@ -52,44 +50,29 @@ class TorchCudaKernel:
 
     name = "torch flash (cuda)"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of one block."""
-        dim = q.shape[-1]
-        q, k, v = (to_bshd(t) for t in (q, k, v))
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
-        return to_bhsd(out, dim), lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        positions: ScorePositions | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return (dq, dk, dv) of one block from the global out and lse."""
-        one = partial(self._backward, causal=causal, scale=scale)
-        return by_heads(one, accumulator_rows(q), (grad, q, out), (k, v), lse, 1)
+        return out, lse
 
     def _backward(
         self, grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dim = q.shape[-1]
-        grad, q, k, v, out = (to_bshd(t) for t in (grad, q, k, v, out))
         # Dropout is 0, so the kernel reads no random state. No cum_seq: the dense form, in which the operator wants None.
         rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = _aten._flash_attention_backward(
             grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None,
             q.shape[1], k.shape[1], 0.0, causal, rng, torch.empty((), dtype=torch.uint64, device=q.device), scale=scale,
         )  # fmt: skip
-        return to_bhsd(dq, dim), to_bhsd(dk, dim), to_bhsd(dv, dim)
+        return dq, dk, dv
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of many blocks, one after the other; shapes (T, H, D), (H, T)."""
         dim = q.shape[-1]
-        q, k, v = (_padded(t) for t in (q, k, v))
+        q, k, v = (pad_head_dim(t) for t in (q, k, v))
         out, lse, *_ = _aten._flash_attention_forward(
             q,
             k,
@@ -110,7 +93,7 @@ class TorchCudaKernel:
         causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of many blocks from the global out and lse."""
-        rows = q.shape[0] + _FLASH_ROWS * len(segments.queries)
+        rows = q.shape[0] + FLASH_ROWS * len(segments.queries)
         one = partial(self._backward_packed, segments=segments, causal=causal, scale=scale)
         return by_heads(one, rows, (grad, q, out), (k, v), lse, 0)
 
@@ -119,7 +102,7 @@ class TorchCudaKernel:
         causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dim = q.shape[-1]
-        grad, q, k, v, out = (_padded(t) for t in (grad, q, k, v, out))
+        grad, q, k, v, out = (pad_head_dim(t) for t in (grad, q, k, v, out))
         rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = _aten._flash_attention_backward(
             grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), segments.queries, segments.keys,

@@ -42,6 +42,12 @@ class ScorePositions:
         return ScorePositions(self.rows, self.heads, self.queries.flip(0), self.keys.flip(0))
 
 
+def whole_positions(q: Tensor, k: Tensor) -> ScorePositions:
+    """Return the positions of all scores of a whole attention. Shapes: q (B, H, S, D), k (B, K, T, D)."""
+    queries, keys = (torch.arange(t.shape[2], device=q.device) for t in (q, k))
+    return ScorePositions((0, q.shape[0]), (0, q.shape[1]), queries, keys)
+
+
 def rows_or_heads_slice(size: int, part: Range) -> slice:
     """Return the part of a tensor's rows or heads, of which one stands for all."""
     return slice(*part) if size > 1 else slice(None)

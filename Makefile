@@ -11,7 +11,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 
 # Files of tests that run at a time: a test of ranks leaves a core idle while its processes start. Planted faults likewise.
 WORKERS ?= 2
-AT_A_TIME := -n $(WORKERS) --dist loadfile
+AT_A_TIME := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help train test test-all test-long faults compile lint format matrix wheel clean FORCE
 

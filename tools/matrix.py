@@ -140,7 +140,7 @@ def main() -> int:
         parser.error(f"no such set: {', '.join(sorted(unknown))}; there are {', '.join(each.name for each in SETS)}")
     FOLDER.mkdir(exist_ok=True)
     chosen = [each for each in SETS if not options.sets or each.name in options.sets]
-    pytest_arguments = ["-n", options.workers, "--dist", "loadfile", *options.pytest.split()]
+    pytest_arguments = ["-n", options.workers, "--dist", "loadfile", "--no-loadscope-reorder", *options.pytest.split()]
     results = [run_set(each, pytest_arguments) for each in chosen]
     print(f"\n{table(results)}")
     return 1 if any(result.failed for result in results) else 0

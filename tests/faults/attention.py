@@ -101,7 +101,7 @@ ATTENTION = (
         "attention/schemes/ring.py",
         "            received = arrived.wait()\n",
         "            fresh = arrived.wait()\n"
-        "            received = stale if hop > 1 and stale.shape == fresh.shape else fresh\n"
+        "            received = stale if hop > 1 and stale.shape == fresh.shape else fresh  # noqa: F821 (hop 1 sets it)\n"
         "            stale = received\n",
         f"{LAW}[32-4]",
     ),

@@ -9,12 +9,25 @@ import pytest
 
 from tests.faults.__main__ import FAULTS
 from tests.faults.answers import Answers
-from tests.faults.copies import ROOT, Copies, not_found
+from tests.faults.copies import ROOT, Copies, not_found, with_fault
 
 
 def test_each_fault_is_found_once_in_the_sources():
     assert [line for fault in FAULTS for line in not_found(fault, ROOT)] == []
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) > 50
+
+
+def test_a_fault_is_no_crash_by_itself(tmp_path):
+    """A name that nothing defines would fail every test, and be taken for a fault that was noticed."""
+    for i, fault in enumerate(FAULTS):
+        for file, text in with_fault(fault, ROOT).items():
+            compile(text, f"{file} with {fault.name}", "exec")
+            (tmp_path / f"{i}_{file.stem}.py").write_text(text)
+    undefined = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,F822,F823", str(tmp_path)],
+        text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert undefined.returncode == 0, undefined.stdout + undefined.stderr
 
 
 def test_each_test_that_must_notice_a_fault_is_there():

@@ -170,10 +170,10 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._interceptions.enter_context(interceptions(self._steps.context, self._module))
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._steps.start_run()
         if fitting:
             self.setup_optimizers(trainer)
             self._first_batch.expect(self.config.preflight and self.world_size > 1)
-            self._steps.start_run()
         self.setup_precision_plugin()
         if fitting:
             self._streams.start_run(trainer.global_step, self.sequence_mesh)
@@ -183,9 +183,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device)
         self._batch = None  # of another model, perhaps in another layout
         context = SequenceContext(self._mesh, self.config.attention)
-        self._runner = StepRunner(
-            module, context, groups=self._groups, device=self.root_device, compiled=self.config.compile
-        )
+        self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device)
         self._prepared = module

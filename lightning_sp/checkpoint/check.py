@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parameter_names import shown
 
 STATE_PREFIX = "state_dict."
 
@@ -23,26 +25,27 @@ def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 def check_model(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> None:
-    """Refuse a checkpoint of another model, with counts and the first names."""
+    """Refuse a checkpoint of another model, with counts and the first names; what a lenient load leaves out is said."""
     differing = [f"{n} is {stored[n]} there and {own[n]} here" for n in own if n in stored and stored[n] != own[n]]
     only_own = [name for name in own if name not in stored]
     only_stored = [name for name in stored if name not in own]
-    parts = []
+    parts, unmatched = [], []
     if differing:
-        parts.append(f"{len(differing)} of {len(own)} tensors differ in shape ({_first(differing, '; ')})")
-    if strict and only_own:
-        parts.append(f"{len(only_own)} are only in this model ({_first(only_own)})")
-    if strict and only_stored:
-        parts.append(f"{len(only_stored)} are only in the checkpoint ({_first(only_stored)})")
+        parts.append(f"{len(differing)} of {len(own)} tensors differ in shape ({shown(differing, '; ')})")
+    if only_own:
+        unmatched.append(f"{len(only_own)} are only in this model ({shown(only_own)})")
+    if only_stored:
+        unmatched.append(f"{len(only_stored)} are only in the checkpoint ({shown(only_stored)})")
+    if unmatched and not strict:
+        rank_zero_warn(
+            f"sequence_parallel: strict_loading=False: of checkpoint {path} {'; '.join(unmatched)}: these are not loaded"
+        )
+    parts += unmatched if strict else []
     if parts:
         fix = "" if differing else ", or set strict_loading=False on the LightningModule"
         raise SequenceParallelError(
             f"checkpoint {path} is of another model: {'; '.join(parts)}; build the model with the options it was trained with{fix}"
         )
-
-
-def _first(names: list[str], separator: str = ", ") -> str:
-    return separator.join(names[:3]) + (f"{separator}..." if len(names) > 3 else "")
 
 
 def check_optimizers(path: Path, checkpoint: Mapping[str, Any], count: int) -> None:

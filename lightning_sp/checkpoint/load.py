@@ -22,8 +22,9 @@ from lightning_sp import comm
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
 from lightning_sp.checkpoint.folder import damage, first_failure, read_manifest
 from lightning_sp.checkpoint.read import read_file, read_folder
-from lightning_sp.checkpoint.state import model_state, user_name
+from lightning_sp.checkpoint.state import model_state
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parameter_names import by_user_name, user_name
 
 
 def load_checkpoint(
@@ -57,6 +58,7 @@ def load_checkpoint(
     try:
         if path.is_file():
             checkpoint = read_file(path, weights_only)
+            checkpoint["state_dict"] = by_user_name(checkpoint["state_dict"])
             shapes = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         else:
             checkpoint, metadata = read_folder(path, weights_only)

@@ -16,11 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
-
-
-def user_name(name: str) -> str:
-    """Return a parameter's name without those of wrappers (checkpointing, compilation)."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+from lightning_sp.parameter_names import by_user_name, user_name
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -28,7 +24,7 @@ def model_state(module: nn.Module) -> dict[str, Any]:
 
     A parameter with several names (tied weights) is there under each of them, as a strict load wants.
     """
-    return {user_name(name): value for name, value in module.state_dict().items()}
+    return by_user_name(module.state_dict())
 
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -36,9 +32,9 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: boo
 
     A whole tensor must be the same on all ranks: each takes its own part of it, without communication.
     """
-    own = {user_name(name): (name, value) for name, value in module.state_dict().items()}
+    own = by_user_name({name: (name, value) for name, value in module.state_dict().items()})
     named = {}
-    for name, value in state.items():
+    for name, value in by_user_name(state).items():
         module_name, target = own.get(name, (name, None))
         named[module_name] = _sharded_like(value, target)
     module.load_state_dict(named, strict=strict)

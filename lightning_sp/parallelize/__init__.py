@@ -1,6 +1,7 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
+from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     check_same_gradients,
     check_unsharded,
@@ -23,6 +24,8 @@ __all__ = [
     "check_same_gradients",
     "check_unsharded",
     "checkpoint_blocks",
+    "compile_blocks",
+    "is_compiled",
     "make_fsdp_root",
     "materialize_meta",
     "reshard",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
+from lightning_sp.parallelize.compilation import without_compilation
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -35,7 +36,7 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
     for each in module.modules():
         if getattr(each, "is_gradient_checkpointing", False) and hasattr(each, "gradient_checkpointing_disable"):
             each.gradient_checkpointing_disable()  # type: ignore[operator]
-    for block in blocks:
+    for block in map(without_compilation, blocks):
         # On the instance: a wrapper module would put its own name into every parameter's.
         block.forward = partial(_checkpointed, block.forward)
 

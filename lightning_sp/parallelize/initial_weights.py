@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchmetrics import Metric
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parameter_names import shown, user_name
 
 
 def materialize_meta(module: nn.Module, device: torch.device) -> None:
@@ -73,8 +74,12 @@ def broadcast_initial_weights(
         ties: `tied_parameters` from after sharding.
         device: where buffers and shards live.
 
-    Communicates: a broadcast of each parameter and buffer from rank 0.
+    Communicates: the names on rank 0; a broadcast of each parameter and buffer from rank 0.
+
+    Raises:
+        SequenceParallelError: a rank has built another model than rank 0.
     """
+    _check_same_model(module, source)
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
     states = [_MetricState.of(each) for each in metrics]
     states = comm.broadcast_object(states, None) if metrics else states
@@ -85,18 +90,51 @@ def broadcast_initial_weights(
                 setattr(other.module, other.name, getattr(first.module, first.name))
     for metric, state in zip(metrics, states, strict=True):
         state.restore(metric, device)
-    names = {_clean(name) for name, _ in module.named_parameters()}
     is_source = dist.get_rank() == 0
-    full: dict[str, Any] = (
-        {name: tensor.detach() for name, tensor in source.items() if name in names} if is_source else {}
+    with torch.no_grad():
+        for name, tensor in _named_tensors(module):
+            _receive(tensor, source[name] if is_source else None, device)
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _check_same_model(module: nn.Module, source: dict[str, Tensor]) -> None:
+    """Refuse ranks whose parameters and buffers are not those of rank 0, name by name. Every rank must call it."""
+    own = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _named_tensors(module)}
+    first = comm.broadcast_object(own, None)
+    assert dist.get_rank() or set(source) == set(own), "sharding has changed names"
+    parts = []
+    for where, names in (("only here", own.keys() - first.keys()), ("only on rank 0", first.keys() - own.keys())):
+        if names:
+            parts.append(f"{len(names)} are {where} ({shown(sorted(map(user_name, names)))})")
+    if differing := [name for name in own if name in first and own[name] != first[name]]:
+        name = differing[0]
+        parts.append(
+            f"{len(differing)} differ (of {user_name(name)} shape, dtype and requires_grad are {own[name]}, on rank 0 {first[name]})"
+        )
+    comm.agree(
+        f"this rank has built another model than rank 0, whose weights it is to train: of {len(own)} parameters and buffers "
+        f"{'; '.join(parts)}; build the same model on every rank"
+        if parts
+        else None
     )
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(module, full, options=options)
-    for name, buffer in module.named_buffers():
-        value = source[_clean(name)].detach().to(device) if is_source else buffer
-        whole = value.contiguous().clone()
-        comm.broadcast(whole.reshape(-1).view(torch.uint8) if whole.numel() else whole)
-        buffer.data.copy_(whole)
+
+
+def _receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
+    """Overwrite a tensor, or this rank's shard of it, with that of rank 0, which alone passes it in whole."""
+    if whole is None:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    whole = whole.detach().to(device).contiguous()
+    if whole.numel():
+        comm.broadcast(whole.reshape(-1).view(torch.uint8))
+    if isinstance(tensor, DTensor):
+        # src_data_rank=None: every rank holds the whole and keeps its part.
+        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.to_local().copy_(part.to_local())
+    elif tensor.data_ptr() != whole.data_ptr():
+        tensor.data.copy_(whole)
 
 
 class _MetricState(NamedTuple):
@@ -127,8 +165,3 @@ def _host(value: Any) -> Any:
 
 def _to(value: Any, device: torch.device) -> Any:
     return [_to(each, device) for each in value] if isinstance(value, list) else value.to(device)
-
-
-def _clean(name: str) -> str:
-    """Return a parameter's name without those of the wrappers around its modules."""
-    return name.replace("_orig_mod.", "")

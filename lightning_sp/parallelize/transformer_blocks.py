@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from lightning_sp.parallelize.compilation import without_compilation
+
 
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model, outermost first, each once; a block inside a block is not another one.
 
-    They are what Hugging Face names in `_no_split_modules`, and the elements of one class in an `nn.ModuleList` or `nn.Sequential`.
+    They are what Hugging Face names in `_no_split_modules`, and the elements of one class in an `nn.ModuleList` or `nn.Sequential`. A
+    block that its user compiled is there with what `torch.compile` made of it.
     """
     names: set[str] = set()
     for each in module.modules():
@@ -20,7 +23,7 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
     for child in module.children():
-        if type(child).__name__ in names:
+        if type(without_compilation(child)).__name__ in names:
             yield child
         elif isinstance(child, (nn.ModuleList, nn.Sequential)) and _repeats(child):
             yield from child
@@ -29,7 +32,7 @@ def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
 
 
 def _repeats(container: nn.Module) -> bool:
-    members = list(container.children())
+    members = [without_compilation(member) for member in container.children()]
     kinds = {type(member) for member in members}
     # A Sequential of two Linear layers is an MLP, not a stack of blocks: a block has parts of its own.
     return len(kinds) == 1 and all(

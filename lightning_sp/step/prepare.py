@@ -24,6 +24,7 @@ from lightning_sp.parallelize import (
     broadcast_initial_weights,
     check_unsharded,
     checkpoint_blocks,
+    compile_blocks,
     make_fsdp_root,
     materialize_meta,
     shard_model,
@@ -119,9 +120,8 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     blocks = transformer_blocks(module)
     if config.activation_checkpointing:
         checkpoint_blocks(module, blocks)
-    if config.compile:
-        for block in blocks:
-            block.compile()
+    if config.compile and (left := compile_blocks(module, blocks)):
+        rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
     shard_size = resolve_shard_size(config, world)
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
     broadcast_initial_weights(module, source, tied_parameters(module), device)

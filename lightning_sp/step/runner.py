@@ -19,7 +19,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import mean_of_returned_sum
-from lightning_sp.parallelize import run_with_whole_parameters
+from lightning_sp.parallelize import is_compiled, run_with_whole_parameters
 from lightning_sp.step.isolation import isolated
 
 
@@ -31,7 +31,6 @@ class StepRunner:
         context: what the interceptions share.
         groups: for values on the host.
         device: where the model is.
-        compiled: whether the model's blocks are, so that attention calls are counted in a first step that runs eagerly.
     """
 
     def __init__(
@@ -41,19 +40,20 @@ class StepRunner:
         *,
         groups: comm.HostGroups,
         device: torch.device,
-        compiled: bool,
     ) -> None:
         self.module = module
         self.context = context
         self.groups = groups
         self.device = device
-        self._compiled = compiled
         self._attention_reached = False
+        self._counts_later_steps = True
         self._loss_check = LossCheck()
 
     def start_run(self) -> None:
         """Compare the next loss as the first one, before its backward."""
         self._loss_check = LossCheck()
+        # Compiled code counts no attention calls.
+        self._counts_later_steps = not is_compiled(self.module)
 
     def end_run(self) -> None:
         """Read the answer about the last loss. Every rank must call it."""
@@ -110,12 +110,11 @@ class StepRunner:
 
     def _counted(self) -> AbstractContextManager[Any]:
         """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""
-        eager = self._compiled and not self._attention_reached
-        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+        return nullcontext() if self._attention_reached else torch.compiler.set_stance("force_eager")
 
     def _check_reached(self, step: Step) -> None:
         """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
-        if self._compiled and self._attention_reached:
+        if self._attention_reached and not self._counts_later_steps:
             return
         self.context.last_attention_patterns = tuple(step.attention_patterns)
         self._attention_reached = step.num_attention_calls > 0

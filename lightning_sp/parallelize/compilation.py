@@ -1,0 +1,57 @@
+"""Which parts of a model are compiled, by the user or by us: `torch.compile(module)` wraps one, `module.compile()` changes its call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+# Their files hold compiled functions that no step of a user's calls unless a module of theirs does.
+_NOT_SEARCHED = {"torch", "builtins", "abc", "typing", "lightning", "lightning_sp", "transformers", "torchmetrics"}
+
+
+def without_compilation(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` has wrapped; any other as it is."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def is_compiled(root: nn.Module) -> bool:
+    """Return whether a step of a model may run compiled code: one of its modules, their functions, or a function of its files."""
+    return any(True for _ in compiled_modules(root)) or any(_is_function(value) for value in _functions(root))
+
+
+def compiled_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that are compiled as they are called, outermost first."""
+    for module in root.modules():
+        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+            yield module
+
+
+def compile_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> int:
+    """Compile each block in place, but for those that the user compiled, in part or within something larger; return how many it leaves."""
+    compiled = {part for module in compiled_modules(root) for part in module.modules()}
+    left = [block for block in blocks if compiled.isdisjoint(block.modules())]
+    for block in left:
+        block.compile()
+    return len(blocks) - len(left)
+
+
+def _functions(root: nn.Module) -> Iterator[Any]:
+    """Yield what may be functions: attributes of the modules and of their classes, and names of the files of these."""
+    classes = {each for module in root.modules() for each in type(module).__mro__}
+    own = {each for each in classes if each.__module__.partition(".")[0] not in _NOT_SEARCHED}
+    for holder in (*root.modules(), *own):
+        yield from list(vars(holder).values())
+    packages = {each.__module__.partition(".")[0] for each in own}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages and isinstance(module, ModuleType):
+            yield from list(vars(module).values())
+
+
+def _is_function(value: Any) -> bool:
+    """Return whether `torch.compile` made a function."""
+    return callable(value) and "_torchdynamo_orig_callable" in getattr(value, "__dict__", {})

@@ -147,7 +147,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def setup_environment(self) -> None:
         Strategy.setup_environment(self)
         check_precision(str(self.precision_plugin.precision))
-        check_trainer_features(self._module.trainer, self._module)
+        check_trainer_features(self._module.trainer, self._module, self.config)
         self._setup_distributed()
         if self._device_mesh is None:
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
@@ -161,7 +161,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         forbid_inference_mode(trainer)
-        trainer._accelerator_connector.use_distributed_sampler = False
+        self._let_loaders_through(trainer)
         if self._prepared is not self._module:
             self._prepare(self._module)
         datamodule = getattr(trainer, "datamodule", None)
@@ -201,6 +201,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             accumulation=self._accumulate,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             by_hand=not self.config.shard_batch,
+            own_samplers=bool(self._own_samplers),
         )
         if training:
             self._cursor.resume_loader(loader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_sp import comm
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
-from lightning_sp.checkpoint.folder import damage, first_failure, read_manifest
-from lightning_sp.checkpoint.read import read_file, read_folder
+from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, read_manifest
+from lightning_sp.checkpoint.read import read_by, read_file, read_folder
 from lightning_sp.checkpoint.state import model_state
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
@@ -34,6 +34,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     weights_only: bool = True,
+    read: Callable[..., dict[str, Any]] | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint for a model on any degrees; every rank calls it. Nothing of the model is changed yet.
@@ -44,6 +45,7 @@ def load_checkpoint(
         optimizers: those that will take the stored state; None to read the model alone (evaluation).
         strict: refuse names that are only in the checkpoint or only in the model.
         weights_only: given to `torch.load` for the part that is not tensors.
+        read: of the user's, on every rank, for what is no folder of ours.
         group: the world, on a backend for host objects.
 
     Communicates: DCP's plan; agreement on errors.
@@ -56,8 +58,8 @@ def load_checkpoint(
     """
     error, checkpoint, metadata = None, {}, None
     try:
-        if path.is_file():
-            checkpoint = read_file(path, weights_only)
+        if path.is_file() or (read is not None and not is_folder_checkpoint(path)):
+            checkpoint = read_file(path, weights_only) if read is None else read_by(read, path, weights_only)
             checkpoint["state_dict"] = by_user_name(checkpoint["state_dict"])
             shapes = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         else:

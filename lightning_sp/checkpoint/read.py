@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,36 @@ def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
         SequenceParallelError: the file is damaged, or no checkpoint of a Trainer.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise SequenceParallelError(
             f"checkpoint {path} ({path.stat().st_size} bytes) cannot be read: damaged, half-written or not plain values alone: {reason}"
         ) from error
+    _check_entries(checkpoint, path)
+    return checkpoint
+
+
+def read_by(read: Callable[..., Any], path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint that a user's plugin reads.
+
+    Raises:
+        SequenceParallelError: it fails, or gives no checkpoint of a Trainer.
+    """
+    try:
+        checkpoint: dict[str, Any] = read(str(path), weights_only=weights_only)
+    except Exception as error:  # of a user's plugin any; the other ranks would wait
+        raise SequenceParallelError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
+    _check_entries(checkpoint, path)
+    return checkpoint
+
+
+def _check_entries(checkpoint: Any, path: Path) -> None:
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "loops" not in checkpoint:
         raise SequenceParallelError(
             f"{path} is no checkpoint of a Trainer (it has no state_dict and loops): to start from exported weights, load them into the model "
             "before the Trainer gets it, with model.load_state_dict"
         )
-    return checkpoint
 
 
 def read_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], Metadata]:

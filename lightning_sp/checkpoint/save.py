@@ -32,7 +32,12 @@ from lightning_sp.errors import SequenceParallelError
 
 
 def save_checkpoint(
-    checkpoint: dict[str, Any], path: Path, *, as_folder: bool, group: ProcessGroup | None = None
+    checkpoint: dict[str, Any],
+    path: Path,
+    *,
+    as_folder: bool,
+    write: Callable[[dict[str, Any], str], None] | None = None,
+    group: ProcessGroup | None = None,
 ) -> list[str]:
     """Write Lightning's checkpoint; every rank calls it. At any moment `path` is the old checkpoint or the new one, never a part.
 
@@ -40,6 +45,7 @@ def save_checkpoint(
         checkpoint: from ``dump_checkpoint``, its model and optimizers as `state` returns them.
         path: on a file system that all ranks share; equal on all ranks.
         as_folder: a DCP folder (each rank writes its part), else one file in plain Lightning's format.
+        write: of the user's, on rank 0, in place of writing the file.
         group: the world, on a backend for host objects.
 
     Communicates: DCP's plan; for a file every sharded tensor, gathered one by one.
@@ -56,7 +62,7 @@ def save_checkpoint(
     if as_folder:
         _save_folder(checkpoint, plain, path, group)
     else:
-        _save_file(checkpoint, plain, path, group)
+        _save_file(checkpoint, plain, path, write or _write_file, group)
     return described
 
 
@@ -129,23 +135,30 @@ def _extract_tensors(state: dict[str, Any], key: str, tensors: dict[str, Any]) -
     return plain
 
 
-def _save_file(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
+def _save_file(
+    checkpoint: dict[str, Any],
+    plain: dict[str, Any],
+    path: Path,
+    write: Callable[[dict[str, Any], str], None],
+    group: ProcessGroup | None,
+) -> None:
     is_writer = comm.rank_in(group) == 0 if group else _is_rank_zero()
     plain["state_dict"] = {name: _whole(value, is_writer) for name, value in checkpoint["state_dict"].items()}
     if "optimizer_states" in checkpoint:
         plain["optimizer_states"] = [_numbered(state, is_writer) for state in checkpoint["optimizer_states"]]
+    _let_writer(is_writer, lambda: write(plain, str(path)), path, group)
+
+
+def _write_file(plain: dict[str, Any], name: str) -> None:
+    path = Path(name)
     temporary = partial_path(path)
-
-    def write() -> None:
-        check_target(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            torch.save(plain, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        put_in_place(temporary, path)
-
-    _let_writer(is_writer, write, path, group)
+    check_target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with temporary.open("wb") as stream:
+        torch.save(plain, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    put_in_place(temporary, path)
 
 
 def _whole(value: Any, is_writer: bool) -> Any:
@@ -179,8 +192,8 @@ def _let_writer(is_writer: bool, act: Callable[[], None], path: Path, group: Pro
             act()
         except SequenceParallelError as refusal:
             error = str(refusal)
-        except OSError as failure:
-            error = f"checkpoint {path} could not be written: {failure}"
+        except Exception as failure:  # of a user's plugin any; the others would wait
+            error = f"checkpoint {path} could not be written: {type(failure).__name__}: {failure}"
     comm.agree(error, group)
 
 

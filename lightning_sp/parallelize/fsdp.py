@@ -17,23 +17,37 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
 
+# Wrappers that do what the strategy does.
+_REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def check_unsharded(root: nn.Module) -> None:
-    """Refuse a model that was sharded by hand: its mesh would not be the strategy's."""
+    """Refuse a model that was sharded or replicated by hand: its mesh would not be the strategy's."""
     found = [name or "the root" for name, each in root.named_modules() if isinstance(each, FSDPModule)]
     if found:
         raise SequenceParallelError(
             f"{len(found)} modules are already fully_shard'ed ({found[0]}, ...): the strategy shards over its own mesh; "
             "remove fully_shard from configure_model"
+        )
+    wrapped = [(n or "the root", each) for n, each in root.named_modules() if isinstance(each, _REPLICAS)]
+    if wrapped:
+        name, wrapper = wrapped[0]
+        raise SequenceParallelError(
+            f"{name} is a {type(wrapper).__name__}, which would average gradients a second time or split batches a second time: the strategy "
+            "does both for the whole model; leave the wrapper out"
         )
 
 

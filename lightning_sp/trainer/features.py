@@ -1,11 +1,19 @@
-"""Features of the Trainer that cannot work on sharded parameters or parts of sequences, refused before the model is set up."""
+"""What of Lightning cannot work on sharded parameters or parts of sequences: refused by name before the model is set up.
+
+Equal on all ranks, so no collective is needed. What is not named here is honoured; `docs/lightning.md` has both lists.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_sp.config import Degrees, StrategyConfig, resolve_degrees
 from lightning_sp.errors import SequenceParallelError
 
 PRECISIONS = ("64-true", "32-true", "bf16-true", "bf16-mixed")
@@ -27,20 +35,111 @@ def check_precision(precision: str) -> None:
         )
 
 
-def check_trainer_features(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse by name what is known to break. Equal on all ranks, so no collective is needed."""
-    fn = trainer.state.fn
-    averaging = tuple(getattr(callbacks, name) for name in _AVERAGING if hasattr(callbacks, name))
-    for callback in trainer.callbacks if fn == TrainerFn.FITTING else ():  # type: ignore[attr-defined]
-        if isinstance(callback, averaging):
-            raise SequenceParallelError(
-                f"the callback {type(callback).__name__} copies the whole module, and each of {trainer.world_size} ranks holds a shard of every "
-                "parameter here: it is not supported; average in a callback of your own, each parameter (detach().clone() and lerp_ work "
-                "on shards), or average checkpoints after training (lightning_sp.export_checkpoint gives plain state dicts)"
-            )
-    for name in _STEPS.get(fn, ()) if fn is not None else ():
+def check_trainer_features(trainer: Trainer, module: LightningModule, config: StrategyConfig) -> None:
+    """Refuse by name what is known to break, or what would be dropped.
+
+    Raises:
+        SequenceParallelError: an option, a callback, a plugin, a hook or a step of Lightning that cannot be carried.
+    """
+    _check_plugins(trainer, config)
+    degrees = resolve_degrees(config, trainer.world_size)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _check_counts(callback, degrees)
+    for name in _STEPS.get(trainer.state.fn, ()) if trainer.state.fn is not None else ():
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
             raise SequenceParallelError(
                 f"{name}(dataloader_iter) fetches its batches itself, so they cannot be split over {trainer.world_size} ranks before: it is not "
                 f"supported; take a batch instead, {name}(batch, batch_idx)"
             )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
+        _check_callback(callback, trainer)
+    _check_after_backward(trainer, module)
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    if seconds is not None and trainer.world_size > 1:
+        raise SequenceParallelError(
+            f"val_check_interval of {seconds:g} seconds: each of {trainer.world_size} ranks would read a clock of its own, and some would "
+            "validate while others train; give a number of batches, or a fraction of an epoch"
+        )
+
+
+def given_checkpoint_io(strategy: Any) -> Any:
+    """Return the CheckpointIO plugin that the user gave, None for Lightning's default."""
+    return None if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO) else strategy._checkpoint_io
+
+
+def _check_plugins(trainer: Trainer, config: StrategyConfig) -> None:
+    strategy: Any = trainer.strategy
+    io, layer_sync = given_checkpoint_io(strategy), getattr(strategy, "_layer_sync", None)
+    if io is not None and config.save_distributed_checkpoint:
+        raise SequenceParallelError(
+            f"the plugin {type(io).__name__} would write no checkpoint: with save_distributed_checkpoint=True each of {trainer.world_size} "
+            "ranks writes its own part; SequenceParallelStrategy(save_distributed_checkpoint=False) hands it whole checkpoints"
+        )
+    if layer_sync is not None:
+        raise SequenceParallelError(
+            f"sync_batchnorm=True, or the plugin {type(layer_sync).__name__}: batch norm over {trainer.world_size} ranks' tokens, padding among "
+            "them, is not one device's; use a norm over features (LayerNorm, RMSNorm), or freeze the statistics with eval()"
+        )
+    if isinstance(strategy.precision_plugin, (FSDPPrecision, DeepSpeedPrecision)):
+        raise SequenceParallelError(
+            f"the plugin {type(strategy.precision_plugin).__name__} is for another strategy, which does what it leaves out: give "
+            f"Trainer(precision={str(strategy.precision_plugin.precision)!r})"
+        )
+
+
+def _check_counts(callback: Any, degrees: Degrees) -> None:
+    """Refuse callbacks that count or write what each rank holds, where that is not one process' part."""
+    dp, sp = degrees.data_parallel_size, degrees.sequence_parallel_size
+    if isinstance(callback, callbacks.ThroughputMonitor) and sp > 1:
+        raise SequenceParallelError(
+            f"Lightning's ThroughputMonitor counts the samples of every rank, and sequence_parallel_size={sp} ranks share each: it would report "
+            f"{sp} times too many; use lightning_sp.callbacks.ThroughputMonitor"
+        )
+    if isinstance(callback, callbacks.BasePredictionWriter) and dp > 1:
+        raise SequenceParallelError(
+            f"{type(callback).__name__} writes what each rank predicts, with fillers where data_parallel_size={dp} ranks get other numbers of "
+            "batches: write what trainer.predict returns (each sample once, in order), or use data_parallel_size=1"
+        )
+
+
+def _check_callback(callback: Any, trainer: Trainer) -> None:
+    """Refuse a callback that cannot work on shards, or on ranks that act by themselves."""
+    name, world = type(callback).__name__, trainer.world_size
+    averaging = tuple(getattr(callbacks, each) for each in _AVERAGING if hasattr(callbacks, each))
+    if isinstance(callback, averaging):
+        raise SequenceParallelError(
+            f"the callback {name} copies the whole module, and each of {world} ranks holds a shard of every "
+            "parameter here: it is not supported; average in a callback of your own, each parameter (detach().clone() and lerp_ work "
+            "on shards), or average checkpoints after training (lightning_sp.export_checkpoint gives plain state dicts)"
+        )
+    if isinstance(callback, callbacks.ModelPruning):
+        raise SequenceParallelError(
+            f"the callback {name} ranks the weights of whole tensors, and each of {world} ranks holds a shard of every parameter: prune the "
+            "exported model (lightning_sp.export_checkpoint), or train a pruned one"
+        )
+    if isinstance(callback, callbacks.GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+        raise SequenceParallelError(
+            f"GradientAccumulationScheduler({callback.scheduling}) changes the global batch during the run, by which the order of samples is "
+            "cut: give one accumulate_grad_batches to the Trainer"
+        )
+    saves = getattr(callback, "save_on_exception", False) or isinstance(callback, callbacks.OnExceptionCheckpoint)
+    if saves and world > 1:
+        trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # it would answer this very refusal by a save
+        raise SequenceParallelError(
+            f"{name} would save when an exception is raised: {world} ranks write a checkpoint together, and an exception may be one rank's "
+            "alone, which would wait for the others; save every n steps: ModelCheckpoint(every_n_train_steps=...)"
+        )
+
+
+def _check_after_backward(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse a look at gradients before the micro-batches of a window are weighed by their tokens."""
+    accumulation = trainer.accumulate_grad_batches
+    owners = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+    named = [type(each).__name__ for each in owners if is_overridden("on_after_backward", each)]
+    if accumulation > 1 and named and module.automatic_optimization:
+        raise SequenceParallelError(
+            f"{named[0]}.on_after_backward with accumulate_grad_batches={accumulation}: the gradients of {accumulation} micro-batches are "
+            "summed over the ranks, and divided by the tokens of all, after the last of them; use on_before_optimizer_step instead"
+        )

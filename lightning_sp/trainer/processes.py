@@ -40,6 +40,7 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self.num_nodes = 1
+        self._own_samplers: bool | None = None  # known when the first run is set up
 
     @property
     @override
@@ -97,6 +98,12 @@ class ProcessStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
+    def _let_loaders_through(self, trainer: Trainer) -> None:
+        """Remember `Trainer(use_distributed_sampler=False)`, and keep Lightning from wrapping samplers before we see the loaders."""
+        if self._own_samplers is None:
+            self._own_samplers = not trainer._accelerator_connector.use_distributed_sampler
+        trainer._accelerator_connector.use_distributed_sampler = False
+
     @override
     def barrier(self, name: str | None = None) -> None:
         if not _distributed_is_initialized():
@@ -130,3 +137,4 @@ class ProcessStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -9,6 +9,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_sp.checkpoint import (
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import reshard, without_gradient_sync
+from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.processes import ProcessStrategy
 
@@ -153,8 +155,11 @@ class ShardedModelStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        path, group = self._path_of_rank_0(filepath, storage_options).absolute(), self._groups.world
-        if described := save_checkpoint(checkpoint, path, as_folder=self._checkpoints_as_folders, group=group):
+        io, group = given_checkpoint_io(self), self._groups.world
+        path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()
+        write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
+        as_folder = self._checkpoints_as_folders
+        if described := save_checkpoint(checkpoint, path, as_folder=as_folder, write=write, group=group):
             self._log_once(
                 f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
             )
@@ -163,7 +168,7 @@ class ShardedModelStrategy(ProcessStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        module = self._module
+        module, io = self._module, given_checkpoint_io(self)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         reshard(module)
         return load_checkpoint(
@@ -172,6 +177,7 @@ class ShardedModelStrategy(ProcessStrategy):
             self.optimizers if fitting else None,
             strict=module.strict_loading,
             weights_only=weights_only is not False,
+            read=None if io is None else io.load_checkpoint,
             group=self._groups.world,
         )
 

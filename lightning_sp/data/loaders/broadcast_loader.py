@@ -41,7 +41,7 @@ class RankState(NamedTuple):
 class BroadcastLoader:
     """One rank of a sequence's group reads a loader and sends each batch to its peers, its end and its errors included.
 
-    Without a sequence's group in its coordinates every rank reads its own: batches that were sharded by hand.
+    Without a sequence's group in its coordinates every rank reads its own: batches that were sharded by hand, or split by the user's sampler.
 
     Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch without targets,
     until all have.
@@ -137,6 +137,7 @@ class BroadcastLoader:
         if unequal := ended & {state.dp_rank for state in states if state.kind == "batch"}:
             raise SequenceParallelError(
                 f"the ranks of one sequence (data-parallel rank {sorted(unequal)}) read loaders of different lengths: after {count} batches "
-                "some have ended and others have not; with shard_batch=False each must give its part of the same batches"
+                "some have ended and others have not; each must read the same batches (use_distributed_sampler=False), or its part of the same "
+                "(shard_batch=False)"
             )
         return all(state.kind == "end" for state in states)

@@ -2,7 +2,8 @@
 
 Where a loader is a plain `DataLoader` over a map-style dataset, its sampler is replaced by one of ours. Where it cannot be
 (iterable or streaming datasets, own samplers, own loader classes), one rank of each sequence's group reads, and sends every batch to its
-peers. Their batches cannot differ then, whatever the loader's seeds and workers do.
+peers. Their batches cannot differ then, whatever the loader's seeds and workers do. With `use_distributed_sampler=False` the user has split the
+samples: each rank reads its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from lightning_sp.data.loaders.replace_sampler import can_replace_sampler, has_o
 
 
 def same_samples(
-    loader: Any, coordinates: DataCoordinates, *, training: bool, accumulation: int, seed: int, by_hand: bool
+    loader: Any,
+    coordinates: DataCoordinates,
+    *,
+    training: bool,
+    accumulation: int,
+    seed: int,
+    by_hand: bool,
+    own_samplers: bool = False,
 ) -> Any:
     """Return a loader that gives all ranks of a sequence the same samples: its order replaced, or one rank of each sequence reading.
 
@@ -30,15 +38,23 @@ def same_samples(
         accumulation: micro-batches of an optimizer step.
         seed: of the shuffle.
         by_hand: each rank's loader gives its own part of every batch.
+        own_samplers: `Trainer(use_distributed_sampler=False)`: each rank reads its loader as it is; whether the ranks of a sequence read the
+            same samples is checked batch by batch.
     """
     if has_our_sampler(loader):
         return loader
-    if can_replace_sampler(loader):
+    if can_replace_sampler(loader) and not own_samplers:
         return replace_sampler(loader, coordinates, training=training, accumulation=accumulation, seed=seed)
     world = comm.size_of(coordinates.control_group or comm.world())
     if world == 1:
         return BroadcastLoader(loader, coordinates) if training else loader
     kind = type(loader).__name__
+    if own_samplers:
+        rank_zero_info(
+            f"sequence_parallel: use_distributed_sampler=False: every rank reads {kind} as it is; the ranks of a sequence must read the same "
+            "samples, so split by trainer.strategy.data_parallel_rank and data_parallel_size"
+        )
+        return BroadcastLoader(loader, replace(coordinates, sequence_group=None))
     if by_hand:
         rank_zero_info(
             f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"

@@ -116,7 +116,7 @@ class ReturnsNone:
         return None if batch_idx == 1 else loss
 
 
-class OwnLoaders:
+class ModuleLoaders:
     def train_dataloader(self) -> DataLoader:
         return DataLoader(TokenDataset(10), batch_size=2)
 
@@ -169,7 +169,7 @@ HOOKS = {
     "after_transfer": AfterTransfer,
     "skip": Skips,
     "none": ReturnsNone,
-    "loaders": OwnLoaders,
+    "loaders": ModuleLoaders,
     "toggle": Toggles,
 }
 

@@ -18,11 +18,13 @@ class DropoutSource:
         seed: of the run, the same on all ranks.
         step: optimizer steps done.
         samples: number of each row among the samples of the optimizer step, (B,), int64.
+        off: nothing is dropped, as in both runs of the preflight.
     """
 
     seed: int
     step: int
     samples: Tensor
+    off: bool = False
 
 
 class DropoutCalls:

@@ -24,6 +24,8 @@ class SequenceInfo:
         padded_length: tokens after padding to what the degrees divide.
         boundaries: documents in global positions, with the padding as a document of its own; None for one document.
         position_ids: this rank's global positions, (B, s).
+        positions_given: the batch's loader gave them.
+        documents_declared: the user said that positions which restart begin documents.
         shift_labels: this rank's targets, (B, s), None where the batch has no labels.
         attention_mask: this rank's part of the batch's padding mask, (B, s); None where the batch has none.
         valid: the run of keys that the padding mask leaves visible in each row, (B, 2); None where it hides none, or leaves more than a run.
@@ -40,6 +42,8 @@ class SequenceInfo:
     boundaries: Tensor | None
     position_ids: Tensor | None
     shift_labels: Tensor | None
+    positions_given: bool = False
+    documents_declared: bool = False
     attention_mask: Tensor | None = None
     valid: Tensor | None = None
     visible_keys: Tensor | None = None

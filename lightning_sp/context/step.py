@@ -6,8 +6,8 @@ block is recomputed on autograd's own thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -77,12 +77,14 @@ class SequenceContext:
         self.reference: SequenceInfo | None = None
         # Of the attention calls of the step before: the next batch is balanced for them.
         self.last_attention_patterns: tuple[AttentionPattern, ...] = ()
-        self._reference_dropout_calls = DropoutCalls()
+        # What gives a model back its own attention while a reference runs.
+        self.in_reference: list[Callable[[], AbstractContextManager[None]]] = []
 
     @property
     def dropout_calls(self) -> DropoutCalls:
-        """The numbers of the calls with dropout of the step in progress, or of the reference run that it is compared with."""
-        return self._reference_dropout_calls if self.step is None else self.step.dropout_calls
+        """The numbers of the calls with dropout of the step in progress."""
+        assert self.step is not None
+        return self.step.dropout_calls
 
     @property
     def local_length(self) -> int:
@@ -126,11 +128,14 @@ class SequenceContext:
         """Switch every interception off for whole sequences: generation, the preflight's reference.
 
         Args:
-            reference: the whole batch, whose documents and positions torch's own functions are to follow; None to leave them alone.
+            reference: the whole batch, whose declared documents torch's own attention is to follow; None for none.
         """
         before = self.step, self.reference
-        self.step, self.reference, self._reference_dropout_calls = None, reference, DropoutCalls()
+        self.step, self.reference = None, reference
         try:
-            yield
+            with ExitStack() as own:
+                for each in self.in_reference if reference is not None else ():
+                    own.enter_context(each())
+                yield
         finally:
             self.step, self.reference = before

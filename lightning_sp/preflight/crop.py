@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sp.attention.spec.documents import boundaries_from_positions
-from lightning_sp.data.batch.entries import batch_entries, extent, sequence_dims, split_sequences
+from lightning_sp.data.batch.entries import batch_entries, extent, plain_entries, sequence_dims, split_sequences
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.targets import batch_targets
 from lightning_sp.labels import IGNORE_INDEX
@@ -92,7 +92,9 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
             for name, value in entries.items():
                 cut = _cut(value, dims.get(name), rows, (row, last), windows.get(name))
                 found[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
-            crop = Crop(batch=rebuild_plain(batch, found), rows=height, tokens=tokens, num_targets=count)
+            # Without a decoder's inputs that its model would make: it makes them of the crop's labels.
+            held = {name: found[name] for name in plain_entries(batch)}
+            crop = Crop(batch=rebuild_plain(batch, held), rows=height, tokens=tokens, num_targets=count)
             if count != 0:
                 return crop
             first = crop

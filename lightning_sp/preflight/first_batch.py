@@ -21,10 +21,9 @@ from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crop import Crop
 from lightning_sp.preflight.run import run_preflight
 from lightning_sp.preflight.shared_crop import shared_crop
+from lightning_sp.preflight.untouched_batch import untouched_batch
 from lightning_sp.step.runner import StepRunner
 
-# Of the attention dropout in both runs.
-DROPOUT_SEED = 1234
 # Runs training_step on a batch of the host, as the precision and the device want it; given what was whole.
 RunStep = Callable[[Any, SequenceInfo], Any]
 
@@ -117,15 +116,13 @@ def try_first_batch(
 def _both_runs(
     crop: Crop, own: Crop, options: ShardOptions, mesh: SequenceMesh, device: torch.device
 ) -> tuple[Run, Run]:
-    """Return the whole crop as one device would train on it, and this rank's part of its group's crop."""
-    whole, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, replace(options, apart=False))
+    """Return the whole crop as the loader gives it to one device, and this rank's part of its group's crop."""
+    held, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, replace(options, apart=False))
+    if not whole_info.documents_declared:
+        whole_info = replace(whole_info, boundaries=None)
     # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
     local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
-    # The rows of the groups' crops stand one after the other in the whole one.
-    first = mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows
-    whole_info, info = (
-        replace(each, dropout=DropoutSource(DROPOUT_SEED, 0, torch.arange(start, start + rows))).to(device)
-        for each, start, rows in ((whole_info, 0, crop.rows), (info, first, own.rows))
-    )
-    return Run(whole, whole_info), Run(local, info)
+    whole_info = whole_info.to(device)
+    info = replace(info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True)).to(device)
+    return Run(untouched_batch(crop.batch, held, device), whole_info), Run(local, info)

@@ -14,10 +14,10 @@ _CALLS_BITS = 24
 
 
 def attention_dropout(context: SequenceContext, probability: float) -> AttentionDropout | None:
-    """Return the dropout of an attention call that is about to be made, None for none; it takes the call's number.
+    """Return the dropout of an attention call that is about to be made, None for none; else it takes the call's number.
 
     Args:
-        context: its step in progress, or its reference.
+        context: its step in progress.
         probability: that a weight is dropped.
 
     Raises:
@@ -25,12 +25,14 @@ def attention_dropout(context: SequenceContext, probability: float) -> Attention
     """
     if not probability:
         return None
-    batch = context.step.batch if context.step is not None else context.reference
-    assert batch is not None
+    assert context.step is not None
+    batch = context.step.batch
     if batch.dropout is None:
         raise SequenceParallelError(
             f"attention dropout {probability} in an evaluation step: no dropout is drawn there; pass dropout_p=self.dropout if self.training "
             "else 0.0"
         )
+    if batch.dropout.off:
+        return None
     drawn, number = batch.dropout, context.dropout_calls.number()
     return AttentionDropout(probability, drawn.seed, (drawn.step << _CALLS_BITS) + number, drawn.samples)

@@ -20,6 +20,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_sp import comm
+from lightning_sp.attention.reference import dense_attention
 from lightning_sp.attention.spec.block_mask import BlockTable
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.attention.spec.positions import ScorePositions, whole_positions
@@ -30,7 +31,6 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens, closure_tensors, learned_score_mod
 from lightning_sp.rewrite.rebind import rebind
-from lightning_sp.rewrite.reference import whole_attention
 
 
 class FlexInterception(AbstractContextManager[None]):
@@ -114,7 +114,9 @@ def _whole_flex_attention(
             "it must have been made for as many or more"
         )
     visible = _whole_mask(reference, mask_mod, query, key)
-    return whole_attention(query, key, value, visible, scale=scale, score_mod=learned)
+    if visible is None:
+        visible = torch.ones((1, 1, query.shape[2], key.shape[2]), dtype=torch.bool, device=query.device)
+    return dense_attention(query, key, value, visible, scale, score_mod=learned)
 
 
 def _check(query: Tensor, key: Tensor, enable_gqa: bool, options: dict[str, Any]) -> None:

@@ -19,10 +19,8 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
-from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.rebind import rebind
-from lightning_sp.rewrite.reference import whole_attention
 
 
 class SdpaInterception(AbstractContextManager[None]):
@@ -64,10 +62,9 @@ class SdpaInterception(AbstractContextManager[None]):
         assert self._original is not None
         if self.context.step is None:
             if self.context.reference is not None:
+                # One device's own, but for the documents that the user declared. Dropout is off in both runs of a preflight.
                 attn_mask, is_causal = _within_documents(self.context.reference, attn_mask, is_causal, query)
-                if dropout_p:
-                    dropout = attention_dropout(self.context, dropout_p)
-                    return whole_attention(query, key, value, attn_mask, causal=is_causal, scale=scale, dropout=dropout)
+                dropout_p = 0.0
             return self._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

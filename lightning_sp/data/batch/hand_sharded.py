@@ -48,6 +48,7 @@ def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: Sh
         padded_length=length,
         boundaries=None,
         position_ids=expected,
+        positions_given=isinstance(given, Tensor),
         shift_labels=labels,
         layout=layout,
     )

@@ -101,6 +101,8 @@ def shard_sequence(
         padded_length=padded,
         boundaries=boundaries,
         position_ids=local[sequence.positions_name],
+        positions_given=given,
+        documents_declared=options.packed_documents is True,
         shift_labels=local_labels,
         attention_mask=None if mask is None else local[sequence.mask_name],
         valid=visible.run,

@@ -12,10 +12,8 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
-from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.hugging_face.relative_bias import adds_zeros
-from lightning_sp.rewrite.reference import whole_attention
 
 # What models add to the scores in eager attention.
 BIASES = ("position_bias", "attn_bias", "alibi")
@@ -57,23 +55,6 @@ def attention_forward(
         bias=bias,
         dropout_p=dropout,
     )
-    return out.transpose(1, 2), None
-
-
-def whole_attention_forward(
-    context: SequenceContext, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, s_aux: Tensor | None = None,
-    softcap: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Run one layer's attention on a short whole sequence of the reference run, by its definition. Shapes: as in `attention_forward`."""
-    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    bias = None
-    for name in BIASES:
-        bias = bias if kwargs.get(name) is None else _sum(bias, kwargs[name])
-    out = whole_attention(
-        query, key, value, attention_mask, bias=bias, causal=causal and attention_mask is None, scale=scaling, sinks=s_aux, softcap=softcap,
-        dropout=attention_dropout(context, dropout),
-    )  # fmt: skip
     return out.transpose(1, 2), None
 
 

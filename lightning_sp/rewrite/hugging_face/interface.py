@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import itertools
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.rewrite.hugging_face.attention import BIASES, attention_forward, whole_attention_forward
+from lightning_sp.rewrite.hugging_face.attention import attention_forward
+from lightning_sp.rewrite.hugging_face.cumulative_sum import intercept_cumulative_sums
+from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
+from lightning_sp.rewrite.hugging_face.position_count import PositionCount, position_count
 from lightning_sp.rewrite.hugging_face.position_embeddings import pass_positions_to_embeddings
 from lightning_sp.rewrite.hugging_face.position_ids import pass_position_ids
 from lightning_sp.rewrite.hugging_face.relative_bias import wrap_relative_bias
@@ -38,51 +42,61 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
         self._undo = ExitStack()
 
     def __enter__(self) -> None:
-        if not self.models:
-            return
-        # The interface refuses names with "sdpa", "flash", "flex" or "/".
         for model in self.models:
             check_model(model)
-            previous = model.config._attn_implementation
-            name = f"sequence_parallel_{next(_numbers)}"
+            # The interface refuses names with "sdpa", "flash", "flex" or "/".
+            previous, name = model.config._attn_implementation, f"sequence_parallel_{next(_numbers)}"
             _register(name, self.context, previous, self._undo)
             model.set_attn_implementation(name)
             self._undo.callback(model.set_attn_implementation, previous)
-            hook = model.register_forward_pre_hook(
-                partial(pass_position_ids, self.context), with_kwargs=True, prepend=True
-            )
-            self._undo.callback(hook.remove)
+            # The preflight's reference is the model as the user made it.
+            own = partial(_own_attention, model, name, previous)
+            self.context.in_reference.append(own)
+            self._undo.callback(self.context.in_reference.remove, own)
             wrap_loss(model, self.context, self._undo)
             refuse_generation(model, self.context, self._undo)
             wrap_rotary(model, self.context, self._undo)
             wrap_relative_bias(model, self.context, self._undo)
-            if getattr(model.config, "is_encoder_decoder", False):
-                pass_positions_to_embeddings(model, self.context, self._undo)
+        counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]
+        if PositionCount.BY_CUMSUM in counts:
+            intercept_cumulative_sums(self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
 
+def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) -> PositionCount:
+    """Give a model the positions that it would count on the whole sequence, and return how it counts. `undo` takes that back."""
+    count = PositionCount.BY_ORDER if is_encoder_decoder(model) else position_count(model)
+    if getattr(model.config, "is_encoder_decoder", False) or count is PositionCount.OWN_WAY:
+        handed = pass_positions_to_embeddings(model, context, undo)
+        count = PositionCount.BY_CUMSUM if handed and count is PositionCount.OWN_WAY else count
+    hook = partial(pass_position_ids, context, count)
+    undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+    return count
+
+
+@contextmanager
+def _own_attention(model: Any, name: str, previous: str) -> Iterator[None]:
+    model.set_attn_implementation(previous)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
+
+
 def _register(name: str, context: SequenceContext, previous: str, undo: ExitStack) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
-    from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
 
     masks = AttentionMaskInterface()
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if context.reference is not None:
-            own = ("s_aux", "softcap", *BIASES)
-            if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in own):
-                # Torch's function would drop these, silently, and draw dropout of its own.
-                return whole_attention_forward(context, module, *args, **kwargs)
-            # In the precision of the operator: the eager softmax computes in float32 even in a float64 model.
-            return sdpa_attention_forward(module, *args, **kwargs)
         eager = getattr(sys.modules[own_class(module).__module__], "eager_attention_forward", sdpa_attention_forward)
         return AttentionInterface().get_interface(previous, eager)(module, *args, **kwargs)
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        return (sdpa_mask if context.reference is not None else masks[previous])(*args, **kwargs)
+        return masks[previous](*args, **kwargs)
 
     AttentionInterface.register(name, partial(attention_forward, context, attention))
     AttentionMaskInterface.register(name, partial(requested_mask, context, mask))

@@ -19,17 +19,20 @@ _PAST = "past_key_values_length"
 _COUNTS = [_PAST, "position_ids"]
 
 
-def pass_positions_to_embeddings(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
-    """Hand each such module of a model the global positions of its tokens. `undo` takes that back.
+def pass_positions_to_embeddings(model: nn.Module, context: SequenceContext, undo: ExitStack) -> bool:
+    """Hand each such module of a model the global positions of its tokens, and return whether it has one. `undo` takes that back.
 
     One that counts in a way of its own (M2M-100's by padding tokens, BERT's as a part of another model) is refused once a step calls it.
     """
+    found = False
     for module in model.modules():
         parameters = list(inspect.signature(module.forward).parameters)
         if _PAST in parameters:
             counts_as_bart = parameters[1:] == _COUNTS and parameters[0] in ("input_ids", "input_ids_shape")
             hook = _positions_hook(context, parameters[0]) if counts_as_bart else _refusal_hook(context)
             undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            found = found or counts_as_bart
+    return found
 
 
 def _positions_hook(context: SequenceContext, name: str) -> Any:

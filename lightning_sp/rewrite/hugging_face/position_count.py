@@ -1,0 +1,223 @@
+"""How a Hugging Face model counts the positions of its tokens when it is given none: found by experiment, on 2 rows of 22 tokens.
+
+    BY_ORDER       0, 1, 2, ... whatever the tokens are                          -> it is handed each rank's global positions
+    BY_CUMSUM      by a cumulative sum of its ids or of its mask (RoBERTa, OPT)  -> it counts itself, over the whole sequence
+    OWN_WAY        otherwise                                                     -> refused where its tokens are on several ranks
+
+The model runs up to its first attention block on weights that are all zero and take no memory. What reaches its modules and its embedding
+tables is recorded: untouched, with positions handed in, and on each half of the tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_sp.rewrite.hugging_face.models import own_class
+
+# A number that no width of a model has.
+_ROWS, _TOKENS = 2, 22
+_Records = dict[str, Tensor]
+_CUMSUMS = (torch.cumsum, Tensor.cumsum)
+
+
+class PositionCount(Enum):
+    """How a model counts the positions of its tokens."""
+
+    BY_ORDER = "by their order"
+    BY_CUMSUM = "itself, by cumulative sums if at all"
+    OWN_WAY = "in a way of its own"
+
+
+def position_count(model: Any) -> PositionCount:
+    """Return how a model counts positions by itself. It is not changed, and no random number is drawn.
+
+    Args:
+        model: a Hugging Face model of one sequence; its parameters may be sharded.
+    """
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in names:
+        return PositionCount.BY_ORDER
+    model = _skeleton(model, {})
+    inputs = [
+        {name: value for name, value in each.items() if value is not None and name in names}
+        for each in _inputs(_padding_id(model))
+    ]
+    runs = [(each, *_run(model, each, _Cumsums())) for each in inputs]
+    takes_positions = "position_ids" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
+    ways = ({"position_ids": torch.arange(_TOKENS).expand(_ROWS, -1)}, {}) if takes_positions else ({},)
+    for handed in ways:
+        if all(_halves_agree(model, {**given, **handed}, whole, sums) for given, whole, sums in runs):
+            return PositionCount.BY_ORDER if handed else PositionCount.BY_CUMSUM
+    return PositionCount.OWN_WAY
+
+
+def _halves_agree(model: nn.Module, given: dict[str, Tensor], whole: _Records, sums: _Cumsums) -> bool:
+    """Return whether each half of the tokens reaches the modules as it does in the whole."""
+    for half in (slice(0, _TOKENS // 2), slice(_TOKENS // 2, _TOKENS)):
+        local, _ = _run(model, {name: value[:, half] for name, value in given.items()}, sums.of_half(half))
+        handed_through = {name for name in local if name not in whole and "position_ids" in name}
+        expected = {name: _half_of(value, half) for name, value in whole.items()}
+        if not _equal(expected, {name: value for name, value in local.items() if name not in handed_through}):
+            return False
+    return True
+
+
+class _Cumsums(TorchFunctionMode):
+    """Records cumulative sums along the tokens and lookups in embedding tables, or gives a half of the tokens that of the whole."""
+
+    def __init__(self, whole: list[tuple[Tensor, Tensor]] | None = None, half: slice | None = None) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        self.lookups: list[Tensor] = []
+        self._whole, self._half = whole, half
+
+    def of_half(self, half: slice) -> _Cumsums:
+        return _Cumsums(self.calls, half)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.embedding:
+            self.lookups.append(args[0] if args else kwargs["input"])
+        output = function(*args, **kwargs)
+        if function not in _CUMSUMS or output.dim() != 2:
+            return output
+        given = args[0] if args else kwargs["input"]
+        if self._whole is None or self._half is None:
+            self.calls.append((given, output))
+            return output
+        number = len(self.calls)
+        self.calls.append((given, output))
+        if number < len(self._whole) and _same(self._whole[number][0][:, self._half], given):
+            return self._whole[number][1][:, self._half]
+        return output
+
+
+class _ReachedError(Exception):
+    """The first attention block was reached."""
+
+
+def _run(model: nn.Module, given: dict[str, Tensor], cumsums: _Cumsums) -> tuple[_Records, _Cumsums]:
+    """Run up to the first attention block and return what reached the modules, and the tables of embeddings."""
+    records: _Records = {}
+    with _recorded(model, records):
+        try:
+            with torch.no_grad(), cumsums:
+                model(**given)
+        except _ReachedError:
+            pass
+        except Exception as error:  # what a model makes of such a small input is its own; both ways it must do the same
+            records[f"{type(error).__name__}"] = torch.zeros(())
+    for index, lookup in enumerate(cumsums.lookups):
+        records[f"lookup {index}"] = lookup
+    return records, cumsums
+
+
+@contextmanager
+def _recorded(model: nn.Module, records: _Records) -> Iterator[None]:
+    """Record the tensors that each module is given; end the run at the first block with an attention in it."""
+    blocks = {
+        child
+        for holder in model.modules()
+        if isinstance(holder, nn.ModuleList)
+        for child in holder
+        if any("attn" in name.lower() or "attention" in name.lower() for name, _ in child.named_modules())
+    }
+    hooks = []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, nn.Embedding):
+            hooks.append(module.register_forward_pre_hook(_recorder(name, records, module in blocks), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _recorder(name: str, records: _Records, ends: bool) -> Callable[..., None]:
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Positions that a module is handed, or that it makes itself of ids: what counts is what it looks up.
+        given = [(str(i), value) for i, value in enumerate(args)] + sorted(kwargs.items())
+        for key, value in given if ends else []:
+            for number, each in enumerate(value if isinstance(value, (tuple, list)) else (value,)):
+                # Masks of queries and keys are `masks`' concern.
+                if isinstance(each, Tensor) and each.dim() < 4:
+                    records.setdefault(f"{name} {key} {number}", each)
+        if ends:
+            raise _ReachedError
+
+    return record
+
+
+def _skeleton(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a module of the same code whose parameters are zeros without memory, on the CPU, and whose hooks are gone."""
+    if module in made:
+        return made[module]
+    kind: Any = own_class(module)
+    copy: nn.Module = kind.__new__(kind)
+    made[module] = copy
+    fresh = vars(nn.Module())
+    kept = {name: value for name, value in vars(module).items() if name not in fresh and name != "forward"}
+    copy.__dict__.update({**fresh, **kept, "training": False})
+    copy._parameters = {
+        name: p if p is None else cast("nn.Parameter", torch.zeros((), dtype=p.dtype).expand(p.shape))
+        for name, p in module._parameters.items()
+    }
+    copy._buffers = {name: b if b is None or b.is_meta else b.detach().cpu() for name, b in module._buffers.items()}
+    copy._modules = {
+        name: child if child is None else _skeleton(child, made) for name, child in module._modules.items()
+    }
+    return copy
+
+
+def _padding_id(model: Any) -> int:
+    found = [getattr(model.config.get_text_config(), "pad_token_id", None)]
+    found += [each.padding_idx for each in model.modules() if isinstance(each, nn.Embedding)]
+    return next((each for each in found if isinstance(each, int) and each >= 0), 0)
+
+
+def _inputs(padding: int) -> list[dict[str, Tensor | None]]:
+    """Return ids with and without padding, left in one row and right in the other, each with its mask and without."""
+    tokens = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS) % 5 + 2
+    tokens = tokens + (tokens == padding).long()
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = mask[1, 17:] = 0
+    ids = tokens.masked_fill(mask == 0, padding)
+    return [
+        {"input_ids": tokens, "attention_mask": None},
+        {"input_ids": ids, "attention_mask": None},
+        {"input_ids": ids, "attention_mask": mask},
+        {"input_ids": tokens, "attention_mask": mask},
+    ]
+
+
+def _half_of(value: Tensor, half: slice) -> Tensor:
+    for dim, size in enumerate(value.shape):
+        if size == _TOKENS:
+            value = value.narrow(dim, half.start, _TOKENS // 2)
+    return value
+
+
+def _equal(one: _Records, other: _Records) -> bool:
+    return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal, be one of them written once for several rows."""
+    if one.is_meta or other.is_meta:
+        return one.shape == other.shape
+    try:
+        one, other = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return bool(torch.equal(one.double(), other.double())) if not one.is_complex() else bool(torch.equal(one, other))

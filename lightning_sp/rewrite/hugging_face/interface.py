@@ -24,13 +24,15 @@ from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
-from lightning_sp.rewrite.hugging_face.position_count import PositionCount, position_count
+from lightning_sp.rewrite.hugging_face.position_count import PositionCount, PositionCounts, position_counts
 from lightning_sp.rewrite.hugging_face.position_embeddings import pass_positions_to_embeddings
 from lightning_sp.rewrite.hugging_face.position_ids import pass_position_ids
 from lightning_sp.rewrite.hugging_face.relative_bias import wrap_relative_bias
 from lightning_sp.rewrite.hugging_face.rotary import wrap_rotary
 
 _numbers = itertools.count()
+# Its embeddings are handed this rank's positions: the model itself is left alone.
+_handed = PositionCount.BY_CUMSUM
 
 
 class HuggingFaceRewrite(AbstractContextManager[None]):
@@ -58,22 +60,23 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             wrap_rotary(model, self.context, self._undo)
             wrap_relative_bias(model, self.context, self._undo)
         counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]
-        if PositionCount.BY_CUMSUM in counts:
+        if any(PositionCount.BY_CUMSUM in each for each in counts):
             intercept_cumulative_sums(self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
 
-def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) -> PositionCount:
+def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) -> PositionCounts:
     """Give a model the positions that it would count on the whole sequence, and return how it counts. `undo` takes that back."""
-    count = PositionCount.BY_ORDER if is_encoder_decoder(model) else position_count(model)
-    if getattr(model.config, "is_encoder_decoder", False) or count is PositionCount.OWN_WAY:
-        handed = pass_positions_to_embeddings(model, context, undo)
-        count = PositionCount.BY_CUMSUM if handed and count is PositionCount.OWN_WAY else count
-    hook = partial(pass_position_ids, context, count)
+    by_order = PositionCounts(PositionCount.BY_ORDER, PositionCount.BY_ORDER)
+    counts = by_order if is_encoder_decoder(model) else position_counts(model)
+    by_embeddings = getattr(model.config, "is_encoder_decoder", False) or counts.of_ids is PositionCount.OWN_WAY
+    if by_embeddings and pass_positions_to_embeddings(model, context, undo):
+        counts = PositionCounts(*(_handed if each is PositionCount.OWN_WAY else each for each in counts))
+    hook = partial(pass_position_ids, context, counts)
     undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
-    return count
+    return counts
 
 
 @contextmanager

@@ -11,10 +11,10 @@ tables is recorded: untouched, with positions handed in, and on each half of the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,21 +37,40 @@ class PositionCount(Enum):
     OWN_WAY = "in a way of its own"
 
 
-def position_count(model: Any) -> PositionCount:
+class PositionCounts(NamedTuple):
+    """How a model counts, given ids and given embeddings."""
+
+    of_ids: PositionCount
+    of_embeddings: PositionCount
+
+
+def position_counts(model: Any) -> PositionCounts:
     """Return how a model counts positions by itself. It is not changed, and no random number is drawn.
 
     Args:
         model: a Hugging Face model of one sequence; its parameters may be sharded.
     """
     names = inspect.signature(model.forward).parameters
-    if "input_ids" not in names:
-        return PositionCount.BY_ORDER
-    model = _skeleton(model, {})
-    inputs = [
-        {name: value for name, value in each.items() if value is not None and name in names}
-        for each in _inputs(_padding_id(model))
+    skeleton, padding, width = _skeleton(model, {}), _padding_id(model), _width(model)
+    ids = _inputs(padding) if "input_ids" in names else []
+    embeddings = [
+        {
+            **{name: value for name, value in each.items() if name != "input_ids"},
+            "inputs_embeds": torch.zeros(_ROWS, _TOKENS, width),
+        }
+        for each in ids
+        if width and "inputs_embeds" in names
     ]
-    runs = [(each, *_run(model, each, _Cumsums())) for each in inputs]
+    return PositionCounts(_count(skeleton, names, ids), _count(skeleton, names, embeddings))
+
+
+def _count(
+    model: nn.Module, names: Mapping[str, inspect.Parameter], inputs: list[dict[str, Tensor | None]]
+) -> PositionCount:
+    inputs_taken = [
+        {name: value for name, value in each.items() if value is not None and name in names} for each in inputs
+    ]
+    runs = [(each, *_run(model, each, _Cumsums())) for each in inputs_taken]
     takes_positions = "position_ids" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
     ways = ({"position_ids": torch.arange(_TOKENS).expand(_ROWS, -1)}, {}) if takes_positions else ({},)
     for handed in ways:
@@ -178,6 +197,14 @@ def _skeleton(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
         name: child if child is None else _skeleton(child, made) for name, child in module._modules.items()
     }
     return copy
+
+
+def _width(model: Any) -> int:
+    """Return the width of a model's embeddings, 0 where it is not known."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[1])
+    except (AttributeError, NotImplementedError, IndexError):
+        return 0
 
 
 def _padding_id(model: Any) -> int:

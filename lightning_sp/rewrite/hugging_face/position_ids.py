@@ -18,11 +18,11 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
 from lightning_sp.rewrite.hugging_face.encoder_decoder import check_encoder_decoder, is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.models import own_class
-from lightning_sp.rewrite.hugging_face.position_count import PositionCount
+from lightning_sp.rewrite.hugging_face.position_count import PositionCount, PositionCounts
 
 
 def pass_position_ids(
-    context: SequenceContext, count: PositionCount, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    context: SequenceContext, counts: PositionCounts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Add the positions of this rank's tokens to a model's arguments, where the user gave none: a forward pre-hook.
 
@@ -34,6 +34,7 @@ def pass_position_ids(
     if context.step is None:
         return _declared_documents(context.reference, module, args, kwargs)
     batch = context.step.batch
+    count = counts.of_ids if kwargs.get("inputs_embeds") is None else counts.of_embeddings
     like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
     _check_documents(module, batch, args, kwargs)
     named = {"position_ids": _sequence_read(context, batch, like)}
@@ -110,13 +111,9 @@ def _counted_by_itself(
     name = own_class(module).__name__
     if count is PositionCount.OWN_WAY:
         raise SequenceParallelError(
-            f"{name} counts the positions of its tokens in a way of its own, of this rank's {context.local_tokens(batch)} of "
-            f"{batch.length} alone: they cannot be handed to it; use a model that takes position_ids, or counts from its ids or its mask"
-        )
-    if kwargs.get("inputs_embeds") is not None:
-        raise SequenceParallelError(
-            f"{name} counts the positions of its tokens from their ids, and got inputs_embeds of {context.local_tokens(batch)} of "
-            f"{batch.length} tokens: hand it input_ids, or position_ids"
+            f"{name} counts the positions of its {'tokens' if kwargs.get('inputs_embeds') is None else 'inputs_embeds'} in a way of its own, "
+            f"of this rank's {context.local_tokens(batch)} of {batch.length} alone: hand it the position_ids that it would count on the whole "
+            "batch, or use a model that counts by order, or from its ids or its mask"
         )
     return kwargs
 

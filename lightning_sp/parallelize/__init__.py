@@ -1,6 +1,6 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
-from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, without_checkpoints
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     check_same_gradients,
@@ -34,5 +34,6 @@ __all__ = [
     "tied_parameters",
     "transformer_blocks",
     "whole_state",
+    "without_checkpoints",
     "without_gradient_sync",
 ]

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import without_checkpoints
 from lightning_sp.preflight.comparison import buffer_differences, buffers_of, gradient_differences, plain_name
 from lightning_sp.preflight.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
 from lightning_sp.step.isolation import isolated, streams
@@ -62,7 +63,12 @@ def run_preflight(
     # Compiling for the shapes of a crop would take minutes: what is compared is the eager step.
     # Each run starts from what the module was before the first: a counter that the step reads and moves is the same in both.
     with torch.compiler.set_stance("force_eager"):
-        with isolated(module, device), context.inactive(whole_batch), _same_stream_everywhere(device):
+        with (
+            isolated(module, device),
+            context.inactive(whole_batch),
+            without_checkpoints(module),
+            _same_stream_everywhere(device),
+        ):
             on_whole, dtypes = _run_whole(module, whole, crop)
         with isolated(module, device):
             on_shards = _run_sharded(module, context, sharded)

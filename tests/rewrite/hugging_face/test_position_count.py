@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_sp.rewrite.hugging_face.position_count import PositionCount, position_counts
-from tests.trainer.positions_ranks import BUILDS
+from tests.rewrite.hugging_face.positions_ranks import BUILDS
 
 COUNTS = {
     "llama": PositionCount.BY_ORDER, "gpt2": PositionCount.BY_ORDER, "bert": PositionCount.BY_ORDER, "phi": PositionCount.BY_ORDER,

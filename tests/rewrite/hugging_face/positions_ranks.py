@@ -1,4 +1,4 @@
-"""What each rank runs in test_positions.py, and the same on one process in plain torch: models that count their tokens' positions."""
+"""What each rank runs in test_position_ids.py, and the same on one process in plain torch: models that count their tokens' positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.preflight_ranks import LLAMA
+from tests.preflight.preflight_ranks import LLAMA
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
 BERT = dict(

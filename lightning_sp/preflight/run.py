@@ -78,8 +78,16 @@ def run_preflight(
         )
     if on_shards.loss is None or on_whole.loss is None:
         return None
+    return _judge(module, on_whole, on_shards, crop, tolerance_of(dtypes), started)
+
+
+def _judge(
+    module: nn.Module, on_whole: _Outcome, on_shards: _Outcome, crop: str, tolerance: float, started: float
+) -> Agreement:
+    """Compare what a step gave whole and on shards."""
+    assert on_whole.loss is not None
+    assert on_shards.loss is not None
     reference, loss = on_whole.loss.detach(), on_shards.loss.detach()
-    tolerance = tolerance_of(dtypes)
     found = gradient_differences(reference, loss, on_whole.gradients, on_shards.gradients)
     losses = Losses(whole=float(reference), sharded=float(loss))
     largest = judge_gradients(module, found, losses, crop, tolerance)

@@ -57,30 +57,40 @@ def all_equal(value: Tensor, group: ProcessGroup | None = None) -> bool:
 
 
 class Spread:
-    """How far apart the numbers of all ranks are, in flight: started in one step, read in the next. Every rank must make one.
+    """How far apart numbers are within parts of the world, in flight: started in one step, read in the next. Every rank must make one.
 
-    Communicates: one all_reduce of 16 bytes.
+    Args:
+        values: this rank's, float64.
+        tolerance: how far they may be apart, relative to the largest.
+        part: the part of the world that this rank's numbers are compared in.
+        num_parts: how many there are.
+
+    Communicates: one all_reduce of 16 bytes for each value and part.
     """
 
-    def __init__(self, value: Tensor, tolerance: float) -> None:
+    def __init__(self, values: Tensor, tolerance: float, part: int = 0, num_parts: int = 1) -> None:
         self._tolerance = tolerance
-        self._both = torch.stack([value, -value])
+        # nan is no larger than anything, on any rank.
+        values = torch.nan_to_num(values)
+        self._both = values.new_full((2, num_parts, len(values)), -torch.inf)
+        self._both[0, part], self._both[1, part] = values, -values
         work = dist.all_reduce(self._both, op=dist.ReduceOp.MAX, async_op=True)
         self._work, self._copied = work, None
-        if value.is_cuda:
+        if values.is_cuda:
             work.wait()  # the stream waits, not the host
             self._both = self._both.to("cpu", non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def is_too_wide(self) -> bool:
-        """Return whether the numbers differ by more than the tolerance, relative to the largest; the same on all ranks."""
+    def are_too_wide(self) -> list[bool]:
+        """Return which values differ by more than the tolerance in some part of the world; the same on all ranks."""
         if self._copied is not None:
             self._copied.synchronize()
         else:
             self._work.wait()
-        highest, lowest = float(self._both[0]), -float(self._both[1])
-        return highest - lowest > self._tolerance * max(abs(highest), abs(lowest))
+        highest, lowest = self._both[0], -self._both[1]
+        wide = highest - lowest > self._tolerance * torch.maximum(highest.abs(), lowest.abs())
+        return [bool(each) for each in wide.any(0)]
 
 
 class _RankReport(NamedTuple):

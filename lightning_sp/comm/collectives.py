@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 
@@ -86,29 +87,61 @@ def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks whose mirror is the sum of the cotangents: equal on all ranks, hence a product with the group's size."""
+    """Sum over ranks whose mirror is the sum of the ranks' cotangents, which differ where each rank goes on with tokens of its own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.size = dist.get_world_size(group)
+        ctx.group = group
         total = tensor.detach().clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0] * ctx.size, None
+        return reduce_sum(grad_outputs[0], ctx.group), None
 
 
 def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the differentiable sum over a group's ranks (the world for None).
 
-    The result takes part in a loss that is the same number on every rank, so the mirror of the sum, the sum of equal cotangents, is a
-    product with the number of ranks and needs no communication. FSDP's averaging over the same ranks then undoes exactly that factor.
+    The gradient is that of the sum of all ranks' losses. Where these are the same number on every rank it carries the number of ranks as a
+    factor, which FSDP's averaging over the same ranks undoes.
 
-    Communicates: one all_reduce of the tensor in the forward, nothing in the backward.
+    Communicates: one all_reduce of the tensor in the forward, one in the backward.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tensor
     total: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
+
+
+class _GatherOverRanks(torch.autograd.Function):
+    """The equally shaped tensors of all ranks; the mirror sends each rank its own part of every rank's cotangents, and adds them up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.group, ctx.shape = group, tensor.shape
+        return tuple(gather(tensor, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        size, elements = len(grad_outputs), grad_outputs[0].numel()
+        buffer = torch.cat([each.reshape(-1) for each in grad_outputs])
+        received = exchange(buffer, [elements] * size, [elements] * size, ctx.group).view(size, elements)
+        total = received.sum(0, dtype=torch.promote_types(received.dtype, torch.float32))
+        return total.to(received.dtype).view(ctx.shape), None
+
+
+def gather_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Return the equally shaped tensors of all ranks, in rank order, differentiable: the gradient is that of the sum of all ranks' losses.
+
+    Communicates: one all_gather as `gather` in the forward; in the backward one all_to_all of (group size - 1) x the tensor's bytes.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [tensor]
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return gather(tensor, group)
+    parts: tuple[Tensor, ...] = _GatherOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return list(parts)

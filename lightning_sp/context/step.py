@@ -31,7 +31,8 @@ class Step:
         loss_group: ranks over which the loss is a mean: the world (None) in training, the sequence's ranks in evaluation.
         num_attention_calls: attention calls that reached the sequence-parallel operator.
         num_losses: intercepted losses.
-        num_row_means: of those, means over the world of as many tokens as one row has, where data-parallel groups have other rows.
+        num_reductions: reductions that were called.
+        row_losses: of those over one target for each row, this rank's sums: equal on all ranks of a sequence, or made from a shard.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         requested_causal: whether the masks that a Hugging Face model asked for were causal.
         attention_patterns: of the attention calls, one after the other.
@@ -44,7 +45,8 @@ class Step:
     loss_group: ProcessGroup | None = None
     num_attention_calls: int = 0
     num_losses: int = 0
-    num_row_means: int = 0
+    num_reductions: int = 0
+    row_losses: list[Tensor] = field(default_factory=list)
     token_counts: list[Tensor] = field(default_factory=list)
     requested_causal: set[bool] = field(default_factory=set)
     attention_patterns: list[AttentionPattern] = field(default_factory=list)

@@ -32,6 +32,7 @@ from lightning_sp.parallelize import (
     transformer_blocks,
     whole_state,
 )
+from lightning_sp.reductions.scope import ReductionScope
 from lightning_sp.rewrite import (
     FlexInterception,
     HuggingFaceRewrite,
@@ -166,6 +167,7 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
 def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]:
     """Make a step's loss and attention ours while this is entered."""
     with (
+        ReductionScope(context),
         CrossEntropyInterception(context),
         SdpaInterception(context, module),
         FlexInterception(context, module),

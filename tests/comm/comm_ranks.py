@@ -126,6 +126,17 @@ def summed_loss():
     return loss.item(), x.grad.item()
 
 
+def unequal_cotangents():
+    """Return this rank's gradients where each rank goes on with a number of its own: of a sum, of gathered parts."""
+    rank = dist.get_rank()
+    x = torch.tensor([rank + 1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (comm.sum_over_ranks(x) * (rank + 1)).sum().backward()
+    of_sum, x.grad = x.grad, None
+    parts = comm.gather_over_ranks(x, dist.group.WORLD)
+    sum((index + 1) * (rank + 1) * part.sum() for index, part in enumerate(parts)).backward()
+    return [part.tolist() for part in parts], of_sum.tolist(), x.grad.tolist()
+
+
 def same_batch(errors, digests, data_ranks, passes):
     """Return what `check_same_batch` raised on this rank, None where it let the batch pass."""
     rank = dist.get_rank()

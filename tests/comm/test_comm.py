@@ -21,6 +21,7 @@ from tests.comm.comm_ranks import (
     summed_loss,
     time_limits,
     turns_apart,
+    unequal_cotangents,
     uneven_exchange,
 )
 
@@ -97,12 +98,19 @@ def test_a_transfer_may_be_empty_on_either_side(pools):
         assert nothing.numel() == 0
 
 
-def test_the_mirror_of_a_sum_is_a_product_with_the_ranks(pools):
+def test_the_mirror_of_a_sum_adds_up_the_ranks_cotangents(pools):
     total = sum((rank + 1) ** 2 for rank in range(4))
     for rank, (loss, gradient) in enumerate(pools(4).run(summed_loss)):
         assert loss == pytest.approx(math.log(total), abs=1e-12)
         # The sum of the four ranks' equal losses has four times the gradient; FSDP's averaging undoes the factor.
         assert gradient == pytest.approx(4 * 2 * (rank + 1) / total, abs=1e-12)
+
+
+def test_mirrors_where_ranks_go_on_with_numbers_of_their_own(pools):
+    for rank, (parts, of_sum, of_parts) in enumerate(pools(4).run(unequal_cotangents)):
+        assert parts == [[index + 1.0, 2.0] for index in range(4)]
+        assert of_sum == [1.0 + 2 + 3 + 4] * 2
+        assert of_parts == [(rank + 1.0) * (1 + 2 + 3 + 4)] * 2
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ PLANTED = {
     "Inside trainer": ("trainer/loops.py", "from lightning_sp.trainer import sharded_model"),
     "Inside parallelize": ("parallelize/gloo_collectives.py", "from lightning_sp.parallelize import fsdp"),
     "Inside loss": ("loss/reduction.py", "from lightning_sp.loss import check"),
+    "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),
     "Lightning in its rooms": ("loss/check.py", "from lightning.pytorch import Trainer"),

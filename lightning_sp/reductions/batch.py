@@ -1,0 +1,125 @@
+"""Sums and means over the rows of the global batch, and the rows themselves: what makes a loss that of one device on all of them.
+
+    batch_mean = sum over the world of mask x / sum over the world of mask
+
+A mean over the world is the same whether the ranks of a sequence have its tokens or all have the same numbers for its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import pad
+from lightning_sp.reductions.scope import Scope, current_scope
+from lightning_sp.reductions.weights import aligned, sum_dtype
+
+
+def batch_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean over all elements of the global batch, weighed by a mask; 0 where nothing counts.
+
+    Args:
+        x: for each row (B, ...), the same on all ranks that share it; or for each token of this rank, (B, s, ...) or (B * s, ...). What has as
+            many entries in dim 1 as this rank has tokens is taken for tokens.
+        mask: bool or weights, whose dims are the first ones of `x`; None for all.
+
+    Shapes: (B, ...) -> (). Communicates: one all_reduce of two numbers, and one in the backward.
+    """
+    scope = current_scope()
+    values = x.to(sum_dtype(x))
+    values = values if values.is_floating_point() else values.to(torch.get_default_dtype())
+    values, weight = _weighed(values, mask, scope, "batch_mean")
+    total, count = values.sum(), weight.to(values.dtype).expand_as(values).sum()
+    if scope is not None:
+        group = scope.step.loss_group
+        total, count = comm.sum_over_ranks(torch.stack([total, count]), group).unbind()
+    return total / torch.where(count == 0, torch.ones_like(count), count)
+
+
+def batch_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the sum over all elements of the global batch, each times its mask.
+
+    Args:
+        x: as of `batch_mean`; a number without dims is one of this rank's rows together.
+        mask: likewise.
+
+    Shapes: (B, ...) -> (). Communicates: one all_reduce of a number, and one in the backward.
+
+    Raises:
+        SequenceParallelError: `x` has neither a number for each row nor one for each token.
+    """
+    scope = current_scope()
+    values, _ = _weighed(x.to(sum_dtype(x)), mask, scope, "batch_sum")
+    total = values.sum()
+    if scope is None:
+        return total
+    kind = _kind(x, scope)
+    if kind == "unknown" and (scope.size > 1 or scope.data_group is not None):
+        raise SequenceParallelError(
+            f"batch_sum of a tensor {tuple(x.shape)}: must have a number for each of {scope.step.batch.rows} rows, or for each token of this "
+            "rank, so that none is added twice; leave tokens out by a mask, batch_sum(x, mask), and not by x[mask]"
+        )
+    if kind == "tokens":
+        return comm.sum_over_ranks(total, scope.step.loss_group)
+    return total if scope.data_group is None else comm.sum_over_ranks(total, scope.data_group)
+
+
+def gather_rows(x: Tensor) -> Tensor:
+    """Return the rows of all data-parallel groups, one group's after the other: in-batch negatives, say. On one device: `x`.
+
+    Args:
+        x: for each row, the same on all ranks that share it. Groups may have different numbers of rows.
+
+    Shapes: (B, ...) -> (rows of the global batch, ...).
+    Communicates: an all_gather of the numbers of rows and one of the rows; one all_to_all in the backward.
+    """
+    scope = current_scope()
+    if scope is None or scope.data_group is None:
+        return x
+    rows = [int(each) for each in comm.gather(torch.tensor([x.shape[0]], device=x.device), scope.data_group)]
+    parts = comm.gather_over_ranks(pad(x, max(rows), dim=0, value=0), scope.data_group)
+    return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+
+def _weighed(x: Tensor, mask: Tensor | None, scope: Scope | None, function: str) -> tuple[Tensor, Tensor]:
+    """Return the values times their weights, and the weights, in a shape that expands to that of the values."""
+    weight = (
+        torch.ones([1] * x.dim(), dtype=torch.bool, device=x.device) if mask is None else aligned(mask, x, function)
+    )
+    real = None if scope is None else _real_tokens(x, scope)
+    if real is not None:
+        weight = torch.where(real, weight, torch.zeros_like(weight))
+    values = torch.where(weight != 0, x, torch.zeros_like(x))
+    return (values if weight.dtype == torch.bool else values * weight), weight
+
+
+def _real_tokens(x: Tensor, scope: Scope) -> Tensor | None:
+    """Return which of a tensor's tokens are no padding of ours; None where it has none."""
+    if scope.size == 1 or _kind(x, scope) != "tokens":
+        return None
+    batch = scope.step.batch
+    sequence = next(each for each in batch.sequences if _has_tokens(x, batch.rows, scope.local_tokens(each)))
+    real = scope.real_tokens(sequence, x.device)
+    if real is None:
+        return None
+    if x.dim() > 1 and x.shape[:2] == (batch.rows, len(real)):
+        return real.view(1, -1, *[1] * (x.dim() - 2))
+    return real.repeat(batch.rows).view(-1, *[1] * (x.dim() - 1))
+
+
+def _has_tokens(x: Tensor, rows: int, local: int) -> bool:
+    return tuple(x.shape[:2]) == (rows, local) or (x.dim() > 0 and local > 1 and x.shape[0] == rows * local)
+
+
+def _kind(x: Tensor, scope: Scope) -> Literal["tokens", "rows", "unknown"]:
+    """Return what the leading dims of a tensor are of, by its shape."""
+    batch = scope.step.batch
+    if x.dim() == 0:
+        return "rows"
+    if scope.size > 1 and any(_has_tokens(x, batch.rows, scope.local_tokens(each)) for each in batch.sequences):
+        return "tokens"
+    return "rows" if x.shape[0] == batch.rows else "unknown"

@@ -1,7 +1,9 @@
-"""Refusing a training loss that is no mean over tokens: what is computed from a shard alone differs between ranks.
+"""Refusing a training loss that ranks of one sequence compute otherwise: a part of it came from a shard alone.
 
 The first loss is checked before its backward, to the bit. Every later one is compared while training goes on, and the answer is read when the
 next step begins, so that no step waits for the host. A term that joins the loss later is therefore found one step after its first use.
+
+Ranks of other data-parallel groups may have other losses: FSDP averages their gradients, as DDP does.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.step import Step
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.targets import POOLED
+from lightning_sp.mesh import SequenceMesh
 
 # In units of the loss' own precision: what two devices may make of the same numbers.
 _ROUNDINGS = 8
@@ -25,7 +29,7 @@ class _Comparison(NamedTuple):
     """A loss that is being compared between ranks."""
 
     spread: comm.Spread
-    value: Tensor
+    values: Tensor
     num_losses: int
 
 
@@ -36,68 +40,85 @@ class LossCheck:
         self._first = True
         self._pending: _Comparison | None = None
 
-    def check(self, step: Step, output: Any, group: ProcessGroup | None) -> None:
+    def check(self, step: Step, output: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
         """Check the loss of a step. Every rank must call it.
 
         Args:
             step: the step that computed it.
             output: what training_step returned, with the loss as a mean.
-            group: the world, on a backend for host tensors.
+            mesh: which ranks share a sequence.
+            group: the world, on a backend for host objects.
 
-        Communicates: one all_reduce of 16 bytes, of 8 more for the first loss.
+        Communicates: one all_reduce of 32 bytes for each data-parallel group.
 
         Raises:
-            SequenceParallelError: the ranks' losses differ, or the loss weighs tokens in a way that is unknown, or that is not one device's.
+            SequenceParallelError: the losses of ranks that share a sequence differ.
         """
-        self.finish(group)
+        self.finish(mesh, group)
         loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if mesh.layout.size == 1 or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        value = loss.detach().double().reshape(())
-        if not self._first:
-            eps = torch.finfo(loss.dtype).eps
-            self._pending = _Comparison(comm.Spread(torch.nan_to_num(value), _ROUNDINGS * eps), value, step.num_losses)
-            return
-        self._first = False
-        if not comm.all_equal(value.view(torch.int64).cpu(), group):
-            raise _differs(value, step.num_losses, group)
-        if step.num_losses == 0 and not step.token_counts and torch.is_grad_enabled():
-            raise SequenceParallelError(
-                "training_step computed its loss without F.cross_entropy and returned no num_tokens: how it weighs tokens is not known; use "
-                "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
-            )
-        if refusals := [each for each in comm.gather_objects(_row_means(step), group) if each]:
-            raise SequenceParallelError(refusals[0])
+        # Numbers that were computed on each rank from equal ones may be rounded otherwise.
+        exact = self._first and not step.num_reductions
+        compared = _compare(loss, step, mesh, tolerance=0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps)
+        if self._first:
+            self._first = False
+            _judge(compared, mesh, group)
+        else:
+            self._pending = compared
 
-    def finish(self, group: ProcessGroup | None) -> None:
+    def check_rows(self, step: Step, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
+        """Check the losses over one target for each row of an evaluation step, which returns no loss. Every rank must call it.
+
+        Raises:
+            SequenceParallelError: they differ between ranks that share a sequence.
+        """
+        if mesh.layout.size == 1 or not step.row_losses:
+            return
+        first = step.row_losses[0]
+        tolerance = _ROUNDINGS * torch.finfo(first.dtype).eps
+        _judge(_compare(torch.zeros_like(first), step, mesh, tolerance=tolerance), mesh, group)
+
+    def finish(self, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
         """Read the answer about the previous loss, at the end of training too. Every rank must call it.
 
         Raises:
             SequenceParallelError: the ranks' losses differed.
         """
-        if self._pending is None:
-            return
-        compared, self._pending = self._pending, None
-        if compared.spread.is_too_wide():
-            raise _differs(compared.value, compared.num_losses, group)
+        if self._pending is not None:
+            compared, self._pending = self._pending, None
+            _judge(compared, mesh, group)
 
 
-def _row_means(step: Step) -> str | None:
-    """Return what is wrong with a mean of means over rows: rows of equal number in different data-parallel groups would become one."""
-    rows = step.batch.rows
-    if rows == 1 or not step.num_row_means == step.num_losses == rows:
-        return None
-    return (
-        f"training_step called F.cross_entropy {rows} times, once for each of its {rows} rows: a mean of means. Each is a mean over "
-        "the tokens of all ranks, so row i of different data-parallel groups would be averaged as one sample; use one F.cross_entropy over all "
-        "rows, return {'loss': sum over tokens, 'num_tokens': count}, or data_parallel_size=1"
+def _compare(loss: Tensor, step: Step, mesh: SequenceMesh, *, tolerance: float) -> _Comparison:
+    """Begin to compare the loss, and the sums over one target for each row as one number, within each sequence's ranks."""
+    rows = sum(
+        (weight * each.double() for weight, each in enumerate(step.row_losses, 1)), torch.zeros_like(loss).double()
+    )
+    values = torch.stack([loss.detach().double().reshape(()), rows.detach().reshape(())])
+    spread = comm.Spread(values, tolerance, mesh.data_parallel_rank, mesh.data_parallel_size)
+    return _Comparison(spread, values, step.num_losses)
+
+
+def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
+    wide = compared.spread.are_too_wide()
+    if not any(wide):
+        return
+    every = comm.gather_objects(compared.values.tolist(), group)
+    if wide[1]:
+        raise SequenceParallelError(
+            "a cross entropy with one target for each row was given other numbers on ranks that share a sequence, in sums "
+            f"{_grouped(every, 1, mesh)}: a pooled head sees only this rank's tokens of each sequence; pool over all of them: {POOLED}"
+        )
+    raise SequenceParallelError(
+        f"training_step's loss differs between ranks that share a sequence: {_grouped(every, 0, mesh)}; a part of it was computed from "
+        f"this rank's tokens alone (an auxiliary term, an MSE, a pooled head; {compared.num_losses} cross entropies were seen). Two lines "
+        "make it exact: from lightning_sp.reductions import batch_mean; loss = batch_mean(F.mse_loss(output, target, reduction='none'), mask), "
+        f"the mean over all ranks' tokens. For a pooled head: {POOLED}"
     )
 
 
-def _differs(value: Tensor, num_losses: int, group: ProcessGroup | None) -> SequenceParallelError:
-    values = [float(v) for v in comm.gather_objects(float(value), group)]
-    return SequenceParallelError(
-        f"training_step's loss differs between ranks: {values}; a part of it was computed from this rank's tokens alone (an auxiliary "
-        f"term, an MSE, a pooled head; {num_losses} cross entropies were called), so it is no mean over the sequence's tokens; use "
-        "F.cross_entropy, lightning_sp.sharded_cross_entropy, or return {'loss': sum over tokens, 'num_tokens': count}"
-    )
+def _grouped(every: list[list[float]], index: int, mesh: SequenceMesh) -> list[Any]:
+    """Return one of the compared numbers of all ranks, those of a sequence together."""
+    numbers, size = [values[index] for values in every], mesh.layout.size
+    return [numbers[first : first + size] for first in range(0, len(numbers), size)] if len(numbers) > size else numbers

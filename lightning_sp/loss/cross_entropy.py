@@ -47,7 +47,6 @@ def sharded_cross_entropy(
     logits, target = logits.flatten(0, -2), shift_labels.flatten()
     interception = getattr(F.cross_entropy, "__self__", None)
     if isinstance(interception, CrossEntropyInterception):
-        interception.check(logits, target)
         return interception.reduce(logits, target, group, ignore_index=ignore_index, reduction=reduction)
-    total, count = sum_and_count(F.cross_entropy, logits, target, None, ignore_index, 0.0)
+    total, count = sum_and_count(F.cross_entropy, logits, target, None, ignore_index)
     return reduce_loss(total, count, group, reduction)

@@ -1,37 +1,52 @@
-"""Interception of `F.cross_entropy` during a step: the mean over the tokens of all ranks."""
+"""Interception of torch's cross entropies during a step: the mean over the tokens of all ranks.
+
+`F.cross_entropy`, `F.nll_loss`, and `F.linear_cross_entropy` where torch has it; the modules call these.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn._reduction as legacy
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context.step import SequenceContext
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.layout import positions
 from lightning_sp.loss.reduction import CrossEntropy, nonzero_count, reduce_loss, sum_and_count
+from lightning_sp.loss.targets import Kind, check_summable, kind_of_targets
 
 
 class CrossEntropyInterception(AbstractContextManager[None]):
-    """Makes `F.cross_entropy` the global one while the context has a step in progress, until it exits; else it stays the original."""
+    """Makes torch's cross entropies global while the context has a step in progress, until it exits; else they stay the originals."""
 
     def __init__(self, context: SequenceContext) -> None:
         self.context = context
-        self._original: CrossEntropy | None = None
+        self._originals: dict[str, CrossEntropy] = {}
 
     def __enter__(self) -> None:
-        assert self._original is None
-        self._original = F.cross_entropy
-        F.cross_entropy = self._cross_entropy
+        assert not self._originals
+        own: dict[str, CrossEntropy] = {
+            "cross_entropy": self._cross_entropy,
+            "nll_loss": self._nll_loss,
+            "linear_cross_entropy": self._linear_cross_entropy,
+        }
+        # torch 2.13 has the last one.
+        self._originals = {name: getattr(F, name) for name in own if hasattr(F, name)}
+        for name in self._originals:
+            setattr(F, name, own[name])
 
     def __exit__(self, *_: object) -> None:
-        if self._original is not None:
-            F.cross_entropy = self._original
-            self._original = None
+        for name, original in self._originals.items():
+            setattr(F, name, original)
+        self._originals = {}
 
     def _cross_entropy(
         self,
@@ -44,83 +59,146 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        assert self._original is not None
-        step = self.context.step
-        if step is not None and reduction == "none" and ignore_index != IGNORE_INDEX and not target.is_floating_point():
-            target = target.masked_fill(target == IGNORE_INDEX, ignore_index)
-        if step is None or reduction == "none":
-            return self._original(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.check(input, target)
-        if label_smoothing and weight is not None:
-            raise SequenceParallelError(
-                "cross_entropy with both class weights and label smoothing is not supported on shards: use one"
-            )
-        logits = input if input.dim() == 2 else input.movedim(1, -1).flatten(0, -2)
+        reduction = _reduction(size_average, reduce, reduction)
+        return self._over_ranks(
+            "F.cross_entropy", self._originals["cross_entropy"], input, target, weight, ignore_index=ignore_index,
+            reduction=reduction, label_smoothing=label_smoothing,
+        )  # fmt: skip
+
+    def _nll_loss(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        reduction = _reduction(size_average, reduce, reduction)
+        return self._over_ranks(
+            "F.nll_loss", self._originals["nll_loss"], input, target, weight, ignore_index=ignore_index, reduction=reduction
+        )  # fmt: skip
+
+    def _linear_cross_entropy(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        *,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        each = partial(_linear, self._originals["linear_cross_entropy"], linear_weight)
+        ignored = IGNORE_INDEX if ignore_index is None else ignore_index
+        return self._over_ranks(
+            "F.linear_cross_entropy", each, input, target, weight, ignore_index=ignored, reduction=reduction, **options
+        )  # fmt: skip
+
+    def _over_ranks(
+        self,
+        name: str,
+        original: CrossEntropy,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        *,
+        ignore_index: int,
+        reduction: str,
+        **options: Any,
+    ) -> Tensor:
+        """Return the loss: torch's own outside of a step and where nothing is added up, else that of all ranks."""
+        if self.context.step is None:
+            return original(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction, **options)
+        target = _without_fillers(target, ignore_index)
+        if reduction == "none":
+            return original(input, target, weight=weight, ignore_index=ignore_index, reduction="none", **options)
+        each = partial(original, **{name: value for name, value in options.items() if value is not None})
         return self.reduce(
-            logits,
-            target.flatten(),
-            None,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
+            input, target, None, weight, each=each, name=name, ignore_index=ignore_index, reduction=reduction
         )
 
     def reduce(
         self,
-        logits: Tensor,
+        input: Tensor,
         target: Tensor,
         group: ProcessGroup | None,
         weight: Tensor | None = None,
         *,
         ignore_index: int,
         reduction: str,
-        label_smoothing: float = 0.0,
+        each: Callable[..., Tensor] | None = None,
+        name: str = "F.cross_entropy",
     ) -> Tensor:
         """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a reference run.
 
         Shapes: (tokens, V), (tokens,) -> ().
         """
-        assert self._original is not None
-        if ignore_index != IGNORE_INDEX:
-            # Padding and fillers hold IGNORE_INDEX, whatever the user's convention is; as a class index it does not exist.
-            target = target.masked_fill(target == IGNORE_INDEX, ignore_index)
-        total, count = sum_and_count(self._original, logits, target, weight, ignore_index, label_smoothing)
-        step = self.context.step
-        if step is None and self.context.reference is not None:
-            return total if reduction == "sum" else total / nonzero_count(count)
-        if step is not None:
-            group = step.loss_group if group is None else group
-            step.num_losses += 1
+        step, original = self.context.step, each or self._originals["cross_entropy"]
+        target = _without_fillers(target, ignore_index)
+        count_of_targets = target.numel() // (
+            target.shape[min(1, target.dim() - 1)] if target.is_floating_point() else 1
+        )
+        kind = "unknown" if step is None else kind_of_targets(count_of_targets, self.context, name)
+        real = self._real_tokens(step) if step is not None and kind == "tokens" and target.is_floating_point() else None
+        total, count = sum_and_count(original, input, target, weight, ignore_index, real)
+        if step is None:
+            if self.context.reference is not None:
+                return total if reduction == "sum" else total / nonzero_count(count)
+            return reduce_loss(total, count, group, reduction)
+        step.num_losses += 1
         if reduction == "sum":
-            return reduce_loss(total, count, group, "sum")
-        both = comm.sum_over_ranks(torch.stack([total, count]), group)
-        if step is not None:
-            if group is None and self.context.mesh.data_parallel_size > 1:
-                step.num_row_means += target.numel() == self.context.local_length
+            check_summable(kind, input, step, name)
+            return self._sum(total, kind, group, step)
+        return self._mean(total, count, kind, group, step)
+
+    def _sum(self, total: Tensor, kind: Kind, group: ProcessGroup | None, step: Step) -> Tensor:
+        mesh = self.context.mesh
+        if kind != "rows" or mesh.layout.size == 1 or group is not None:
+            return comm.sum_over_ranks(total, step.loss_group if group is None else group)
+        # The ranks of a sequence have the same rows: each is added once.
+        step.row_losses.append(total.detach())
+        return comm.sum_over_ranks(total, mesh.data_group) if step.loss_group is None else total
+
+    def _mean(self, total: Tensor, count: Tensor, kind: Kind, group: ProcessGroup | None, step: Step) -> Tensor:
+        mesh = self.context.mesh
+        if kind == "row" and group is None:
+            # Row i of other data-parallel groups is another sample: a mean of rows' means is averaged over the groups as it is.
+            group = mesh.sequence_group
+        elif kind == "rows" and mesh.layout.size > 1:
+            step.row_losses.append(total.detach())
+        both = comm.sum_over_ranks(torch.stack([total, count]), step.loss_group if group is None else group)
+        if kind != "row":
             step.token_counts.append(both[1].detach())
         return both[0] / nonzero_count(both[1].detach())
 
-    def check(self, input: Tensor, target: Tensor) -> None:
-        """Refuse targets that are no part of the step's tokens; outside of a step there is nothing to refuse."""
-        step = self.context.step
-        if step is None:
-            return
-        rows, local = step.batch.rows, self.context.local_length
-        if target.is_floating_point():
-            raise SequenceParallelError(
-                f"cross_entropy with class probabilities as target, {tuple(target.shape)}: on shards only class indices are supported"
-            )
-        if input.dim() < 2:
-            raise SequenceParallelError(f"cross_entropy over input {tuple(input.shape)}: must be (tokens, classes)")
-        if target.numel() == rows * (local - 1) and local > 1:
-            raise SequenceParallelError(
-                f"cross_entropy over {target.numel()} targets = {rows} rows x ({local} - 1): the labels seem to be shifted inside the model, "
-                f"on this rank's {local} tokens, which would lose the target at every shard's edge; shift them on the whole sequence "
-                "(batch['shift_labels'], as SequenceShardingDataModule does) and use all positions"
-            )
-        if target.numel() == rows and local > 1:
-            raise SequenceParallelError(
-                f"cross_entropy over {target.numel()} targets, one for each of {rows} rows: a pooled head sees only this rank's {local} tokens "
-                "of each sequence, so its loss is no mean over tokens; not supported under sequence parallelism"
-            )
+    def _real_tokens(self, step: Step) -> Tensor | None:
+        """Return which of this rank's tokens are no padding of ours, (rows * s,), where class probabilities cannot say it."""
+        batch = step.batch
+        if batch.padded_length == batch.length:
+            return None
+        own = positions(batch.layout, batch.padded_length, self.context.mesh.sequence_rank)
+        return (own < batch.length).repeat(batch.rows)
+
+
+def _without_fillers(target: Tensor, ignore_index: int) -> Tensor:
+    """Return the targets with padding and fillers ignored: they hold IGNORE_INDEX, whatever the user's convention is."""
+    if ignore_index == IGNORE_INDEX or target.is_floating_point():
+        return target
+    return target.masked_fill(target == IGNORE_INDEX, ignore_index)
+
+
+def _linear(original: CrossEntropy, linear_weight: Tensor, input: Tensor, target: Tensor, **options: Any) -> Tensor:
+    if target.is_floating_point():
+        options["ignore_index"] = None  # torch refuses another
+    return original(input, linear_weight, target, **options)
+
+
+def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """Return the reduction, by the names that torch had for it before."""
+    if size_average is None and reduce is None:
+        return reduction
+    name: str = legacy.legacy_get_string(size_average, reduce)
+    return name

@@ -30,19 +30,30 @@ def nonzero_count(count: Tensor) -> Tensor:
 
 def sum_and_count(
     original: CrossEntropy,
-    logits: Tensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
-    label_smoothing: float,
+    real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over tokens, in float32 or more, and their count: a bfloat16 sum over a long shard would lose digits."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    each = original(
-        logits, target, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-    )
-    valid = target != ignore_index
-    count = valid.sum() if weight is None else weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
+    """Return the sum over targets, in float32 or more, and what their mean divides by: a bfloat16 sum over a long shard would lose digits.
+
+    Args:
+        original: torch's function, with what it takes besides.
+        input: logits or log-probabilities.
+        target: class indices, or class probabilities, which count as one each.
+        weight: of the classes.
+        ignore_index: of class indices.
+        real: of class probabilities, which count; None for all.
+    """
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    each = original(input, target, weight=weight, ignore_index=ignore_index, reduction="none")
+    if target.is_floating_point():
+        valid = torch.ones_like(each, dtype=torch.bool) if real is None else real.to(each.device).view(each.shape)
+        each, count = torch.where(valid, each, torch.zeros_like(each)), valid.sum()
+    else:
+        valid = target != ignore_index
+        count = valid.sum() if weight is None else weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
     return each.to(dtype).sum(), count.to(dtype)
 
 

@@ -17,23 +17,30 @@ class TokenWindow:
     Each micro-batch's loss L_m is a mean over its n_m tokens. Backward sees w_m L_m / A, with w_m = n_m / n_0 and A Lightning's
     accumulate_grad_batches; before clipping the gradients are multiplied by A n_0 / sum n_m. Together: sum n_m L_m / sum n_m.
     With A = 1 nothing is multiplied. Counts stay tensors: no host sync.
+
+    A loss without a count is L_m / A, as Lightning has it.
     """
 
     def __init__(self) -> None:
         self._first: Tensor | None = None
         self._total: Tensor | None = None
+        self._num_uncounted = 0
 
     def weigh(self, loss: Tensor, token_counts: list[Tensor]) -> Tensor:
         """Return w_m L_m for the loss of a micro-batch.
 
         Raises:
-            SequenceParallelError: several losses with different counts: which one weighs the micro-batch would be a guess.
+            SequenceParallelError: several losses with different counts: which one weighs the micro-batch would be a guess. Or losses with
+                counts and without in one window.
         """
-        if not token_counts:
+        self._num_uncounted += not token_counts
+        if self._num_uncounted and (token_counts or self._first is not None):
             raise SequenceParallelError(
-                "gradient accumulation needs the token count of each micro-batch, and this loss came from no mean cross_entropy: "
-                "return {'loss': sum over this rank's tokens, 'num_tokens': their count} from training_step, or accumulate_grad_batches=1"
+                "of the micro-batches of one optimizer step some have a mean cross_entropy and some have none: how they weigh against each "
+                "other is not known; compute the same losses in each, or use accumulate_grad_batches=1"
             )
+        if not token_counts:
+            return loss
         if len(token_counts) > 1 and not all(bool(torch.equal(c, token_counts[0])) for c in token_counts):
             raise SequenceParallelError(
                 f"{len(token_counts)} cross entropies with different token counts {[int(c) for c in token_counts]} in one micro-batch: with "
@@ -51,6 +58,7 @@ class TokenWindow:
         """End the window and return the factor of the gradients, None for 1."""
         first, total = self._first, self._total
         self._first = self._total = None
+        self._num_uncounted = 0
         if first is None or total is None or accumulate == 1:
             return None
         return accumulate * first / nonzero_count(total)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
@@ -87,7 +88,7 @@ def _judge(
     """Compare what a step gave whole and on shards."""
     assert on_whole.loss is not None
     assert on_shards.loss is not None
-    reference, loss = on_whole.loss.detach(), on_shards.loss.detach()
+    reference, loss = on_whole.loss.detach(), _averaged(on_shards.loss)
     found = gradient_differences(reference, loss, on_whole.gradients, on_shards.gradients)
     losses = Losses(whole=float(reference), sharded=float(loss))
     largest = judge_gradients(module, found, losses, crop, tolerance)
@@ -136,6 +137,11 @@ def _run_sharded(module: nn.Module, context: SequenceContext, run: Callable[[], 
         return _Outcome(loss, _backward(module, loss), buffers_of(module))
     finally:
         context.step = None
+
+
+def _averaged(loss: Tensor) -> Tensor:
+    """Return the loss over the ranks as FSDP averages its gradients: data-parallel groups may each have one of their own rows."""
+    return comm.reduce_sum(loss) / comm.size_of(comm.world())
 
 
 def _loss_of_whole(output: Any) -> Tensor | None:

@@ -57,7 +57,7 @@ class StepRunner:
 
     def end_run(self) -> None:
         """Read the answer about the last loss. Every rank must call it."""
-        self._loss_check.finish(self.groups.world)
+        self._loss_check.finish(self.context.mesh, self.groups.world)
 
     def train(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         """Run training_step and leave the step open for its backward; `end` closes it.
@@ -67,10 +67,10 @@ class StepRunner:
             run: the user's training_step on this rank's part.
 
         Returns:
-            What the step returned, its loss a mean over the world's tokens.
+            What the step returned; a returned sum and count are a mean over the world's tokens.
 
         Raises:
-            SequenceParallelError: attention was not reached, the loss is no mean over tokens, or a parameter was used where it is not whole.
+            SequenceParallelError: attention was not reached, a sequence's ranks differ in the loss, or a parameter was used where not whole.
         """
         step = self._begin(batch, None)
         with self._counted():
@@ -80,7 +80,7 @@ class StepRunner:
         if counts is not None:
             step.token_counts = counts
         if self.context.mesh.base.size() > 1:
-            self._loss_check.check(step, output, self.groups.world)
+            self._loss_check.check(step, output, self.context.mesh, self.groups.world)
         return output
 
     def evaluate(self, batch: SequenceInfo, run: Callable[[], Any], *, filler: bool) -> Any:
@@ -98,6 +98,7 @@ class StepRunner:
         finally:
             self.end()
         self._check_reached(step)
+        self._loss_check.check_rows(step, self.context.mesh, self.groups.world)
         return output
 
     def end(self) -> None:

@@ -26,17 +26,17 @@ LOSS = (
     ),
     fault(
         "labels shifted inside the model, on a shard",
-        "loss/interception.py",
-        "if target.numel() == rows * (local - 1) and local > 1:",
+        "loss/targets.py",
+        "if size > 1 and count == rows * (local - 1) and local > 1:",
         "if False:",
         "tests/loss/test_loss.py::test_a_loss_that_is_no_mean_over_tokens_is_refused",
     ),
     fault(
         "the mean of the ranks' means",
         "loss/interception.py",
-        "        both = comm.sum_over_ranks(torch.stack([total, count]), group)\n        if step",
-        "        both = comm.sum_over_ranks(torch.stack([total / nonzero_count(count), torch.ones_like(count)]), group)\n"
-        "        if step",
+        "        both = comm.sum_over_ranks(torch.stack([total, count]), step.loss_group if group is None else group)\n",
+        "        both = torch.stack([total / nonzero_count(count), torch.ones_like(count)])\n"
+        "        both = comm.sum_over_ranks(both, step.loss_group if group is None else group)\n",
         LOSSES,
     ),
     fault(
@@ -58,10 +58,10 @@ LOSS = (
     fault(
         "gradients scaled by the group's size",
         "comm/collectives.py",
-        "return grad_outputs[0] * ctx.size, None",
+        "return reduce_sum(grad_outputs[0], ctx.group), None",
         "return grad_outputs[0], None",
         f"{FITS}[2]",
-        "tests/comm/test_comm.py::test_the_mirror_of_a_sum_is_a_product_with_the_ranks",
+        "tests/comm/test_comm.py::test_the_mirror_of_a_sum_adds_up_the_ranks_cotangents",
     ),
     fault(
         "nan where all tokens of a rank are masked",

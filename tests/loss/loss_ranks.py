@@ -19,6 +19,7 @@ from lightning_sp.loss import interception, reduction
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.loss.token_weighting import TokenWindow
+from lightning_sp.reductions import at_positions, batch_mean, batch_sum, last_token, sequence_mean, shift, unshard
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 WEIGHTS = torch.linspace(0.001, 0.009, VOCAB, dtype=torch.float64)
@@ -94,6 +95,59 @@ class Loss(Plain):
     def _nll(self, logits: Tensor, labels: Tensor) -> Any:
         return F.nll_loss(logits.flatten(0, 1).log_softmax(-1), labels.flatten())
 
+    def _masked_nll(self, logits: Tensor, labels: Tensor) -> Any:
+        return nn.NLLLoss(WEIGHTS)(logits.movedim(-1, 1).log_softmax(1), labels)
+
+    def _linear(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.linear_cross_entropy(
+            logits.flatten(0, 1), torch.eye(VOCAB, dtype=torch.float64), labels.flatten(), label_smoothing=0.1
+        )
+
+    def _smoothed_probabilities(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(
+            logits.flatten(0, 1), logits.detach().flip(-1).softmax(-1).flatten(0, 1), WEIGHTS, label_smoothing=0.1
+        )
+
+    def _masked_by_hand(self, logits: Tensor, labels: Tensor) -> Any:
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        return batch_mean(each, labels != -100)
+
+    def _squared(self, logits: Tensor, labels: Tensor) -> Any:
+        return (
+            1e-3 * batch_mean(sequence_mean(logits.square(), labels != -100).sum(-1))
+            + 0.5 * last_token(logits).square().mean()
+        )
+
+    def _pooled(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(sequence_mean(logits, labels != -100), unshard(labels).amax(1))
+
+    def _pooled_summed(self, logits: Tensor, labels: Tensor) -> Any:
+        of_rows = unshard(labels).amax(1)
+        return F.cross_entropy(last_token(logits), of_rows, reduction="sum") / batch_sum(of_rows)
+
+    def _whole(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(unshard(logits).flatten(0, 1), unshard(labels).flatten())
+
+    def _shifted_whole(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(unshard(logits)[:, 2:].flatten(0, 1), unshard(labels)[:, :-2].flatten())
+
+    def _later_tokens(self, logits: Tensor, labels: Tensor) -> Any:
+        later = [shift(labels, offset, -100) for offset in (0, 1, 2)]
+        return sum(self._plain(logits * (1 + i), targets) for i, targets in enumerate(later)) / 3
+
+    def _pooled_locally(self, logits: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(logits.mean(1), unshard(labels).amax(1)) + 0 * batch_sum(labels)
+
+    def _squared_locally(self, logits: Tensor, labels: Tensor) -> Any:
+        return logits.square().mean()
+
+    def _summed_in_part(self, logits: Tensor, labels: Tensor) -> Any:
+        found = at_positions(logits, torch.tensor([[0, 9, 31], [3, 4, 5]]))
+        return F.cross_entropy(found.flatten(0, 1), torch.arange(6), reduction="sum")
+
+    def _counted_at_times(self, logits: Tensor, labels: Tensor) -> Any:
+        return self._plain(logits, labels) if len(self.losses) % 2 else self._masked_by_hand(logits, labels)
+
     def _auxiliary(self, logits: Tensor, labels: Tensor) -> Any:
         return self._plain(logits, labels) + 1e-3 * logits.square().mean()
 
@@ -131,6 +185,10 @@ def rows_of(masks: str, size: int = 8) -> list[dict[str, Tensor]]:
     return rows
 
 
+# Losses without a count of tokens: accumulation divides by the number of micro-batches.
+UNCOUNTED = ("summed", "row_means", "masked_by_hand", "squared")
+
+
 def by_hand(kind: str, masks: str, micro: int = 2, accumulate: int = 1, size: int = 8, **_: Any) -> dict[str, Any]:
     """Return each global batch's loss and each optimizer step's gradient: the mean over all its tokens."""
     torch.set_num_threads(1)
@@ -138,6 +196,11 @@ def by_hand(kind: str, masks: str, micro: int = 2, accumulate: int = 1, size: in
     rows = rows_of(masks, size)
     batches = [{n: torch.stack([r[n] for r in rows[i : i + micro]]) for n in rows[0]} for i in range(0, size, micro)]
     losses = [_mean(module, [batch])[0] for batch in batches]
+    if kind in UNCOUNTED:
+        # Lightning divides by what was asked for, a shorter last window too.
+        each = [_mean(module, [batch])[1] for batch in batches]
+        windows = [each[i : i + accumulate] for i in range(0, len(each), accumulate)]
+        return {"losses": losses, "grads": [{n: sum(g[n] for g in w) / accumulate for n in w[0]} for w in windows]}
     grads = [_mean(module, batches[i : i + accumulate])[1] for i in range(0, len(batches), accumulate)]
     return {"losses": losses, "grads": grads}
 
@@ -191,7 +254,7 @@ def _local_mean() -> AbstractContextManager[Any]:
     """Each rank's own mean, averaged over the ranks."""
 
     def cross_entropy(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return self._original(*args, **kwargs)
+        return self._originals["cross_entropy"](*args, **kwargs)
 
     return _patches(
         (CrossEntropyInterception, "_cross_entropy", cross_entropy),

@@ -130,7 +130,6 @@ STOPS_OF_4 = [
     (dict(build="own positions"), ["gives another result"]),
     (dict(build="llama", kind="over_rows"), ["gives another result", "a loss divided by the batch's rows"]),
     (dict(build="llama", kind="over_rows", strategy={"data_parallel_size": 4}, data={"size": 8}), ["gives another result"]),
-    (dict(build="llama", kind="row_means"), ["called F.cross_entropy 2 times, once for each of its 2 rows", "use one F.cross_entropy"]),
     (dict(build="llama", batch="other entries"), ["data-parallel groups 0 and 1 cannot be joined", "'names': 'list'"]),
 ]  # fmt: skip
 

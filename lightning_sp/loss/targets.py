@@ -1,0 +1,89 @@
+"""What the targets of a cross entropy are: this rank's tokens, those of one row, or one for each row; told by their number.
+
+A mean over tokens adds up all ranks' tokens. A tensor with one number for each row must be the same on all ranks of a sequence: made by a
+reduction. A shard's own pooled head looks alike, so the ranks compare the loss.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_sp.context.step import SequenceContext, Step
+from lightning_sp.errors import SequenceParallelError
+
+Kind = Literal["tokens", "row", "rows", "unknown"]
+# What the graph of a tensor names: the attention of a shard, and sums over ranks.
+_ATTENTION, _OVER_RANKS = "lightning_sp_attention", ("_SumOverRanks", "_GatherOverRanks")
+
+POOLED = (
+    "from lightning_sp.reductions import last_token, sequence_mean; pooled = sequence_mean(x, mask), or last_token(x, mask), in place of "
+    "x.mean(1) or x[:, -1]"
+)
+
+
+def kind_of_targets(count: int, context: SequenceContext, name: str) -> Kind:
+    """Return what as many targets are of.
+
+    Args:
+        count: of the targets.
+        context: with a step in progress.
+        name: of the loss, for errors.
+
+    Raises:
+        SequenceParallelError: they were made from a shard.
+    """
+    step, size = context.step, context.mesh.layout.size
+    assert step is not None
+    rows = step.batch.rows
+    lengths = [context.local_tokens(each) for each in step.batch.sequences]
+    if any(count == rows * length for length in lengths):
+        return "tokens"
+    local = lengths[0]
+    if size > 1 and count == rows * (local - 1) and local > 1:
+        raise SequenceParallelError(
+            f"{name} over {count} targets = {rows} rows x ({local} - 1): the labels seem to be shifted inside the model, "
+            f"on this rank's {local} tokens, which would lose the target at every shard's edge; shift them on the whole sequence "
+            "(batch['shift_labels'], as SequenceShardingDataModule does; or lightning_sp.reductions.shift(labels, 1, -100)) and use all "
+            "positions"
+        )
+    if count == rows:
+        if size > 1 and not step.num_reductions:
+            raise SequenceParallelError(
+                f"{name} over {count} targets, one for each of {rows} rows: a pooled head sees only this rank's {local} tokens "
+                f"of each sequence; pool over all of them: {POOLED}"
+            )
+        return "rows"
+    return "row" if rows > 1 and count in lengths else "unknown"
+
+
+def check_summable(kind: Kind, input: Tensor, step: Step, name: str) -> None:
+    """Refuse a sum over targets of which it is not known whether each rank has others or all have the same.
+
+    Raises:
+        SequenceParallelError: they are neither the shard's tokens nor one for each row, and may come from a reduction.
+    """
+    if kind != "unknown" or not step.num_reductions or (input.grad_fn is not None and _is_of_shard(input)):
+        return
+    raise SequenceParallelError(
+        f"{name} with reduction='sum' over an input {tuple(input.shape)} in a step that uses lightning_sp.reductions: whether each rank has "
+        f"other targets or all have the same is not known; use reduction='mean', or batch_sum({name}(..., reduction='none'), mask) over "
+        "tokens or rows"
+    )
+
+
+def _is_of_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor's graph reaches this rank's attention, and nothing that was made alike on all ranks."""
+    waiting, known, of_attention = [tensor.grad_fn], set(), False
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        name = node.name()
+        if any(each in name for each in _OVER_RANKS):
+            return False
+        of_attention |= _ATTENTION in name
+        waiting += [each for each, _ in node.next_functions]
+    return of_attention

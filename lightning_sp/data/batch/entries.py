@@ -78,8 +78,13 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
         SequenceParallelError: there is none, or a declared one that the batch does not have.
     """
     known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
-    # A mask of queries and keys passes whole: the model hands it to its attention as it is.
-    dims = {n: STANDARD_NAMES[n][0] for n, t in known.items() if not (n.endswith("attention_mask") and t.dim() == 4)}
+    # A mask of queries and keys passes whole: the model hands it to its attention as it is. So do labels of rows: one for each.
+    whole = [
+        n
+        for n, t in known.items()
+        if (n.endswith("attention_mask") and t.dim() == 4) or (n in _OF_TARGETS and t.dim() == 1)
+    ]
+    dims = {n: STANDARD_NAMES[n][0] for n in known if n not in whole}
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
         if not isinstance(tensor, Tensor) or tensor.dim() <= dim:

@@ -70,7 +70,9 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
 def unshard(
     tensor: Tensor, layout: SequenceLayout, group: ProcessGroup | None, *, dim: int = 1, length: int | None = None
 ) -> Tensor:
-    """Return the whole sequences from every rank's part, in global order, without the padding. The same on all ranks.
+    """Return the whole sequences from every rank's part, in global order, without the padding: the same on all ranks, and differentiable.
+
+    For loops without the Trainer; inside of a step `lightning_sp.reductions.unshard` knows the layout.
 
     Args:
         tensor: this rank's part.
@@ -79,7 +81,8 @@ def unshard(
         dim: dimension of the sequence.
         length: tokens before padding; None keeps all.
 
-    Shapes: (..., s, ...) -> (..., length, ...). Communicates: one all_gather over the sequence's ranks.
+    Shapes: (..., s, ...) -> (..., length, ...). Communicates: one all_gather over the sequence's ranks, in the backward
+    one all_to_all.
     """
-    whole = merge(comm.gather(tensor, group), layout, dim=dim)
+    whole = merge(comm.gather_over_ranks(tensor, group), layout, dim=dim)
     return whole if length is None else whole.narrow(dim, 0, length)

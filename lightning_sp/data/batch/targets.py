@@ -25,7 +25,7 @@ def batch_targets(entries: Mapping[str, Any], options: ShardOptions) -> Tensor |
             found: Tensor = entries[name]
             return found
     labels = entries.get("labels")
-    if not isinstance(labels, Tensor):
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
         return None
     if options.labels_shifted is None and not options.model_shifts_labels:
         raise SequenceParallelError(

@@ -18,9 +18,11 @@ from torch import nn
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.attention import attention_forward
+from lightning_sp.rewrite.hugging_face.balance_loss import wrap_balance_loss
 from lightning_sp.rewrite.hugging_face.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
+from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
@@ -56,6 +58,8 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             self.context.in_reference.append(own)
             self._undo.callback(self.context.in_reference.remove, own)
             wrap_loss(model, self.context, self._undo)
+            wrap_balance_loss(model, self.context, self._undo)
+            give_whole_sequences_to_heads(model, self.context, self._undo)
             refuse_generation(model, self.context, self._undo)
             wrap_rotary(model, self.context, self._undo)
             wrap_relative_bias(model, self.context, self._undo)

@@ -12,6 +12,9 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
 
+# Those whose labels are of the tokens, or rows, that they stand at. Heads of rows are given whole sequences (`heads`).
+UNSHIFTED = ("ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss", "ForQuestionAnsweringLoss")
+
 
 def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
     """Give the model's own loss function the labels that were shifted on the whole sequence; `undo` takes that back."""
@@ -22,13 +25,13 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         if context.step is not None:
             name = getattr(original, "__name__", str(original))
-            if is_encoder_decoder(model) and name == "ForMaskedLMLoss":  # it does not shift its labels
-                masked: Tensor = original(*args, **kwargs)
-                return masked
+            if name in UNSHIFTED:
+                own: Tensor = original(*args, **kwargs)
+                return own
             if name != "ForCausalLMLoss" or is_encoder_decoder(model):
                 raise SequenceParallelError(
-                    f"{type(model).__name__} computes {name}: only ForCausalLMLoss, and an encoder-decoder's ForMaskedLMLoss, means over "
-                    "tokens, are supported under sequence parallelism; compute the loss in training_step from the logits"
+                    f"{type(model).__name__} computes {name}: only ForCausalLMLoss, whose labels are shifted, and {', '.join(UNSHIFTED)}, whose "
+                    "are not, are known to be exact on shards; compute the loss in training_step, from the logits by lightning_sp.reductions"
                 )
             if context.step.batch.encoder is not None:
                 raise SequenceParallelError(

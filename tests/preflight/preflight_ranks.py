@@ -211,6 +211,10 @@ class Step(Plain):
         total = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
         return total / batch["input_ids"].shape[0]
 
+    def _row_means(self, batch: Any) -> Tensor:
+        logits, labels = self.logits(batch), batch["shift_labels"]
+        return torch.stack([F.cross_entropy(*row) for row in zip(logits, labels, strict=True)]).mean()
+
     def _random(self, batch: Any) -> Tensor:
         logits = self.logits(batch)
         return _ce(logits + 0.1 * torch.randn_like(logits), batch["shift_labels"])

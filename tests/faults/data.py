@@ -94,8 +94,8 @@ DATA = (
     fault(
         "eval_loss by sync_dist from the ranks' own means",
         "loss/interception.py",
-        'if step is None or reduction == "none":',
-        'if step is None or reduction == "none" or not torch.is_grad_enabled():',
+        "if self.context.step is None:",
+        "if self.context.step is None or not torch.is_grad_enabled():",
         EVALUATED,
     ),
     fault(

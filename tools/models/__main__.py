@@ -1,0 +1,80 @@
+"""Tries the models of transformers under the strategy, and writes docs/models.md.
+
+    python -m tools.models                 every model type and head that this version of the package has no answer for yet
+    python -m tools.models bert llama      these model types again; the other rows stay
+    python -m tools.models --workers 2     so many at a time, each with worlds of its own
+
+Each answer is kept at once in .cache/models.json, so a run goes on where another ended. Owns the order of the work; cases, runs and the
+page are in its siblings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+from collections.abc import Iterable
+from threading import Thread
+
+from tqdm import tqdm
+
+from lightning_sp.errors import closest
+from tools.models.answers import FILE, Answers, package_version
+from tools.models.batches import forms_of
+from tools.models.page import PAGE, written
+from tools.models.registry import Case, entries, heads
+from tools.models.worlds import Worlds, answer
+
+
+def main(words: Iterable[str], num_workers: int, limit_s: float) -> None:
+    """Run what is asked for, then write the page."""
+    cases, answers = [*entries(), *heads()], Answers(FILE, package_version())
+    known = {case.model_type for case in cases}
+    for word in words:
+        if word not in known:
+            raise SystemExit(f"transformers has no model type {word!r} with a class to try{closest(word, sorted(known))}")
+    work = [
+        (case, form)
+        for case in cases
+        for form in forms_of(case.kind)
+        if (case.model_type in words if words else answers.of(f"{case.name}, {form}") is None)
+    ]
+    run(work, answers, num_workers, limit_s)
+    PAGE.write_text(written(cases, answers))
+    print(f"wrote {PAGE}")
+
+
+def run(work: list[tuple[Case, str]], answers: Answers, num_workers: int, limit_s: float) -> None:
+    """Run cases, some at a time, each worker in worlds of its own; keep each answer."""
+    waiting: queue.SimpleQueue[tuple[Case, str]] = queue.SimpleQueue()
+    for each in work:
+        waiting.put(each)
+    progress = tqdm(total=len(work), disable=not work, file=sys.stdout)
+
+    def serve() -> None:
+        with Worlds(limit_s) as worlds:
+            while True:
+                try:
+                    case, form = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                found = answer(worlds, case, form)
+                answers.add(f"{case.name}, {form}", found)
+                progress.set_postfix_str(f"{case.name}: {found['outcome']}")
+                progress.update()
+
+    workers = [Thread(target=serve) for _ in range(min(num_workers, len(work)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    progress.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="a model type; none: all that have no answer yet")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="cases at a time; 2")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="seconds that one training run may take; 120")
+    arguments = parser.parse_args()
+    main(arguments.types, arguments.workers, arguments.limit)

@@ -1,0 +1,172 @@
+"""The batches of a case: three, one without padding, one padded on the right, one on the left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tools.models.rules import END_OF_TOKENS, FIRST_TOKEN
+
+# No multiple of any degree; the decoder's is another than the encoder's.
+ROWS, LENGTH, DECODER_LENGTH = 2, 30, 22
+PADDED = {"none": (0, 0), "right": (4, 11), "left": (4, 11)}
+# The preflight looks at the first batch: it has no padding for one form, and some for the other.
+SIDES = {"own loss": ("none", "right", "left"), "logits": ("left", "right", "none")}
+FORMS = tuple(SIDES)
+IGNORED = -100
+# Of a sound: as samples, or as frames of a spectrogram.
+NUM_SAMPLES, NUM_FRAMES = 6400, 64
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """The rows of three batches in their order; a class because a DataLoader takes one."""
+
+    def __init__(self, kind: str, form: str, model: Any, *, seed: int = 7) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        make = _MAKERS[kind]
+        batches = [make(model, form, side, generator) for side in SIDES[form]]
+        self.rows = [{name: value[row] for name, value in batch.items()} for batch in batches for row in range(ROWS)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
+def _tokens(model: Any, side: str, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return ids and mask, (ROWS, length) both."""
+    config = model.config.get_text_config(decoder=True)
+    end = min(END_OF_TOKENS, getattr(config, "vocab_size", None) or END_OF_TOKENS)
+    ids = torch.randint(FIRST_TOKEN, end, (ROWS, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(PADDED[side]):
+        if count:
+            mask[row, slice(length - count, None) if side == "right" else slice(0, count)] = 0
+    pad = getattr(config, "pad_token_id", None) or 0
+    return ids.masked_fill(mask == 0, pad), mask
+
+
+def _causal(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    ids, mask = _tokens(model, side, LENGTH, generator)
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[0, 12:17] = IGNORED  # a prompt, so that ranks hold different counts
+    if form == "own loss":
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    shifted = torch.cat([labels[:, 1:], torch.full((ROWS, 1), IGNORED)], 1)
+    return {"input_ids": ids, "attention_mask": mask, "shift_labels": shifted}
+
+
+def _masked(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    ids, mask = _tokens(model, side, LENGTH, generator)
+    hidden = (torch.rand(ids.shape, generator=generator) < 0.3) & (mask == 1)  # noqa: PLR2004
+    labels = ids.masked_fill(~hidden, IGNORED)
+    return {"input_ids": ids.masked_fill(hidden, 4), "attention_mask": mask, _target(form): labels}
+
+
+def _seq2seq(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return _causal(model, form, side, generator)  # a sound's encoder in front of a decoder of text
+    ids, mask = _tokens(model, side, LENGTH, generator)
+    # A decoder's row is padded behind its end, whatever its encoder's is.
+    labels, decoder_mask = _tokens(model, "none" if side == "none" else "right", DECODER_LENGTH, generator)
+    labels = labels.masked_fill(decoder_mask == 0, IGNORED)
+    batch = {"input_ids": ids, "attention_mask": mask, _target(form): labels}
+    if form == "logits":
+        config = model.config
+        start = getattr(config, "decoder_start_token_id", None) or 0
+        shifted = torch.cat([torch.full((ROWS, 1), start), labels[:, :-1]], 1)
+        batch["decoder_input_ids"] = shifted.masked_fill(shifted == IGNORED, getattr(config, "pad_token_id", None) or 0)
+    return batch
+
+
+def _token_classes(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    ids, mask = _tokens(model, side, LENGTH, generator)
+    labels = (ids % int(model.config.num_labels)).masked_fill(mask == 0, IGNORED)
+    return {"input_ids": ids, "attention_mask": mask, _target(form): labels}
+
+
+def _row_classes(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    ids, mask = _tokens(model, side, LENGTH, generator)
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(ROWS) % int(model.config.num_labels)}
+
+
+def _spans(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    ids, mask = _tokens(model, side, LENGTH, generator)
+    starts = torch.randint(12, 15, (ROWS,), generator=generator)
+    return {"input_ids": ids, "attention_mask": mask, "start_positions": starts, "end_positions": starts + 3}
+
+
+def _pictures(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    vision = getattr(model.config, "vision_config", model.config)
+    size = getattr(vision, "image_size", 32)
+    height, width = (size, size) if isinstance(size, int) else size[-2:]
+    frames = [int(vision.num_frames)] if hasattr(vision, "num_frames") else []
+    if hasattr(vision, "frames_per_clip"):
+        frames = [int(vision.frames_per_clip)]
+    pixels = torch.randn(ROWS, *frames, int(getattr(vision, "num_channels", 3)), height, width, generator=generator)
+    name = "pixel_values_videos" if "pixel_values_videos" in model.forward.__code__.co_varnames else "pixel_values"
+    return {name: pixels, _target(form): torch.arange(ROWS) % int(model.config.num_labels)}
+
+
+def _sounds(model: Any, form: str, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return samples or a spectrogram, whichever the model's main input is."""
+    config = model.config
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.randn(ROWS, NUM_SAMPLES, generator=generator)}
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
+    encoder = getattr(config, "encoder_config", config)
+    features = next((int(value) for name in names for each in (config, encoder) if isinstance(value := getattr(each, name, None), int)), 80)
+    frames = 2 * int(config.max_source_positions) if hasattr(config, "max_source_positions") else NUM_FRAMES
+    # Whisper's are (features, frames), all others' are (frames, features).
+    shape = (features, frames) if config.model_type == "whisper" else (frames, features)
+    return {model.main_input_name: torch.randn(ROWS, *shape, generator=generator)}
+
+
+def _transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    labels, _ = _tokens(model, "none", DECODER_LENGTH, generator)
+    if form == "own loss":
+        return {**_sounds(model, form, generator), "labels": labels}
+    start = torch.full((ROWS, 1), getattr(model.config, "decoder_start_token_id", None) or 0)
+    return {**_sounds(model, form, generator), "decoder_input_ids": torch.cat([start, labels[:, :-1]], 1), "targets": labels}
+
+
+def _short_transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    vocabulary = int(getattr(model.config, "vocab_size", 0) or 32)
+    return {**_sounds(model, form, generator), "labels": torch.randint(1, min(vocabulary, 80), (ROWS, 4), generator=generator)}
+
+
+def _sound_classes(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
+    length = int(getattr(model.config, "max_length", NUM_FRAMES))
+    features = int(getattr(model.config, "num_mel_bins", 80))
+    values = torch.randn(ROWS, length, features, generator=generator)
+    return {"input_values": values, _target(form): torch.arange(ROWS) % int(model.config.num_labels)}
+
+
+def _target(form: str) -> str:
+    return "labels" if form == "own loss" else "targets"
+
+
+_MAKERS = {
+    "causal LM": _causal,
+    "image-text LM": _causal,
+    "multimodal LM": _causal,
+    "masked LM": _masked,
+    "seq2seq LM": _seq2seq,
+    "sequence classification": _row_classes,
+    "token classification": _token_classes,
+    "question answering": _spans,
+    "image classification": _pictures,
+    "video classification": _pictures,
+    "audio classification": _sound_classes,
+    "speech seq2seq": _transcripts,
+    "speech CTC": _short_transcripts,
+}
+
+
+def forms_of(kind: str) -> tuple[str, ...]:
+    """Return the forms in which a kind of class is tried."""
+    return FORMS[:1] if kind in ("sequence classification", "question answering", "speech CTC") else FORMS

@@ -1,0 +1,120 @@
+"""What runs in the processes: the plain reference on one, the same module under the strategy on several; plain values come back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from tools.models.batches import ROWS, Batches
+from tools.models.registry import Case
+from tools.models.user import User
+
+# Of the weights, and of what three steps changed of them; a loss function in float32 leaves about 1e-7.
+LARGEST_ERROR, LARGEST_PART = 1e-6, 1e-3
+# A tensor that hardly moved is measured by this part of the most that any did.
+FLOOR = 1e-3
+LAYOUTS = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
+
+
+def reference(case: Case, form: str, file: str, seed: int = 5) -> dict[str, Any]:
+    """Train on one device with plain Lightning, and write weights before and after to a file; return the losses, or why it cannot."""
+    _quiet()
+    try:
+        module = User(case, form)
+        before = _weights(module)
+        torch.manual_seed(seed)
+        _trainer(strategy="auto", devices=1).fit(module, _loader(case, form, module))
+    except Exception as error:
+        return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
+    after = _weights(module)
+    if not all(torch.isfinite(tensor).all() for tensor in after.values()):
+        return {"outcome": "not compared", "why": "its own weights are not finite after three steps"}
+    if all(torch.equal(before[name].to(tensor), tensor) for name, tensor in after.items()):
+        return {"outcome": "not compared", "why": "its own step changes no weight"}
+    torch.save({"before": before, "after": after, "losses": module.losses}, file)
+    return {"outcome": "ran", "num_parameters": sum(p.numel() for p in module.parameters())}
+
+
+def sharded(case: Case, form: str, layout: str, file: str, seed: int = 5) -> dict[str, Any]:
+    """Train under the strategy; return exact, wrong with its numbers, or refused with its reason. What else is raised ends the ranks."""
+    _quiet()
+    ulysses, ring = LAYOUTS[layout]
+    module = User(case, form)
+    torch.manual_seed(seed)
+    strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
+    try:
+        _trainer(strategy=strategy, devices=ulysses * ring).fit(module, _loader(case, form, module))
+    except SequenceParallelError as error:
+        return {"outcome": "refused", "why": first_line(error)}
+    finally:
+        gc.collect()
+    expected = torch.load(file)
+    return compare(_weights(module), module.losses, expected)
+
+
+def seeds_differ(case: Case, form: str, file: str) -> dict[str, Any]:
+    """Return whether the plain step, with another seed, gives other weights than those of the file: then nothing can be compared."""
+    other = f"{file}.other"
+    reference(case, form, other, seed=6)
+    a, b = torch.load(file)["after"], torch.load(other)["after"]
+    return {"outcome": "random" if any(not torch.equal(a[name], b[name]) for name in a) else "fixed"}
+
+
+def compare(weights: dict[str, Tensor], losses: list[float], expected: dict[str, Any]) -> dict[str, Any]:
+    """Return whether weights and losses are those of one device, with the largest error and the part of the update that is wrong."""
+    before, after = expected["before"], expected["after"]
+    if weights.keys() != after.keys():
+        return {"outcome": "wrong", "why": f"other parameters: {sorted(weights.keys() ^ after.keys())[:3]}"}
+    moved = {name: float((after[name] - before[name].to(after[name])).norm()) for name in after}
+    most = max(moved.values())
+    errors = {name: float((weights[name] - after[name]).abs().max()) for name in after if after[name].numel()}
+    parts = {
+        name: float((weights[name] - after[name]).norm()) / max(moved[name], FLOOR * most) for name in errors
+    }
+    largest, part = max(errors.values()), max(parts.values())
+    loss_error = max((abs(a - b) for a, b in zip(losses, expected["losses"], strict=True)), default=0.0)
+    numbers = {"error": largest, "part": part, "loss_error": loss_error}
+    if largest <= LARGEST_ERROR and part <= LARGEST_PART and loss_error <= LARGEST_ERROR * max(map(abs, losses)):
+        return {"outcome": "exact", **numbers}
+    name = max(parts, key=lambda each: parts[each])
+    return {"outcome": "wrong", "why": f"{name} is off by {part:.2g} of its update, the losses by {loss_error:.2g}", **numbers}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, with its class where it is not ours."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return line if isinstance(error, SequenceParallelError) else f"{type(error).__name__}: {line}"
+
+
+def _trainer(**options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", precision="64-true", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+
+
+def _loader(case: Case, form: str, module: User) -> DataLoader[Any]:
+    return DataLoader(Batches(case.kind, form, module.model), batch_size=ROWS)
+
+
+def _weights(module: User) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in module.named_parameters():
+        whole: Any = parameter.detach()
+        found[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).double().clone()
+    return found
+
+
+def _quiet() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("transformers").setLevel(logging.ERROR)

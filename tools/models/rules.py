@@ -1,0 +1,88 @@
+"""How small each field of a configuration becomes, by its name; and what single model types need besides.
+
+A rule is a pattern of names and the largest number that it leaves. A field that is smaller already keeps its default, None stays None.
+Everything of one kind has one size (hidden 64 of 4 heads of 16), so that the parts of a composite model fit together.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_DIM = 64, 4, 2, 16
+VOCABULARY = 96
+# Random tokens are drawn from here: below are padding, begin and end, above are the tokens of images and such.
+FIRST_TOKEN, END_OF_TOKENS = 8, 80
+
+# The first pattern that matches a whole name decides.
+_AT_MOST = [
+    (r"max_window_layers|num_mem_blocks|first_k_dense_replace|num_dense_layers|n_layers_per_attn_res_block|moe_layer_start_index", 1),
+    (r"num_kv_shared_layers|num_mtp_layers|num_nextn_predict_layers|aligner_num_add_layers", 0),
+    (r".*(layer_period|_every_n_layers|layer_interval|layer_group_size|window_pattern|sparse_step|_layer_step)", 2),
+    (r"cross_attention_frequency|cross_attn_k", 2),
+    (r".*layer_offset|insert_layer_id", 1),
+    (r"(.*_)?layers|n_layer|.*_layer|.*depth|num_blocks|num_sparse_\w+_layers", 2),
+    (r"num_self_attends_per_block|[HL]_cycles|num_latents|n_latents|resampler_n_latents|latent_query_num", 2),
+    (r".*(key_value|kv)_heads|.*linear_num_key_heads|num_query_groups", KEY_VALUE_HEADS),
+    (r"(.*_)?(attention_heads|n_heads?|num_heads|num_attn_heads)|index_n_heads|.*linear_num\w*_heads|.*_heads", HEADS),
+    (r"qk_(nope|rope)_head_dim|rotary_dim", 8),
+    (r".*(head_dim|dim_head)|d_kv|d_head|attention_head_size|kv_channels|d_rel|.*head_size", HEAD_DIM),
+    (r".*lora_rank|.*_rank|hc_lowrank|index_topk|dim_model_base", 16),
+    (r"(.*_)?vocab_size.*|encoder_hash_byte_group_vocab|.*_vocab|num_embeds", VOCABULARY),
+    (r"num_embeddings|codebook_size", 64),
+    (r"vision_output_dim|projector_input_dim", 4 * HIDDEN),
+    (r"moe_intermediate_size|.*expert\w*_intermediate_size|.*expert_ffn_hidden_size|expert_dim|share_expert_dim|moe_hidden_size", 32),
+    (r"(.*_)?(intermediate_size\w*|ffn_dim|ffn_hidden_size|d_ff|n_inner|hidden_dim|dff|mlp_dim|dim_ff|feed_forward_size|d_inner)", 96),
+    (r"attention_window|sliding_window(_size)?|attention_window_size|local_attention|attention_chunk_size|local_attention_window_len", 8),
+    (r"keep_window_size|local_radius|global_block_size|window_size|block_size", 8),
+    (r"(.*_)?(num|n)_(routed_|local_)?experts|num_local_experts|n_routed_experts|zero_expert_num", 4),
+    (r".*(experts_per_tok|moe_topk|moe_k|moe_top_k)|top_k|topk|n_group", 2),
+    (r"topk_group|n?_?\w*shared_experts|n_groups|.*mamba_n_groups", 1),
+    (r"expert_capacity", 64),
+    (r"(mamba_d_)?state(_size)?|ssm_state_size|(mamba_)?chunk_size", 8),
+    (r"mamba_d_ssm|mamba_expand_dim", 2 * HIDDEN),
+    (r"mamba_(n|num)_heads", 8),
+    (r"(.*_)?(num_)?(max_)?((source|target|speech|text)_positions|position_embeddings|n_positions|n_ctx|seq_len|context_length)", 128),
+    (r"n_positions|n_ctx|max_seq_len|rel_extent", 128),
+    (r"num_position_embeddings|position_embedding_size", 16),
+    (r"(pos_emb|posemb)_(height|width|grid_size)|pos_emb_time", 4),
+    (r"patch_size", 8),
+    (r"image_size|crop_size|resolution|img_size", 32),
+    (r"(.*_)?(hidden_size\w*|d_model|n_embd|embed_dim|emb_dim|dim|embedding_size|width|input_dim|output_dim|proj\w*_dim)", HIDDEN),
+    (r"(.*_)?(base_channels|latent_channels|conv_channels|channel_size|latents|projection_size|classifier_proj_size|units)", 16),
+]  # fmt: skip
+AT_MOST = [(re.compile(pattern), most) for pattern, most in _AT_MOST]
+# Random in training, or larger than it need be.
+OFF = re.compile(r".*drop(out|_rate|_path_rate|_prob|_path)?\w*|.*pdrop|.*_drop|mask_(time|feature)_prob|router_jitter_noise|input_jitter_noise|.*noise_std|.*layerdrop")
+SWITCHED_OFF = {"apply_spec_augment": False, "use_cache": False, "tie_encoder_decoder": False}
+# Numbers with such names are tokens.
+TOKEN = re.compile(r".*(_token_id|_token_index|_token|_index|_id)")
+NO_TOKEN = {"lang_id", "altup_active_idx"}
+
+# Kept whole, whatever a rule says of the name.
+KEPT = {"router_aux_loss_coef", "initializer_range", "num_labels", "type_vocab_size"}
+
+# What one type needs beside the rules, by the path of the field; `Ellipsis` keeps the class's own default.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "ffn_config.ffn_hidden_size": 96},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 5},
+    "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0, "text_config.vocab_size_per_layer_input": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
+    "ministral": {"head_dim": HEAD_DIM},
+    "nemotron": {"num_key_value_heads": KEY_VALUE_HEADS},
+    # Its chunks and its axes divide the batch's 30 tokens.
+    "reformer": {
+        "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (5, 6), "local_attn_chunk_length": 10, "lsh_attn_chunk_length": 15,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+}  # fmt: skip

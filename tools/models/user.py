@@ -1,0 +1,63 @@
+"""What a user writes: a LightningModule around an unmodified class of transformers; nothing of sequence parallelism in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.models.registry import Case
+from tools.models.shrink import tiny_config
+
+LEARNING_RATE = 0.02
+# Added to tiny random weights: without it attention is uniform, and hides faults.
+NOISE = 0.1
+
+
+def build(case: Case) -> Any:
+    """Return the model with random weights, the same on every call."""
+    import transformers  # noqa: PLC0415
+
+    model_class, config = getattr(transformers, case.class_name), tiny_config(case.model_type)
+    if not isinstance(config, model_class.config_class):
+        config = config.get_text_config(decoder=True)  # as AutoModelForCausalLM does
+    config._experts_implementation = "eager"  # the grouped product takes no float64
+    if case.kind == "causal LM" and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    torch.manual_seed(3)
+    model = model_class(config)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+    return model
+
+
+class User(pl.LightningModule):
+    """Trains a model by its own loss, or by its logits and F.cross_entropy."""
+
+    def __init__(self, case: Case, form: str) -> None:
+        super().__init__()
+        self.case, self.form = case, form
+        self.model = build(case)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        loss = self.model(**batch).loss if self.form == "own loss" else self.by_hand(dict(batch))
+        self.log("train_loss", loss)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def by_hand(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the mean over the tokens with a target."""
+        targets = batch.pop("shift_labels") if "shift_labels" in batch else batch.pop("targets")
+        logits = self.model(**batch).logits
+        return F.cross_entropy(logits if targets.dim() == 1 else logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain SGD: unlike Adam's, its step shows a gradient of the wrong size."""
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=0.9)

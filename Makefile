@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 WORKERS ?= 2
 AT_A_TIME := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-all test-long faults compile lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long faults models compile lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -32,6 +32,9 @@ test-long: $(STAMP)  ## the tests that draw their cases (Hypothesis), with many 
 
 faults: $(STAMP)  ## put each fault of others back and see a test fail; ARGS="lse --resume .cache/faults.json"
 	$(TEST_ENV) $(BIN)/python -m tests.faults --workers $(WORKERS) $(ARGS)
+
+models: $(STAMP)  ## try the models of transformers, write docs/models.md; ARGS="bert llama" renews their rows
+	$(TEST_ENV) $(BIN)/python -m tools.models --workers $(WORKERS) $(ARGS)
 
 compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler
 	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/test_compile.py $(ARGS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import queue
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from threading import Thread
 
 from tqdm import tqdm
@@ -21,26 +21,28 @@ from tqdm import tqdm
 from lightning_sp.errors import closest
 from tools.models.answers import FILE, Answers, package_version
 from tools.models.batches import forms_of
-from tools.models.page import PAGE, written
+from tools.models.page import PAGE, write_page
 from tools.models.registry import Case, entries, heads
 from tools.models.worlds import Worlds, answer
 
 
-def main(words: Iterable[str], num_workers: int, limit_s: float) -> None:
+def main(words: Sequence[str], num_workers: int, limit_s: float) -> None:
     """Run what is asked for, then write the page."""
     cases, answers = [*entries(), *heads()], Answers(FILE, package_version())
     known = {case.model_type for case in cases}
     for word in words:
         if word not in known:
-            raise SystemExit(f"transformers has no model type {word!r} with a class to try{closest(word, sorted(known))}")
+            raise SystemExit(
+                f"transformers has no model type {word!r} with a class to try{closest(word, sorted(known))}"
+            )
     work = [
         (case, form)
         for case in cases
         for form in forms_of(case.kind)
-        if (case.model_type in words if words else answers.of(f"{case.name}, {form}") is None)
+        if (case.model_type in words if words else answers.of(case, form) is None)
     ]
     run(work, answers, num_workers, limit_s)
-    PAGE.write_text(written(cases, answers))
+    write_page(cases, answers)
     print(f"wrote {PAGE}")
 
 
@@ -59,7 +61,7 @@ def run(work: list[tuple[Case, str]], answers: Answers, num_workers: int, limit_
                 except queue.Empty:
                     return
                 found = answer(worlds, case, form)
-                answers.add(f"{case.name}, {form}", found)
+                answers.add(case, form, found)
                 progress.set_postfix_str(f"{case.name}: {found['outcome']}")
                 progress.update()
 
@@ -75,6 +77,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="a model type; none: all that have no answer yet")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="cases at a time; 2")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="seconds that one training run may take; 120")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, metavar="S", help="seconds that one training run may take; 120"
+    )
     arguments = parser.parse_args()
     main(arguments.types, arguments.workers, arguments.limit)

@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from tools.models.registry import Case
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".cache" / "models.json"
 Answer = dict[str, Any]
@@ -29,14 +31,14 @@ class Answers:
             self.every |= json.loads(file.read_text())
         self._lock = Lock()
 
-    def of(self, name: str) -> Answer | None:
+    def of(self, case: Case, form: str) -> Answer | None:
         """Return an answer, None where it is not known."""
-        return self.every[self.version].get(name)
+        return self.every[self.version].get(f"{case.name}, {form}")
 
-    def add(self, name: str, answer: Answer) -> None:
+    def add(self, case: Case, form: str, answer: Answer) -> None:
         """Keep an answer, whichever worker brings it. Who ends this run in the middle of it loses no others."""
         with self._lock:
-            self.every[self.version][name] = answer
+            self.every[self.version][f"{case.name}, {form}"] = answer
             self.file.parent.mkdir(parents=True, exist_ok=True)
             whole = self.file.with_name(f"{self.file.name}.new")
             whole.write_text(json.dumps(self.every, indent=1) + "\n")

@@ -62,7 +62,7 @@ def _causal(model: Any, form: str, side: str, generator: torch.Generator) -> dic
 
 def _masked(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
     ids, mask = _tokens(model, side, LENGTH, generator)
-    hidden = (torch.rand(ids.shape, generator=generator) < 0.3) & (mask == 1)  # noqa: PLR2004
+    hidden = (torch.rand(ids.shape, generator=generator) < 0.3) & (mask == 1)
     labels = ids.masked_fill(~hidden, IGNORED)
     return {"input_ids": ids.masked_fill(hidden, 4), "attention_mask": mask, _target(form): labels}
 
@@ -119,7 +119,15 @@ def _sounds(model: Any, form: str, generator: torch.Generator) -> dict[str, Tens
         return {"input_values": torch.randn(ROWS, NUM_SAMPLES, generator=generator)}
     names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
     encoder = getattr(config, "encoder_config", config)
-    features = next((int(value) for name in names for each in (config, encoder) if isinstance(value := getattr(each, name, None), int)), 80)
+    features = next(
+        (
+            int(value)
+            for name in names
+            for each in (config, encoder)
+            if isinstance(value := getattr(each, name, None), int)
+        ),
+        80,
+    )
     frames = 2 * int(config.max_source_positions) if hasattr(config, "max_source_positions") else NUM_FRAMES
     # Whisper's are (features, frames), all others' are (frames, features).
     shape = (features, frames) if config.model_type == "whisper" else (frames, features)
@@ -131,12 +139,19 @@ def _transcripts(model: Any, form: str, side: str, generator: torch.Generator) -
     if form == "own loss":
         return {**_sounds(model, form, generator), "labels": labels}
     start = torch.full((ROWS, 1), getattr(model.config, "decoder_start_token_id", None) or 0)
-    return {**_sounds(model, form, generator), "decoder_input_ids": torch.cat([start, labels[:, :-1]], 1), "targets": labels}
+    return {
+        **_sounds(model, form, generator),
+        "decoder_input_ids": torch.cat([start, labels[:, :-1]], 1),
+        "targets": labels,
+    }
 
 
 def _short_transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
     vocabulary = int(getattr(model.config, "vocab_size", 0) or 32)
-    return {**_sounds(model, form, generator), "labels": torch.randint(1, min(vocabulary, 80), (ROWS, 4), generator=generator)}
+    return {
+        **_sounds(model, form, generator),
+        "labels": torch.randint(1, min(vocabulary, 80), (ROWS, 4), generator=generator),
+    }
 
 
 def _sound_classes(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:

@@ -1,104 +1,147 @@
-"""docs/models.md: one row for each model type, one for each head, and the types without a row with the reason."""
+"""docs/models.md: a row for each model type, one for each head, what refusals say, and the types without a row with the reason.
+
+The page can be read back: a row that is not tried again stays as it was.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from tools.models.answers import ROOT, Answers
 from tools.models.batches import FORMS, forms_of
+from tools.models.outcome import BEST_FIRST
+from tools.models.ranks import LARGEST_ERROR, LARGEST_PART
 from tools.models.registry import ENTRIES, Case, left_out
-from tools.models.worlds import WORST_FIRST
 
 PAGE = ROOT / "docs" / "models.md"
 COMMAND = "make models"
 HEAD = """# Models of transformers
 
-`{command}` writes this page; `{command} ARGS="bert llama"` renews rows. transformers {transformers}, torch {torch},
-package {version}.
+`{command}` writes this page; `{command} ARGS="bert llama"` renews rows.
+It was written with transformers {transformers} and torch {torch}.
 
-Each class is unmodified and has tiny random weights. A plain user's LightningModule trains it for three optimizer steps
-in float64: once by plain Lightning on one device, once by `Trainer(strategy=SequenceParallelStrategy(...))` at Ulysses 2,
-ring 2, and Ulysses 2 x ring 2. Of the three batches one has no padding, one has some on the right, one on the left.
-"own loss" is `self.model(**batch).loss`; "logits" is `F.cross_entropy` on `self.model(...).logits`.
+Each class is unmodified and has tiny random weights. A plain user's `LightningModule` trains it for three optimizer
+steps in float64. Plain Lightning does so on one device. `Trainer(strategy=SequenceParallelStrategy(...))` does so at
+Ulysses 2, at ring 2, and at both. Of the three batches one has no padding, one is padded on the right, one on the left.
+"own loss" is `self.model(**batch).loss`. "logits" is `F.cross_entropy` of `self.model(...).logits`. Dropout is off.
 
 | outcome | means |
 |---|---|
-| exact | the weights are those of one device in all three layouts: to {error:g}, and to {part:g} of what the steps changed |
-| refused | a `SequenceParallelError` on all ranks before the first step; its first line stands in the last column |
+| exact | all three layouts give the weights of one device: to {error:g}, and to {part:g} of what the steps changed |
+| refused | a `SequenceParallelError` on all ranks, which the number at the row's end stands for |
 | wrong | it trained, and the weights are others |
 | crash | another error, or ranks that did not answer |
 | not compared | plain Lightning on one device cannot do it either, or not twice alike |
 
 """
+TITLES = ("Model types", "Heads")
+COLUMNS = ("model type", "kind", "class", *FORMS, "why")
 
 
-def written(cases: Sequence[Case], answers: Answers) -> str:
-    """Return the page: rows of this version's answers, and of the present page where it has none."""
-    from tools.models.ranks import LARGEST_ERROR, LARGEST_PART  # noqa: PLC0415
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What the page says of a case.
 
-    before = _rows_of(PAGE.read_text() if PAGE.exists() else "")
-    rows = {case: row for case in cases if (row := _row(case, answers) or before.get(_key(case)))}
-    tables = {
-        "Model types": [rows[case] for case in cases if case.kind in ENTRIES and case in rows],
-        "Heads": [rows[case] for case in cases if case.kind not in ENTRIES and case in rows],
-    }
+    Args:
+        outcomes: of each form; "-" where the case has no such form.
+        reasons: what the outcomes say, each once.
+    """
+
+    model_type: str
+    kind: str
+    class_name: str
+    outcomes: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def write_page(cases: Sequence[Case], answers: Answers) -> None:
+    """Write the page: rows of this version's answers, and of the present page where it has none."""
+    before = {(row.model_type, row.kind): row for row in read_page(PAGE.read_text() if PAGE.exists() else "")}
+    rows = [_row(case, answers) or before.get((case.model_type, case.kind)) for case in cases]
+    PAGE.write_text(page([row for row in rows if row is not None]))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the page."""
+    counted = Counter(reason for row in rows for reason in row.reasons)
+    number = {reason: place for place, (reason, _) in enumerate(counted.most_common(), 1)}
     text = HEAD.format(
         command=COMMAND, transformers=importlib.metadata.version("transformers"), torch=importlib.metadata.version("torch").partition("+")[0],
-        version=answers.version, error=LARGEST_ERROR, part=LARGEST_PART,
+        error=LARGEST_ERROR, part=LARGEST_PART,
     )  # fmt: skip
-    text += _counts(tables)
-    for title, lines in tables.items():
-        text += f"\n## {title}\n\n| model type | kind | class | own loss | logits | why |\n|---|---|---|---|---|---|\n"
-        text += "".join(f"{line}\n" for line in lines)
+    tables = dict(zip(TITLES, _split(rows), strict=True))
+    text += _table(["", *BEST_FIRST], [line for title, part in tables.items() for line in _counts(title, part)])
+    for title, part in tables.items():
+        lines = [
+            [row.model_type, row.kind, f"`{row.class_name}`", *row.outcomes, ", ".join(str(number[r]) for r in row.reasons)] for row in part
+        ]  # fmt: skip
+        text += f"\n## {title}\n\n{_table(COLUMNS, lines)}"
+    text += "\n## Why\n\n"
+    for reason, place in number.items():
+        text += textwrap.fill(f"{place}. {reason}", 118, subsequent_indent="   ", break_long_words=False) + "\n"
     return text + _left_out()
 
 
-def _row(case: Case, answers: Answers) -> str | None:
-    found = {form: answers.of(f"{case.name}, {form}") for form in forms_of(case.kind)}
-    if any(answer is None for answer in found.values()) or not found:
+def read_page(text: str) -> list[Row]:
+    """Return the rows of a page."""
+    why = text.partition("\n## Why\n")[2].partition("\n## ")[0]
+    reasons = {n: " ".join(said.split()) for n, said in re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", why, re.MULTILINE)}
+    rows = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == len(COLUMNS) and cells[2].startswith("`"):
+            model_type, kind, class_name, *outcomes, numbers = cells
+            said = tuple(reasons[n] for n in numbers.split(", ") if n)
+            rows.append(
+                Row(
+                    model_type=model_type, kind=kind, class_name=class_name.strip("`"), outcomes=tuple(outcomes), reasons=said
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _row(case: Case, answers: Answers) -> Row | None:
+    found = {form: answers.of(case, form) for form in forms_of(case.kind)}
+    if any(answer is None for answer in found.values()):
         return None
-    said: dict[str, str] = {}
-    for form, answer in found.items():
-        if answer is not None and "why" in answer:
-            said.setdefault(_cell(answer["why"]), form)
-    why = "; ".join(said) if len(said) == 1 else "; ".join(f"{form}: {text}" for text, form in said.items())
-    cells = [_outcome(found.get(form)) for form in FORMS]
-    return f"| {case.model_type} | {case.kind} | `{case.class_name}` | {' | '.join(cells)} | {why} |"
+    known = {form: answer for form, answer in found.items() if answer is not None}
+    said = [
+        " ".join(answer["why"].replace(case.class_name, "The model").split())
+        for answer in known.values()
+        if "why" in answer
+    ]
+    return Row(
+        model_type=case.model_type, kind=case.kind, class_name=case.class_name,
+        outcomes=tuple(known[form]["outcome"] if form in known else "-" for form in FORMS), reasons=tuple(dict.fromkeys(said)),
+    )  # fmt: skip
 
 
-def _outcome(answer: dict[str, Any] | None) -> str:
-    return "-" if answer is None else str(answer["outcome"])
+def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    return [row for row in rows if row.kind in ENTRIES], [row for row in rows if row.kind not in ENTRIES]
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())[:300]
-
-
-def _key(case: Case) -> str:
-    return f"| {case.model_type} | {case.kind} |"
-
-
-def _rows_of(page: str) -> dict[str, str]:
-    """Return the rows of a page by their first two cells."""
-    return {"|".join(line.split("|")[:3]) + "|": line for line in page.splitlines() if line.count("|") > 6}  # noqa: PLR2004
-
-
-def _counts(tables: dict[str, list[str]]) -> str:
-    text = "| | " + " | ".join(reversed(WORST_FIRST)) + " |\n|---|" + "---|" * len(WORST_FIRST) + "\n"
-    for title, lines in tables.items():
-        for form, column in zip(FORMS, (4, 5), strict=True):
-            counts = Counter(line.split("|")[column].strip() for line in lines)
-            numbers = " | ".join(str(counts[outcome]) for outcome in reversed(WORST_FIRST))
-            text += f"| {title.lower()}, {form} | {numbers} |\n"
-    return text
+def _counts(title: str, rows: Sequence[Row]) -> list[list[str]]:
+    lines = []
+    for place, form in enumerate(FORMS):
+        counts = Counter(row.outcomes[place] for row in rows)
+        lines.append([f"{title}, {form}", *(str(counts[outcome]) for outcome in BEST_FIRST)])
+    return lines
 
 
 def _left_out() -> str:
     reasons: dict[str, list[str]] = {}
     for model_type, reason in left_out().items():
         reasons.setdefault(reason, []).append(model_type)
-    text = "\n## Without a row\n\nModel types that have none of these classes.\n\n| why | model types |\n|---|---|\n"
-    return text + "".join(f"| {reason} | {', '.join(sorted(types))} |\n" for reason, types in sorted(reasons.items()))
+    text = "\n## Without a row\n\nModel types that have none of these classes, by what they are.\n\n"
+    for reason, types in sorted(reasons.items()):
+        text += textwrap.fill(f"- {reason}: {', '.join(sorted(types))}", 118, subsequent_indent="  ") + "\n"
+    return text
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))

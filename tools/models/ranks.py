@@ -77,16 +77,18 @@ def compare(weights: dict[str, Tensor], losses: list[float], expected: dict[str,
     moved = {name: float((after[name] - before[name].to(after[name])).norm()) for name in after}
     most = max(moved.values())
     errors = {name: float((weights[name] - after[name]).abs().max()) for name in after if after[name].numel()}
-    parts = {
-        name: float((weights[name] - after[name]).norm()) / max(moved[name], FLOOR * most) for name in errors
-    }
+    parts = {name: float((weights[name] - after[name]).norm()) / max(moved[name], FLOOR * most) for name in errors}
     largest, part = max(errors.values()), max(parts.values())
     loss_error = max((abs(a - b) for a, b in zip(losses, expected["losses"], strict=True)), default=0.0)
     numbers = {"error": largest, "part": part, "loss_error": loss_error}
     if largest <= LARGEST_ERROR and part <= LARGEST_PART and loss_error <= LARGEST_ERROR * max(map(abs, losses)):
         return {"outcome": "exact", **numbers}
     name = max(parts, key=lambda each: parts[each])
-    return {"outcome": "wrong", "why": f"{name} is off by {part:.2g} of its update, the losses by {loss_error:.2g}", **numbers}
+    return {
+        "outcome": "wrong",
+        "why": f"{name} is off by {part:.2g} of its update, the losses by {loss_error:.2g}",
+        **numbers,
+    }
 
 
 def first_line(error: BaseException) -> str:

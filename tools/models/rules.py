@@ -52,8 +52,12 @@ _AT_MOST = [
     (r"(.*_)?(base_channels|latent_channels|conv_channels|channel_size|latents|projection_size|classifier_proj_size|units)", 16),
 ]  # fmt: skip
 AT_MOST = [(re.compile(pattern), most) for pattern, most in _AT_MOST]
+# Widths of a stack of convolutions, one after the other.
+STACKS = {"conv_dim": 16, "tdnn_dim": 16}
 # Random in training, or larger than it need be.
-OFF = re.compile(r".*drop(out|_rate|_path_rate|_prob|_path)?\w*|.*pdrop|.*_drop|mask_(time|feature)_prob|router_jitter_noise|input_jitter_noise|.*noise_std|.*layerdrop")
+OFF = re.compile(
+    r".*drop(out|_rate|_path_rate|_prob|_path)?\w*|.*pdrop|.*_drop|mask_(time|feature)_prob|router_jitter_noise|input_jitter_noise|.*noise_std|.*layerdrop"
+)
 SWITCHED_OFF = {"apply_spec_augment": False, "use_cache": False, "tie_encoder_decoder": False}
 # Numbers with such names are tokens.
 TOKEN = re.compile(r".*(_token_id|_token_index|_token|_index|_id)")
@@ -62,7 +66,10 @@ NO_TOKEN = {"lang_id", "altup_active_idx"}
 # Kept whole, whatever a rule says of the name.
 KEPT = {"router_aux_loss_coef", "initializer_range", "num_labels", "type_vocab_size"}
 
-# What one type needs beside the rules, by the path of the field; `Ellipsis` keeps the class's own default.
+# Three axes of positions share the 16 numbers of a head.
+_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_HALF_A_HEAD = {**_THREE_AXES, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+# What one type needs beside the rules, by the path of the field.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "ffn_config.ffn_hidden_size": 96},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -71,6 +78,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 5},
     "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0, "text_config.vocab_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "glm46v": {"text_config.rope_parameters": _THREE_AXES},
+    "glm4v": {"text_config.rope_parameters": _THREE_AXES},
+    "glm4v_moe": {"text_config.rope_parameters": _HALF_A_HEAD},
+    "glm_ocr": {"text_config.rope_parameters": _THREE_AXES},
+    "paddleocr_vl": {"text_config.rope_parameters": _THREE_AXES},
+    "qwen2_5_vl": {"text_config.rope_parameters": _THREE_AXES},
+    "qwen2_vl": {"text_config.rope_parameters": _THREE_AXES},
+    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -82,6 +97,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {
         "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (5, 6), "local_attn_chunk_length": 10, "lsh_attn_chunk_length": 15,
     },
+    "wav2vec2-bert": {"vocab_size": VOCABULARY},
+    "wav2vec2-conformer": {"vocab_size": VOCABULARY},
+    "glmga": {"text_config.rope_parameters": _THREE_AXES},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},

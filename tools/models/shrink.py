@@ -12,6 +12,7 @@ from tools.models.rules import (
     NO_TOKEN,
     OFF,
     OVERRIDES,
+    STACKS,
     SWITCHED_OFF,
     TOKEN,
     VOCABULARY,
@@ -46,7 +47,9 @@ def shrunk(config_class: Any, given: dict[str, Any], tokens: _Tokens) -> dict[st
     values = {}
     parts = getattr(config_class, "sub_configs_defaults", {}) or {}
     defaults = {f.name: f.default for f in dataclasses.fields(config_class)} | given
-    num_layers = next((n for name in ("num_hidden_layers", "num_layers", "n_layer") if isinstance(n := defaults.get(name), int)), 0)
+    num_layers = next(
+        (n for name in ("num_hidden_layers", "num_layers", "n_layer") if isinstance(n := defaults.get(name), int)), 0
+    )
     for name, default in defaults.items():
         if name in parts:
             continue
@@ -56,7 +59,9 @@ def shrunk(config_class: Any, given: dict[str, Any], tokens: _Tokens) -> dict[st
     for name, spec in parts.items():
         if spec.optional and name not in given:
             continue
-        part_class = spec.get_config_class(spec.model_type) if spec.config_class.__name__ == "AutoConfig" else spec.config_class
+        part_class = (
+            spec.get_config_class(spec.model_type) if spec.config_class.__name__ == "AutoConfig" else spec.config_class
+        )
         part = shrunk(part_class, dict(spec.init_kwargs) | dict(given.get(name) or {}), tokens)
         if spec.config_class.__name__ == "AutoConfig":
             part["model_type"] = spec.model_type
@@ -72,7 +77,11 @@ class _Tokens:
 
     def number(self, original: int) -> int:
         free = END_OF_TOKENS + len(self._numbers)
-        return original if original < VOCABULARY and original < END_OF_TOKENS else self._numbers.setdefault(original, min(free, VOCABULARY - 1))
+        return (
+            original
+            if original < VOCABULARY and original < END_OF_TOKENS
+            else self._numbers.setdefault(original, min(free, VOCABULARY - 1))
+        )
 
 
 def _small(name: str, default: Any, num_layers: int, defaults: dict[str, Any], tokens: _Tokens) -> Any:
@@ -90,6 +99,8 @@ def _small(name: str, default: Any, num_layers: int, defaults: dict[str, Any], t
         return default
     if isinstance(default, (list, tuple)) and num_layers > 2 and len(default) == num_layers:
         return type(default)(default[:2])
+    if name in STACKS and isinstance(default, (list, tuple)):
+        return type(default)(min(each, STACKS[name]) for each in default)
     if isinstance(default, int):
         for pattern, most in AT_MOST:
             if pattern.fullmatch(name):
@@ -102,7 +113,4 @@ def _small(name: str, default: Any, num_layers: int, defaults: dict[str, Any], t
 def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
         values = values.setdefault(name, {})
-    if value is Ellipsis:
-        values.pop(path[-1], None)
-    else:
-        values[path[-1]] = value
+    values[path[-1]] = value

@@ -15,6 +15,7 @@ from tools.models.shrink import tiny_config
 LEARNING_RATE = 0.02
 # Added to tiny random weights: without it attention is uniform, and hides faults.
 NOISE = 0.1
+MOST_PARAMETERS = 10_000_000
 
 
 def build(case: Case) -> Any:
@@ -22,11 +23,15 @@ def build(case: Case) -> Any:
     import transformers  # noqa: PLC0415
 
     model_class, config = getattr(transformers, case.class_name), tiny_config(case.model_type)
-    if not isinstance(config, model_class.config_class):
-        config = config.get_text_config(decoder=True)  # as AutoModelForCausalLM does
+    if case.kind == "causal LM" and isinstance(text := config.get_text_config(decoder=True), model_class.config_class):
+        config = text  # as AutoModelForCausalLM does
     config._experts_implementation = "eager"  # the grouped product takes no float64
     if case.kind == "causal LM" and hasattr(config, "is_decoder"):
         config.is_decoder = True
+    with torch.device("meta"):
+        num_parameters = sum(each.numel() for each in model_class(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(f"{num_parameters / 1e6:.0f} million parameters are left in the tiny configuration")
     torch.manual_seed(3)
     model = model_class(config)
     generator = torch.Generator().manual_seed(4)

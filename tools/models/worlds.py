@@ -13,12 +13,17 @@ from types import TracebackType
 from typing import Any
 
 from lightning_sp.testing import RankPool
+from tools.models.outcome import worst
 from tools.models.ranks import LAYOUTS, reference, seeds_differ, sharded
 from tools.models.registry import Case
 
-PRELOAD = ("torch._dynamo", "lightning.pytorch", "transformers.modeling_utils", "transformers.masking_utils", "tools.models.ranks")
-# The worst outcome of several is that of all.
-WORST_FIRST = ("crash", "wrong", "refused", "not compared", "exact")
+PRELOAD = (
+    "torch._dynamo",
+    "lightning.pytorch",
+    "transformers.modeling_utils",
+    "transformers.masking_utils",
+    "tools.models.ranks",
+)
 # The world of so many ranks.
 Pools = Callable[[int], RankPool]
 
@@ -37,7 +42,9 @@ class Worlds:
     def __enter__(self) -> Worlds:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for pool in self._started.values():
             pool.close()
 
@@ -46,7 +53,9 @@ class Worlds:
         if size in self._started and self._started[size].failure is not None:
             self._started.pop(size).close()
         if size not in self._started:
-            self._started[size] = RankPool(size, timeout_s=self.limit_s, others_s=20.0, preload=PRELOAD)
+            self._started[size] = RankPool(
+                size, timeout_s=self.limit_s, others_s=min(20.0, self.limit_s), preload=PRELOAD
+            )
         return self._started[size]
 
 
@@ -55,7 +64,7 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         file = str(Path(folder) / "reference.pt")
-        found = _worst(pools(1), reference, case, form, file)
+        found = answer_of(pools(1), reference, case, form, file)
         if found["outcome"] == "ran":
             found = _over_layouts(pools, case, form, layouts, file)
     return {**found, "seconds": round(time.monotonic() - started_s, 1)}
@@ -67,25 +76,19 @@ def _over_layouts(pools: Pools, case: Case, form: str, layouts: Sequence[str], f
         ulysses, ring = LAYOUTS[layout]
         if min(ulysses, ring) > 1 and found and all(each["outcome"] == "refused" for each in found.values()):
             break  # what both refuse alone is not tried together
-        found[layout] = _worst(pools(ulysses * ring), sharded, case, form, layout, file)
+        found[layout] = answer_of(pools(ulysses * ring), sharded, case, form, layout, file)
     wrong = any(each["outcome"] == "wrong" for each in found.values())
-    if wrong and _worst(pools(1), seeds_differ, case, form, file)["outcome"] == "random":
+    if wrong and answer_of(pools(1), seeds_differ, case, form, file)["outcome"] == "random":
         return {"outcome": "not compared", "why": "its own step on one device differs between seeds"}
-    worst = min(found.values(), key=_badness)
-    return {**worst, "layouts": {layout: each["outcome"] for layout, each in found.items()}}
+    return {**worst(found.values()), "layouts": {layout: each["outcome"] for layout, each in found.items()}}
 
 
-def _worst(pool: RankPool, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def answer_of(pool: RankPool, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Return the worst of what the ranks answer; a crash where one fails or is silent."""
     try:
-        return min(pool.run(function, *args), key=_badness)
+        return worst(pool.run(function, *args))
     except RuntimeError as error:
         # The last line of a traceback that is not indented names the error; without a traceback the ranks were silent.
         lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith((" ", "Traceback"))]
         said = [line for line in lines if not line.startswith(("rank ", "no answer"))] or lines
         return {"outcome": "crash", "why": said[-1] if said else "", "where": str(error)[-4000:]}
-
-
-def _badness(answered: dict[str, Any]) -> int:
-    outcome = answered["outcome"]
-    return WORST_FIRST.index(outcome) if outcome in WORST_FIRST else len(WORST_FIRST)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tools.models.answers import Answers
-from tools.models.batches import IGNORED, PADDED, Batches, forms_of
+from tools.models.batches import IGNORED, PADDED, Batches, Trial, forms_of
 from tools.models.outcome import BEST_FIRST, worst
 from tools.models.page import PAGE, Row, page, read_page
 from tools.models.ranks import compare
@@ -88,11 +88,11 @@ def test_two_special_tokens_beyond_the_vocabulary_stay_two():
 def test_a_batch_is_padded_on_each_side_and_no_target_is_padding():
     model = build(cases()["llama"])
     for form in forms_of("causal LM"):
-        batches = Batches("causal LM", form, model)
+        batches = Batches(Trial.of(cases()["llama"], form), model)
         masks = torch.stack([row["attention_mask"] for row in batches]).unflatten(0, (3, 2))
         sides = {("left" if int(mask[1, 0]) == 0 else "right" if int(mask[1, -1]) == 0 else "none") for mask in masks}
         assert sides == set(PADDED)
-    own, by_hand = (Batches("causal LM", form, model) for form in ("own loss", "logits"))
+    own, by_hand = (Batches(Trial.of(cases()["llama"], form), model) for form in ("own loss", "logits"))
     assert all((row["labels"][row["attention_mask"] == 0] == IGNORED).all() for row in own)
     assert all(
         int(t) in (IGNORED, int(i))

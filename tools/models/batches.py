@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tools.models.registry import Case
 from tools.models.rules import END_OF_TOKENS, FIRST_TOKEN
 
 # No multiple of any degree; the decoder's is another than the encoder's.
@@ -21,13 +23,38 @@ IGNORED = -100
 NUM_SAMPLES, NUM_FRAMES = 6400, 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A class of model, trained in one form.
+
+    Args:
+        case: the class.
+        form: how the loss is computed.
+        sides: on which each batch is padded.
+    """
+
+    case: Case
+    form: str
+    sides: tuple[str, ...]
+
+    @classmethod
+    def of(cls, case: Case, form: str) -> Trial:
+        """Return the trial with batches of every padding."""
+        return cls(case=case, form=form, sides=SIDES[form])
+
+    @property
+    def without_left(self) -> Trial:
+        """The same with right padding in place of left: some models attend to nothing then, and give NaN on one device too."""
+        return replace(self, sides=tuple("right" if side == "left" else side for side in self.sides))
+
+
 class Batches(Dataset[dict[str, Tensor]]):
     """The rows of three batches in their order; a class because a DataLoader takes one."""
 
-    def __init__(self, kind: str, form: str, model: Any, *, seed: int = 7) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        make = _MAKERS[kind]
-        batches = [make(model, form, side, generator) for side in SIDES[form]]
+    def __init__(self, trial: Trial, model: Any) -> None:
+        generator = torch.Generator().manual_seed(7)
+        make = _MAKERS[trial.case.kind]
+        batches = [make(model, trial.form, side, generator) for side in trial.sides]
         self.rows = [{name: value[row] for name, value in batch.items()} for batch in batches for row in range(ROWS)]
 
     def __len__(self) -> int:

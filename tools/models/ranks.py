@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
-from tools.models.batches import ROWS, Batches
-from tools.models.registry import Case
+from tools.models.batches import ROWS, Batches, Trial
 from tools.models.user import User
 
 # Of the weights, and of what three steps changed of them; a loss function in float32 leaves about 1e-7.
@@ -25,34 +24,34 @@ FLOOR = 1e-3
 LAYOUTS = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
 
 
-def reference(case: Case, form: str, file: str, seed: int = 5) -> dict[str, Any]:
+def reference(trial: Trial, file: str, seed: int = 5) -> dict[str, Any]:
     """Train on one device with plain Lightning, and write weights before and after to a file; return the losses, or why it cannot."""
     _quiet()
     try:
-        module = User(case, form)
+        module = User(trial)
         before = _weights(module)
         torch.manual_seed(seed)
-        _trainer(strategy="auto", devices=1).fit(module, _loader(case, form, module))
+        _trainer(strategy="auto", devices=1).fit(module, _loader(trial, module))
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     after = _weights(module)
     if not all(torch.isfinite(tensor).all() for tensor in after.values()):
-        return {"outcome": "not compared", "why": "its own weights are not finite after three steps"}
+        return {"outcome": "not finite", "why": "plain Lightning leaves weights that are not finite"}
     if all(torch.equal(before[name].to(tensor), tensor) for name, tensor in after.items()):
         return {"outcome": "not compared", "why": "its own step changes no weight"}
     torch.save({"before": before, "after": after, "losses": module.losses}, file)
     return {"outcome": "ran", "num_parameters": sum(p.numel() for p in module.parameters())}
 
 
-def sharded(case: Case, form: str, layout: str, file: str, seed: int = 5) -> dict[str, Any]:
+def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, Any]:
     """Train under the strategy; return exact, wrong with its numbers, or refused with its reason. What else is raised ends the ranks."""
     _quiet()
     ulysses, ring = LAYOUTS[layout]
-    module = User(case, form)
+    module = User(trial)
     torch.manual_seed(seed)
     strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
     try:
-        _trainer(strategy=strategy, devices=ulysses * ring).fit(module, _loader(case, form, module))
+        _trainer(strategy=strategy, devices=ulysses * ring).fit(module, _loader(trial, module))
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": first_line(error)}
     finally:
@@ -61,10 +60,10 @@ def sharded(case: Case, form: str, layout: str, file: str, seed: int = 5) -> dic
     return compare(_weights(module), module.losses, expected)
 
 
-def seeds_differ(case: Case, form: str, file: str) -> dict[str, Any]:
+def seeds_differ(trial: Trial, file: str) -> dict[str, Any]:
     """Return whether the plain step, with another seed, gives other weights than those of the file: then nothing can be compared."""
     other = f"{file}.other"
-    reference(case, form, other, seed=6)
+    reference(trial, other, seed=6)
     a, b = torch.load(file)["after"], torch.load(other)["after"]
     return {"outcome": "random" if any(not torch.equal(a[name], b[name]) for name in a) else "fixed"}
 
@@ -104,8 +103,8 @@ def _trainer(**options: Any) -> pl.Trainer:
     )  # fmt: skip
 
 
-def _loader(case: Case, form: str, module: User) -> DataLoader[Any]:
-    return DataLoader(Batches(case.kind, form, module.model), batch_size=ROWS)
+def _loader(trial: Trial, module: User) -> DataLoader[Any]:
+    return DataLoader(Batches(trial, module.model), batch_size=ROWS)
 
 
 def _weights(module: User) -> dict[str, Tensor]:

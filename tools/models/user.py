@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tools.models.batches import Trial
 from tools.models.registry import Case
 from tools.models.shrink import tiny_config
 
@@ -44,10 +45,10 @@ def build(case: Case) -> Any:
 class User(pl.LightningModule):
     """Trains a model by its own loss, or by its logits and F.cross_entropy."""
 
-    def __init__(self, case: Case, form: str) -> None:
+    def __init__(self, trial: Trial) -> None:
         super().__init__()
-        self.case, self.form = case, form
-        self.model = build(case)
+        self.form = trial.form
+        self.model = build(trial.case)
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_sp.testing import RankPool
+from tools.models.batches import Trial
 from tools.models.outcome import worst
 from tools.models.ranks import LAYOUTS, reference, seeds_differ, sharded
 from tools.models.registry import Case
@@ -64,21 +65,27 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         file = str(Path(folder) / "reference.pt")
-        found = answer_of(pools(1), reference, case, form, file)
+        trial = Trial.of(case, form)
+        found = answer_of(pools(1), reference, trial, file)
+        if found["outcome"] == "not finite":
+            trial = trial.without_left
+            found = answer_of(pools(1), reference, trial, file)
+        if found["outcome"] == "not finite":
+            found = {**found, "outcome": "not compared"}
         if found["outcome"] == "ran":
-            found = _over_layouts(pools, case, form, layouts, file)
+            found = _over_layouts(pools, trial, layouts, file)
     return {**found, "seconds": round(time.monotonic() - started_s, 1)}
 
 
-def _over_layouts(pools: Pools, case: Case, form: str, layouts: Sequence[str], file: str) -> dict[str, Any]:
+def _over_layouts(pools: Pools, trial: Trial, layouts: Sequence[str], file: str) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for layout in layouts:
         ulysses, ring = LAYOUTS[layout]
         if min(ulysses, ring) > 1 and found and all(each["outcome"] == "refused" for each in found.values()):
             break  # what both refuse alone is not tried together
-        found[layout] = answer_of(pools(ulysses * ring), sharded, case, form, layout, file)
+        found[layout] = answer_of(pools(ulysses * ring), sharded, trial, layout, file)
     wrong = any(each["outcome"] == "wrong" for each in found.values())
-    if wrong and answer_of(pools(1), seeds_differ, case, form, file)["outcome"] == "random":
+    if wrong and answer_of(pools(1), seeds_differ, trial, file)["outcome"] == "random":
         return {"outcome": "not compared", "why": "its own step on one device differs between seeds"}
     return {**worst(found.values()), "layouts": {layout: each["outcome"] for layout, each in found.items()}}
 

@@ -21,6 +21,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.requested_mask import RequestedMask
 
 
 class SdpaInterception(AbstractContextManager[None]):
@@ -53,7 +54,7 @@ class SdpaInterception(AbstractContextManager[None]):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | RequestedMask | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
@@ -61,6 +62,7 @@ class SdpaInterception(AbstractContextManager[None]):
     ) -> Tensor:
         assert self._original is not None
         if self.context.step is None:
+            assert not isinstance(attn_mask, RequestedMask)
             if self.context.reference is not None:
                 # One device's own, but for the documents that the user declared. Dropout is off in both runs of a preflight.
                 attn_mask, is_causal = _within_documents(self.context.reference, attn_mask, is_causal, query)
@@ -79,7 +81,9 @@ class SdpaInterception(AbstractContextManager[None]):
             )
         queries, keys = self.context.sequences(query.shape[2], key.shape[2])
         mask, bias = self.context.step.mask(queries, keys, is_causal), None
-        if attn_mask is not None:
+        if isinstance(attn_mask, RequestedMask):
+            mask = attn_mask.mask
+        elif attn_mask is not None:
             mask, bias = explicit_mask(self.context, attn_mask, queries, keys)
         return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p)
 

@@ -26,7 +26,7 @@ SUBSET = {
     "llama": "logits", "gpt2": "own loss", "qwen2_moe": "logits", "qwen3": "own loss", "mixtral": "logits", "gemma2": "logits",
     "gemma3": "own loss", "gpt_oss": "logits", "llama4": "logits", "opt": "own loss", "phi3": "own loss", "deepseek_v3": "logits",
     "bert": "logits", "roberta": "own loss", "modernbert": "logits", "bart": "own loss", "t5": "logits", "gpt_neo": "logits",
-    "mamba": "logits", "llava": "logits",
+    "deepseek_v32": "logits", "mamba": "logits", "llava": "logits",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
     python -m tools.models                 every model type and head that this version of the package has no answer for yet
     python -m tools.models bert llama      these model types again; the other rows stay
+    python -m tools.models --not-exact     what the page does not call exact again
     python -m tools.models --workers 2     so many at a time, each with worlds of its own
 
 Each answer is kept at once in .cache/models.json, so a run goes on where another ended. Owns the order of the work; cases, runs and the
@@ -21,13 +22,19 @@ from tqdm import tqdm
 from lightning_sp.errors import closest
 from tools.models.answers import FILE, Answers, package_version
 from tools.models.batches import forms_of
-from tools.models.page import PAGE, write_page
+from tools.models.page import PAGE, not_exact, write_page
 from tools.models.registry import Case, entries, heads
 from tools.models.worlds import Worlds, answer
 
 
 def main(words: Sequence[str], num_workers: int, limit_s: float) -> None:
-    """Run what is asked for, then write the page."""
+    """Run what is asked for, then write the page.
+
+    Args:
+        words: model types whose rows are renewed; none: every case that this version of the package has no answer for.
+        num_workers: cases at a time.
+        limit_s: of one training run.
+    """
     cases, answers = [*entries(), *heads()], Answers(FILE, package_version())
     known = {case.model_type for case in cases}
     for word in words:
@@ -76,9 +83,10 @@ def run(work: list[tuple[Case, str]], answers: Answers, num_workers: int, limit_
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="a model type; none: all that have no answer yet")
+    parser.add_argument("--not-exact", action="store_true", help="the types that the page does not call exact")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="cases at a time; 2")
     parser.add_argument(
         "--limit", type=float, default=120.0, metavar="S", help="seconds that one training run may take; 120"
     )
     arguments = parser.parse_args()
-    main(arguments.types, arguments.workers, arguments.limit)
+    main([*arguments.types, *(not_exact() if arguments.not_exact else ())], arguments.workers, arguments.limit)

@@ -66,6 +66,12 @@ def write_page(cases: Sequence[Case], answers: Answers) -> None:
     PAGE.write_text(page([row for row in rows if row is not None]))
 
 
+def not_exact() -> list[str]:
+    """Return the model types of which the page calls some form not exact."""
+    rows = read_page(PAGE.read_text() if PAGE.exists() else "")
+    return sorted({row.model_type for row in rows if set(row.outcomes) - {"exact", "-"}})
+
+
 def page(rows: Sequence[Row]) -> str:
     """Return the page."""
     counted = Counter(reason for row in rows for reason in row.reasons)

@@ -39,6 +39,9 @@ _AT_MOST = [
     (r".*(experts_per_tok|moe_topk|moe_k|moe_top_k)|top_k|topk|n_group", 2),
     (r"topk_group|n?_?\w*shared_experts|n_groups|.*mamba_n_groups", 1),
     (r"expert_capacity", 64),
+    # From so many tokens on something happens: fewer than a batch has.
+    (r"index_block_size|index_kpool|floor_scale|log_scaling_n_floor|canvas_length", 8),
+    (r"index_topk_blocks|index_local_blocks", 1),
     (r"(mamba_d_)?state(_size)?|ssm_state_size|(mamba_)?chunk_size", 8),
     (r"mamba_d_ssm|mamba_expand_dim", 2 * HIDDEN),
     (r"mamba_(n|num)_heads", 8),
@@ -72,6 +75,7 @@ _HALF_A_HEAD = {**_THREE_AXES, "mrope_section": [2, 1, 1], "partial_rotary_facto
 # What one type needs beside the rules, by the path of the field.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "ffn_config.ffn_hidden_size": 96},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},

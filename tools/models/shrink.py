@@ -56,6 +56,9 @@ def shrunk(config_class: Any, given: dict[str, Any], tokens: _Tokens) -> dict[st
         value = _small(name, default, num_layers, defaults, tokens)
         if value is not default or name in given:
             values[name] = value
+    kinds = _kinds_of_layers(config_class, given)
+    if len(kinds) > 1 and "num_hidden_layers" in values:
+        values |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
     for name, spec in parts.items():
         if spec.optional and name not in given:
             continue
@@ -67,6 +70,16 @@ def shrunk(config_class: Any, given: dict[str, Any], tokens: _Tokens) -> dict[st
             part["model_type"] = spec.model_type
         values[name] = part
     return values
+
+
+def _kinds_of_layers(config_class: Any, given: dict[str, Any]) -> list[str]:
+    """Return each kind of layer that the class's own model has, in order; none where the class does not say."""
+    if not any(f.name == "layer_types" for f in dataclasses.fields(config_class)):
+        return []
+    try:
+        return list(dict.fromkeys(config_class(**given).layer_types or ()))
+    except Exception:  # a class without defaults of its own
+        return []
 
 
 class _Tokens:

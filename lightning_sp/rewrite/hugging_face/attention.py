@@ -14,10 +14,11 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.explicit_mask import explicit_mask
 from lightning_sp.rewrite.hugging_face.relative_bias import adds_zeros
+from lightning_sp.rewrite.requested_mask import RequestedMask
 
 # What models add to the scores in eager attention.
 BIASES = ("position_bias", "attn_bias", "alibi")
-_REFUSED_ARGUMENTS = ("sinks", "head_mask", "layer_head_mask", "cache")
+_REFUSED_ARGUMENTS = ("sinks", "head_mask", "layer_head_mask", "cache", "indices")
 
 
 def attention_forward(
@@ -62,8 +63,8 @@ def _given_mask(
     context: SequenceContext, given: Any, queries: SequenceInfo, keys: SequenceInfo, layer: str
 ) -> tuple[AttentionMask | None, Tensor | None]:
     """Return the mask and the bias that a layer was given as its mask, None for neither."""
-    if given is None or isinstance(given, AttentionMask):
-        return given, None
+    if given is None or isinstance(given, RequestedMask):
+        return None if given is None or given.says_nothing else given.mask, None
     if not isinstance(given, Tensor):
         raise SequenceParallelError(f"{layer} built an attention mask {_shape(given)} of its own: it cannot be carried")
     return explicit_mask(context, given, queries, keys, f"{layer}'s attention mask")

@@ -21,6 +21,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens
+from lightning_sp.rewrite.requested_mask import RequestedMask
 
 # Transformers' names of them. Documents come from the whole batch's positions and not from a shard's, so their own functions are skipped.
 _CAUSAL, _FULL = "causal_mask_function", "bidirectional_mask_function"
@@ -37,7 +38,7 @@ _WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence
 
 
 def requested_mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a mask that the model asks for as a value, None where it is just causal or full: transformers' mask interface.
+    """Return a mask that the model asks for as a value: transformers' mask interface.
 
     Args:
         context: with or without a step in progress.
@@ -70,21 +71,22 @@ def requested_mask(context: SequenceContext, original: Callable[..., Any], *args
     # Where the model does not get the batch's padding mask, transformers does not count from it.
     origin = _origin(batch) if hides or not batch.has_attention_mask else None
     for part in parts:
-        if part.size is not None and not sizes and (part.name != _CHUNKS or origin is None):
+        # A window of 0 tokens hides everything: transformers asks for it where no layer uses it.
+        if part.size and not sizes and (part.name != _CHUNKS or origin is None):
             sizes[part.name] = part.size
         elif part.name not in (_CAUSAL, _FULL):
             functions.append(_mask_function(context, part, origin, queries, batch))
     causal = _CAUSAL in [part.name for part in parts]
     if not any(part.name not in _KNOWN for part in parts):
         step.requested_causal.add(causal)
-    if not sizes and not hides and not functions:
-        return None
     left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
     window = (right, right) if right is not None else (None if left is None else left - 1, None)
     mask = build_mask(
         queries, batch, causal=causal, window_size=window, chunk_size=sizes.get(_CHUNKS), hides_padding=hides
     )
-    return replace(mask, mask_mod=_all_of(functions)) if functions else mask
+    mask = replace(mask, mask_mod=_all_of(functions)) if functions else mask
+    says_nothing = not sizes and not hides and not functions
+    return RequestedMask(mask, says_nothing=says_nothing, tokens=context.local_tokens(batch))
 
 
 def _mask_function(

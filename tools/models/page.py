@@ -117,7 +117,7 @@ def _row(case: Case, answers: Answers) -> Row | None:
         return None
     known = {form: answer for form, answer in found.items() if answer is not None}
     said = [
-        " ".join(answer["why"].replace(case.class_name, "The model").split())
+        " ".join(answer["why"].replace(case.class_name, "the model").split())
         for answer in known.values()
         if "why" in answer
     ]

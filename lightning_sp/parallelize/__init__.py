@@ -15,11 +15,14 @@ from lightning_sp.parallelize.initial_weights import (
     broadcast_initial_weights,
     materialize_meta,
     tied_parameters,
+    whole_bytes_elsewhere,
     whole_state,
 )
+from lightning_sp.parallelize.meta_device import MetaDevice
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
+    "MetaDevice",
     "broadcast_initial_weights",
     "check_same_gradients",
     "check_unsharded",
@@ -33,6 +36,7 @@ __all__ = [
     "shard_model",
     "tied_parameters",
     "transformer_blocks",
+    "whole_bytes_elsewhere",
     "whole_state",
     "without_checkpoints",
     "without_gradient_sync",

@@ -47,6 +47,12 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
+def whole_bytes_elsewhere(module: nn.Module) -> int:
+    """Return the bytes of the parameters that a rank other than 0 holds whole, the most of all. Communicates: one number of each rank."""
+    held = sum(p.numel() * p.element_size() for p in module.parameters() if not p.is_meta)
+    return max(comm.gather_objects(held)[1:], default=0)
+
+
 class ParameterOwner(NamedTuple):
     """A module, and the name under which it has a parameter."""
 
@@ -90,6 +96,7 @@ def broadcast_initial_weights(
                 setattr(other.module, other.name, getattr(first.module, first.name))
     for metric, state in zip(metrics, states, strict=True):
         state.restore(metric, device)
+    _fill_plain_tensors(module, device)
     is_source = dist.get_rank() == 0
     with torch.no_grad():
         for name, tensor in _named_tensors(module):
@@ -120,6 +127,29 @@ def _check_same_model(module: nn.Module, source: dict[str, Tensor]) -> None:
         if parts
         else None
     )
+
+
+def _fill_plain_tensors(module: nn.Module, device: torch.device) -> None:
+    """Give rank 0's values to attributes that are tensors and no buffers, where a rank has them on the meta device."""
+    plain = {
+        f"{name}.{attribute}": (each, attribute)
+        for name, each in module.named_modules()
+        for attribute, value in vars(each).items()
+        if isinstance(value, Tensor)
+    }
+    missing = {name for name, (each, attribute) in plain.items() if getattr(each, attribute).is_meta}
+    wanted = set().union(*comm.gather_objects(missing))
+    if not wanted:
+        return
+    own = {name: getattr(*plain[name]).detach().cpu() for name in wanted & plain.keys()} if not dist.get_rank() else {}
+    values = comm.broadcast_object(own, None)
+    lost = sorted(missing - values.keys())
+    comm.agree(
+        f"{len(lost)} tensors that are no buffers are not rank 0's ({shown(lost)}): register them" if lost else None
+    )
+    for name in missing:
+        each, attribute = plain[name]
+        setattr(each, attribute, values[name].to(device))
 
 
 def _receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:

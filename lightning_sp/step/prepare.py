@@ -18,6 +18,7 @@ from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_s
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
@@ -30,6 +31,7 @@ from lightning_sp.parallelize import (
     shard_model,
     tied_parameters,
     transformer_blocks,
+    whole_bytes_elsewhere,
     whole_state,
 )
 from lightning_sp.reductions.scope import ReductionScope
@@ -115,8 +117,12 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     Communicates: group creation for FSDP2's mesh; a broadcast of each parameter and buffer.
     """
     world, rank = comm.size_of(comm.world()), comm.rank_in(comm.world())
-    if rank == 0:
-        materialize_meta(module, torch.device("cpu"))
+    comm.agree(_materialized(module) if rank == 0 else None)
+    if num_bytes := whole_bytes_elsewhere(module):
+        rank_zero_info(
+            f"sequence_parallel: each of {world} ranks holds the whole model ({num_bytes / 2**20:.1f} MiB) until it is sharded, for it is built "
+            "in __init__ or setup, or read by from_pretrained; what configure_model builds is held whole by rank 0 alone"
+        )
     source = whole_state(module) if rank == 0 else {}
     blocks = transformer_blocks(module)
     if config.activation_checkpointing:
@@ -134,6 +140,15 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
         f"{len(blocks)} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
         f"{', ring through shared memory' if shared else ''}"
     )
+
+
+def _materialized(module: nn.Module) -> str | None:
+    """Give rank 0's meta parameters memory; return why that is not possible, for all ranks."""
+    try:
+        materialize_meta(module, torch.device("cpu"))
+    except SequenceParallelError as refusal:
+        return str(refusal)
+    return None
 
 
 def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig, device: torch.device) -> ShardOptions:

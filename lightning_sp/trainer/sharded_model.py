@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import ProcessGroup
@@ -33,7 +32,7 @@ from lightning_sp.checkpoint import (
 )
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import reshard, without_gradient_sync
+from lightning_sp.parallelize import MetaDevice, reshard, without_gradient_sync
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.processes import ProcessStrategy
@@ -113,7 +112,7 @@ class ShardedModelStrategy(ProcessStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # Rank 0 draws the initial weights as a single process would; the others receive their shards, and none of them the whole.
         elsewhere = self.global_rank != 0 if empty_init is None else empty_init
-        with torch.device("meta") if elsewhere else nullcontext(), self.precision_plugin.tensor_init_context():
+        with MetaDevice() if elsewhere else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager

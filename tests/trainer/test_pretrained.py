@@ -1,0 +1,52 @@
+"""Weights read or drawn by Hugging Face are rank 0's on every rank, wherever the user builds the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.testing import max_error
+from tests.trainer import pretrained_ranks as ranks
+
+PLACES = ("__init__", "setup", "configure_model")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Tiny checkpoints on disk, one with a tied head."""
+    found = {name: str(tmp_path_factory.mktemp(name)) for name in ("untied", "tied")}
+    for name, folder in found.items():
+        ranks.save_pretrained(folder, name == "tied")
+    return found
+
+
+def cases_of(folders):
+    built = [("from_pretrained", place, "untied") for place in PLACES] + [
+        ("from_config", place, "untied") for place in PLACES
+    ]
+    built += [("from_pretrained", place, "tied") for place in ("__init__", "configure_model")]
+    built += [(kind, "configure_model", "untied") for kind in ("our config", "attribute", "bfloat16")]
+    built += [("load_state_dict", "configure_model", "tied")]
+    return [
+        dict(kind=kind, place=place, folder=folders[name], precision="32-true" if kind == "bfloat16" else "64-true")
+        for kind, place, name in built
+    ]
+
+
+def test_weights_are_rank_0s_wherever_the_model_is_built(pools, folders):
+    cases = cases_of(folders)
+    alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case) for case in cases])[0]
+    of_ranks = pools(2).run(ranks.runs, [dict(strategy=dict(ring_size=2), world=2, **case) for case in cases])
+    for rank, answers in enumerate(of_ranks):
+        for case, actual, expected in zip(cases, answers, alone, strict=True):
+            assert not actual["error"], (case, actual["error"])
+            assert set(actual["weights"]) == set(expected["weights"]), case
+            assert actual["dtypes"] == expected["dtypes"], case
+            for name, first in expected["first"].items():
+                assert max_error(actual["first"][name], first) == 0, (case, name)
+            reads = case["kind"] in ("from_pretrained", "our config", "bfloat16")
+            assert len(actual["told"]) == (rank == 0 and (reads or case["place"] != "configure_model")), case
+            if case["kind"] == "bfloat16":
+                continue  # it is rounded to 8 bits, in another order
+            assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-10), case
+            for name, weight in expected["weights"].items():
+                assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)

@@ -13,6 +13,7 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
+from lightning_sp.comm.failure import tell_failure
 from lightning_sp.comm.groups import (
     HostGroups,
     cached_per_world,
@@ -61,6 +62,7 @@ __all__ = [
     "set_world_timeout",
     "size_of",
     "sum_over_ranks",
+    "tell_failure",
     "timeout_s",
     "when_destroyed",
     "world",

@@ -33,6 +33,7 @@ class SequenceInfo:
         layout: which tokens each rank holds.
         balance: how that compares to zigzag; None for one document a row, or where nothing was compared.
         dropout: what attention dropout is drawn from; None in evaluation.
+        other_inputs: names and shapes of what else the batch holds and attention may be made of (images, audio).
         encoder: the encoder's sequence; None where the batch holds one sequence.
     """
 
@@ -50,6 +51,7 @@ class SequenceInfo:
     layout: SequenceLayout = field(default_factory=SequenceLayout)
     balance: Balance | None = None
     dropout: DropoutSource | None = None
+    other_inputs: tuple[str, ...] = ()
     encoder: SequenceInfo | None = None
 
     @property

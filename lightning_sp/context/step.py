@@ -18,6 +18,7 @@ from lightning_sp.config import AttentionOptions
 from lightning_sp.context.dropout import DropoutCalls
 from lightning_sp.context.masks import AttentionPattern, build_mask
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.unsharded import UnshardedModules
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
 
@@ -76,6 +77,8 @@ class SequenceContext:
         self.mesh = mesh
         self.options = options
         self.step: Step | None = None
+        self.unsharded = UnshardedModules(self)
+        self._record: Callable[[int, int], None] | None = None
         self.reference: SequenceInfo | None = None
         # Of the attention calls of the step before: the next batch is balanced for them.
         self.last_attention_patterns: tuple[AttentionPattern, ...] = ()
@@ -116,7 +119,19 @@ class SequenceContext:
                 "cross attention to what is no sequence of the batch cannot be carried here; run whole sequences outside training_step and "
                 "validation_step; an encoder-decoder batch names its sequences input_ids and decoder_input_ids, or so in sequence_dims"
             )
+        self._check_ambiguous(queries, keys)
         return of_queries, of_keys
+
+    def _check_ambiguous(self, queries: int, keys: int) -> None:
+        """Refuse attention that may be to other tokens of the batch, as many as this rank has of the sequence, where nothing tells the two."""
+        assert self.step is not None
+        others = self.step.batch.other_inputs
+        if others and not self.unsharded.known and self.mesh.layout.size > 1:
+            raise SequenceParallelError(
+                f"attention of {queries} queries over {keys} keys inside a step whose shard has as many tokens, and whose batch also holds "
+                f"{', '.join(others)}: without the preflight nothing tells whether it is to the sequence or to tokens made of those; leave "
+                "preflight=True, which tries two lengths, or keep them out of the batch"
+            )
 
     def _sequence_of_length(self, tokens: int) -> SequenceInfo | None:
         assert self.step is not None
@@ -124,6 +139,20 @@ class SequenceContext:
             if self.local_tokens(sequence) == tokens:
                 return sequence
         return None
+
+    @contextmanager
+    def recorded(self, record: Callable[[int, int], None]) -> Iterator[None]:
+        """Call a function with the numbers of queries and keys of each attention call of a reference run."""
+        self._record = record
+        try:
+            yield
+        finally:
+            self._record = None
+
+    def note_reference_attention(self, queries: int, keys: int) -> None:
+        """Tell of an attention call of a reference run."""
+        if self._record is not None:
+            self._record(queries, keys)
 
     @contextmanager
     def inactive(self, reference: SequenceInfo | None = None) -> Iterator[None]:

@@ -57,7 +57,19 @@ def crop_extent(
     own, encoder = split_sequences(sequence_dims(entries, options))
     rows, length = extent(entries, own, encoder)
     lengths = [length, *([extent(entries, encoder, own)[1]] if encoder else [])]
-    return min(rows, ROWS), *(crop_tokens(each, layout, wanted) for each in lengths)
+    tokens = [crop_tokens(each, layout, wanted) for each in lengths]
+    others = other_lengths(batch, options)
+    while not others.isdisjoint(tokens) and tokens != lengths:
+        # A crop as long as another entry would be taken for it.
+        tokens = [min(whole, each + layout.multiple) for whole, each in zip(lengths, tokens, strict=True)]
+    return min(rows, ROWS), *tokens
+
+
+def other_lengths(batch: Any, options: ShardOptions) -> set[int]:
+    """Return what a batch's entries that carry no sequence have in the place of one."""
+    entries = batch_entries(batch, options)
+    dims = sequence_dims(entries, options)
+    return {int(v.shape[1]) for n, v in entries.items() if n not in dims and isinstance(v, Tensor) and v.dim() > 1}
 
 
 def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop:

@@ -18,9 +18,10 @@ from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_with_whole_parameters
-from lightning_sp.preflight.crop import Crop
+from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, other_lengths
 from lightning_sp.preflight.run import run_preflight
 from lightning_sp.preflight.shared_crop import shared_crop
+from lightning_sp.preflight.trial import Trial
 from lightning_sp.preflight.untouched_batch import untouched_batch
 from lightning_sp.step.runner import StepRunner
 
@@ -98,15 +99,17 @@ def try_first_batch(
         return
     whole, sharded = _both_runs(crop, own, options, mesh, runner.device)
     try:
-        found = run_preflight(
-            runner.module,
-            runner.context,
-            whole=lambda: run_with_whole_parameters(lambda: run(whole.batch, whole.info)),
-            sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
-            whole_batch=whole.info,
+        trial = Trial(
+            module=runner.module,
+            context=runner.context,
+            run_whole=lambda: run_with_whole_parameters(lambda: run(whole.batch, whole.info)),
+            run_sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
+            batch=whole.info,
+            shorter=_shorter(crop, options, run, runner.device),
             crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
             device=runner.device,
         )
+        found = run_preflight(trial)
     finally:
         runner.start_run()
     if found is not None:
@@ -117,12 +120,30 @@ def _both_runs(
     crop: Crop, own: Crop, options: ShardOptions, mesh: SequenceMesh, device: torch.device
 ) -> tuple[Run, Run]:
     """Return the whole crop as the loader gives it to one device, and this rank's part of its group's crop."""
-    held, whole_info = shard_batch(crop.batch, SequenceLayout(), 0, replace(options, apart=False))
-    if not whole_info.documents_declared:
-        whole_info = replace(whole_info, boundaries=None)
     # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
     local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
-    whole_info = whole_info.to(device)
     info = replace(info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True)).to(device)
-    return Run(untouched_batch(crop.batch, held, device), whole_info), Run(local, info)
+    return _untouched(crop.batch, options, device), Run(local, info)
+
+
+def _untouched(batch: Any, options: ShardOptions, device: torch.device) -> Run:
+    """Return a whole batch as the loader gives it to one device."""
+    held, info = shard_batch(batch, SequenceLayout(), 0, replace(options, apart=False))
+    info = info if info.documents_declared else replace(info, boundaries=None)
+    return Run(untouched_batch(batch, held, device), info.to(device))
+
+
+def _shorter(
+    crop: Crop, options: ShardOptions, run: RunStep, device: torch.device
+) -> tuple[Callable[[], Any], SequenceInfo] | None:
+    """Return what runs the step on three quarters of a whole crop's tokens, and what that holds; None where they are too few."""
+    _, *lengths = crop_extent(crop.batch, options, SequenceLayout(), crop.tokens)
+    others = other_lengths(crop.batch, options)
+    shorter = tuple(length - length // 4 for length in lengths)
+    while not others.isdisjoint(shorter):
+        shorter = tuple(length - 1 for length in shorter)
+    if shorter == tuple(lengths) or min(shorter) < 1:
+        return None
+    part = _untouched(crop_batch(crop.batch, options, (crop.rows, *shorter)).batch, options, device)
+    return lambda: run_with_whole_parameters(lambda: run(part.batch, part.info)), part.info

@@ -72,6 +72,13 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
     return TOLERANCES.get(lowest, max(TOLERANCES.values()))
 
 
+def relative_differences(found: Mapping[str, Difference]) -> dict[str, float]:
+    """Return how far each gradient is off, relative to its norm, or to a part of all of them; the loss under the empty name."""
+    total = math.sqrt(sum(each.scale**2 for name, each in found.items() if name))
+    floors = {name: FLOOR * total if name else 0.0 for name in found}
+    return {name: error / max(norm, floors[name], 1e-300) for name, (error, norm) in found.items()}
+
+
 def judge_gradients(
     module: nn.Module, found: Mapping[str, Difference], losses: Losses, crop: str, tolerance: float
 ) -> Largest:
@@ -87,12 +94,10 @@ def judge_gradients(
     Raises:
         SequenceParallelError: one is too large.
     """
-    of_loss, of_gradients = found[""], {name: each for name, each in found.items() if name}
-    total = math.sqrt(sum(norm**2 for _, norm in of_gradients.values()))
-    relative = {name: error / max(norm, FLOOR * total, 1e-300) for name, (error, norm) in of_gradients.items()}
+    relative = relative_differences(found)
+    loss_relative = relative.pop("")
     worst = sorted(relative, key=lambda name: -math.inf if relative[name] != relative[name] else -relative[name])
-    loss_relative = of_loss.error / max(of_loss.scale, 1e-300)
-    if not math.isfinite(total) or not math.isfinite(of_loss.scale):
+    if not all(math.isfinite(each.scale) for each in found.values()):
         return Largest(math.nan, "")
     if loss_relative <= tolerance and all(relative[name] <= tolerance for name in worst):
         return Largest(relative[worst[0]], worst[0]) if worst else Largest(loss_relative, "the loss")

@@ -80,6 +80,7 @@ class FlexInterception(AbstractContextManager[None]):
         _check(query, key, enable_gqa, {"return_lse": return_lse, "kernel_options": kernel_options, **others})
         if context.step is None:
             assert context.reference is not None
+            context.note_reference_attention(query.shape[2], key.shape[2])
             return _whole_flex_attention(context.reference, query, key, value, score_mod, block_mask, scale)
         queries, keys = context.sequences(query.shape[2], key.shape[2])
         learned = None if score_mod is None else learned_score_mod(score_mod, query, (queries, keys))
@@ -213,7 +214,7 @@ def _check_lengths(block_mask: BlockMask, context: SequenceContext, queries: Seq
 def _whole_mask(reference: SequenceInfo, mask_mod: MaskMod | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the keys visible to a short whole sequence's queries, within its documents. Shapes: () -> (rows or 1, heads or 1, S, S)."""
     visible = None if mask_mod is None else mask_mod.visible(whole_positions(query, key))
-    if reference.boundaries is None:
+    if reference.boundaries is None or query.shape[2] != reference.length:
         return visible
     ids = document_ids(reference.boundaries, reference.length).to(query.device)
     documents = (ids[:, :, None] == ids[:, None, :])[:, None]

@@ -64,6 +64,7 @@ class SdpaInterception(AbstractContextManager[None]):
         if self.context.step is None:
             assert not isinstance(attn_mask, RequestedMask)
             if self.context.reference is not None:
+                self.context.note_reference_attention(query.shape[-2], key.shape[-2])
                 # One device's own, but for the documents that the user declared. Dropout is off in both runs of a preflight.
                 attn_mask, is_causal = _within_documents(self.context.reference, attn_mask, is_causal, query)
                 dropout_p = 0.0
@@ -95,7 +96,7 @@ def _within_documents(
 
     Shapes: given (..., S or 1, S) -> (rows, 1 or heads, S, S).
     """
-    if reference.boundaries is None:
+    if reference.boundaries is None or query.shape[-2] != reference.length:
         return given, causal
     ids = document_ids(reference.boundaries, reference.length)
     same = ids[:, :, None] == ids[:, None, :]

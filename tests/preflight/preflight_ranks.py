@@ -127,6 +127,18 @@ class Penalised(nn.Module):
         return self.gpt(ids, positions) * self.scale
 
 
+class NoisyEmbedding(nn.Module):
+    """Noise on the embeddings while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama, self.noise, self.head = tiny_llama(), nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.noise(ids)
+        return self.llama(ids, positions) + self.head(x + 0.1 * torch.empty_like(x).uniform_(-1, 1))
+
+
 class Moving(nn.Module):
     """A GPT with a buffer that each forward moves in a way of choice."""
 
@@ -219,6 +231,16 @@ class Step(Plain):
         logits = self.logits(batch)
         return _ce(logits + 0.1 * torch.randn_like(logits), batch["shift_labels"])
 
+    def _numpy_random(self, batch: Any) -> Tensor:
+        return self._plain(batch) * (1 + np.random.rand())
+
+    def _python_random(self, batch: Any) -> Tensor:
+        return self._plain(batch) * (2 if random.random() < 0.5 else 1 + random.random())
+
+    def _draws_unused(self, batch: Any) -> Tensor:
+        torch.rand(3), random.random(), np.random.rand()
+        return self._plain(batch)
+
     def _nan(self, batch: Any) -> Tensor:
         return self._plain(batch) * torch.nan
 
@@ -276,6 +298,7 @@ BUILDS: dict[str, Any] = {
     "bound name": lambda: Attending(bound_attention),
     "hand-written": lambda: Attending(hand_written),
     "penalised": Penalised,
+    "noisy embedding": NoisyEmbedding,
     **{f"moving by {how}": partial(Moving, how) for how in ("steps", "tokens", "balance", "length")},
 }  # fmt: skip
 

@@ -58,6 +58,7 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
             )
         local, info = {**local_encoder, **local}, replace(info, encoder=encoder_info)
     given = {n: t for n, t in entries.items() if n not in dims}
+    info = replace(info, other_inputs=_other_inputs(given, info))
     if not isinstance(batch, Mapping):
         return rebuild(batch, {n: local.get(n, t) for n, t in entries.items()}), info
     if options.decoder_inputs is not None:  # a model that is handed its positions, and may not take them by name
@@ -65,6 +66,19 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     elif info.shift_labels is not None and options.model_shifts_labels and not encoder:
         local["shift_labels"] = info.shift_labels
     return rebuild(batch, {**given, **local}), info
+
+
+def _other_inputs(given: Mapping[str, Any], info: SequenceInfo) -> tuple[str, ...]:
+    """Return what of a batch attention to other tokens may be made of: floating point of three dims or more, and no mask of the sequence's."""
+    lengths = {each.length for each in info.sequences}
+    return tuple(
+        f"{name} {tuple(value.shape)}"
+        for name, value in given.items()
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dim() >= 3
+        and value.shape[-1] not in lengths
+    )
 
 
 def unshard(

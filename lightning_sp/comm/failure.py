@@ -1,0 +1,43 @@
+"""A failure that some ranks have and others wait for: told through the store that the processes met in, for collectives may be stuck."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+
+# How long a rank that failed waits for the others' word: one that is stuck in a collective gives none before this rank ends.
+_PATIENCE_S = 5.0
+_numbers = itertools.count()
+_OURS, _OTHER, _FINE = "1", "2", "0"
+
+
+def tell_failure(error: str | None, *, named: bool) -> str | None:
+    """Tell all ranks of a failure, or of none, and return what all of them are to raise: None for nothing. Every rank must call it.
+
+    Args:
+        error: this rank's, None if none.
+        named: it is a refusal of ours, which says more than another rank's failure.
+
+    Communicates: one entry in the store for each rank, on the host. A rank that failed waits for at most 5 s for the others.
+    """
+    number = next(_numbers)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store, world = _c10d._get_default_store(), dist.get_world_size()
+    keys = [f"lightning_sp/failure/{number}/{rank}" for rank in range(world)]
+    kind = _FINE if error is None else _OURS if named else _OTHER
+    store.set(keys[dist.get_rank()], kind + (error or ""))
+    if error is None:
+        store.wait(keys)
+    else:
+        until = time.monotonic() + _PATIENCE_S
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(0.01)
+    said = [store.get(key).decode() for key in keys if store.check([key])]
+    failures = sorted(each for each in said if each[0] != _FINE)
+    if not failures:
+        return None
+    return failures[0][1:]

@@ -1,0 +1,85 @@
+"""Which modules attend to tokens that are not the sequence's: their numbers do not follow the length of the crop.
+
+a module's call                    whole crop     shorter crop
+queries and keys follow            64 x 64        48 x 48         the sequence's: on shards
+neither follows                    17 x 17        17 x 17         a tower of images, say: whole on every rank
+the queries alone follow           64 x 17        48 x 17         cross attention to it: each rank's queries over the whole
+the keys alone follow              8 x 64         8 x 48          refused: each rank would see its own keys
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.comparison import plain_name
+from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.watch import AttentionCall
+
+_OWN, _OTHER, _QUERIES, _KEYS = (True, True), (False, False), (True, False), (False, True)
+
+
+def modules_of_other_tokens(trial: Trial, whole: Outcome) -> list[nn.Module] | None:
+    """Return the modules that run whole on every rank: towers, and cross attention to them. None where nothing is known.
+
+    Raises:
+        SequenceParallelError: a module attends to both kinds of tokens, or from other tokens to the sequence.
+    """
+    shorter = trial.attention_of_shorter()
+    if shorter is None or trial.shorter is None:
+        return None
+    lengths = [tuple(each.length for each in batch.sequences) for batch in (trial.batch, trial.shorter[1])]
+    kinds: dict[str, set[tuple[bool, bool]]] = defaultdict(set)
+    for name, pairs in _by_module(whole.attention, shorter).items():
+        for one, other in pairs:
+            kinds[name].add((_follows(one.queries, other.queries, lengths), _follows(one.keys, other.keys, lengths)))
+    found = {name: each for name, each in kinds.items() if each != {_OWN}}
+    for name, each in found.items():
+        if len(each) > 1 or each == {_KEYS} or not name:
+            calls = ", ".join(f"{call.queries} x {call.keys}" for call in whole.attention if call.module == name)
+            why = (
+                "attends to the sequence and to other tokens"
+                if len(each) > 1
+                else "attends from other tokens to the sequence"
+            )
+            raise SequenceParallelError(
+                f"preflight: {name or 'training_step'} {why if name else 'attends to other tokens'} (queries x keys on {trial.crop}: {calls}): "
+                "on shards the two cannot be told apart, or each rank would see its own keys; give each attention a module of its own, whose "
+                "queries are the sequence's, or keep it out of the step"
+            )
+    own = {name for name, each in kinds.items() if each == {_OWN}}
+    modules = {plain_name(name): module for name, module in trial.module.named_modules()}
+    roots = {_tower(name, own) if kind == {_OTHER} else name for name, kind in found.items()}
+    return [modules[name] for name in sorted(roots)]
+
+
+def _by_module(
+    whole: Sequence[AttentionCall], shorter: Sequence[AttentionCall]
+) -> dict[str, list[tuple[AttentionCall, AttentionCall]]]:
+    """Return each module's calls on both crops, pair by pair, where there are as many."""
+    both: tuple[dict[str, list[AttentionCall]], ...] = (defaultdict(list), defaultdict(list))
+    for calls, into in zip((whole, shorter), both, strict=True):
+        for each in calls:
+            into[each.module].append(each)
+    return {
+        name: list(zip(calls, both[1][name], strict=True))
+        for name, calls in both[0].items()
+        if len(calls) == len(both[1].get(name, []))
+    }
+
+
+def _follows(tokens: int, of_shorter: int, lengths: list[tuple[int, ...]]) -> bool:
+    return any((tokens, of_shorter) == pair for pair in zip(*lengths, strict=True))
+
+
+def _tower(name: str, own: set[str]) -> str:
+    """Return the outermost module around one that holds no attention to the sequence."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        root = ".".join(parts[:end])
+        if not any(each == root or each.startswith(f"{root}.") for each in own):
+            return root
+    return name

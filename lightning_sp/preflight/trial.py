@@ -1,0 +1,189 @@
+"""One training_step, tried without a trace: whole, as one device runs it, and sharded, as a step of training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_sp import comm
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import without_checkpoints
+from lightning_sp.preflight.comparison import buffers_of, plain_name
+from lightning_sp.preflight.watch import AttentionCall, Draw, Watch, module_stack
+from lightning_sp.step.isolation import isolated, streams
+
+SEED = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a step gave, forward and backward, on this rank.
+
+    Args:
+        loss: as a mean; None where the step returned none.
+        gradients: this rank's shard of each.
+        buffers: after the step.
+        dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
+        draws: random numbers that it drew.
+        attention: calls of torch's attention functions, one after the other.
+    """
+
+    loss: Tensor | None
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    dtypes: frozenset[torch.dtype] = frozenset()
+    draws: tuple[Draw, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A step to be tried, whole and sharded.
+
+    Args:
+        module: the sharded module.
+        context: its step in progress; switched off for whole runs.
+        run_whole: runs training_step on a whole crop and returns what it returned.
+        run_sharded: begins a step as in training, runs training_step on this rank's part and returns what it returned, with the loss as a mean.
+        batch: what the whole crop holds.
+        shorter: a shorter crop's runner and what it holds; None where none can be shorter.
+        crop: what is compared, in words.
+        device: where the module is.
+    """
+
+    module: nn.Module
+    context: SequenceContext
+    run_whole: Callable[[], Any]
+    run_sharded: Callable[[], Any]
+    batch: SequenceInfo
+    shorter: tuple[Callable[[], Any], SequenceInfo] | None
+    crop: str
+    device: torch.device
+
+    def whole(self, seed: int = SEED) -> Outcome:
+        """Run the whole crop, forward and backward, with every random stream from one seed, alike on all ranks.
+
+        Raises:
+            SequenceParallelError: it fails; on all ranks together.
+        """
+        with _together(), self._alone(self.batch, seed), module_stack(self.module) as stack:
+            calls: list[AttentionCall] = []
+            with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
+                try:
+                    with Watch(self.module, stack) as watch:
+                        loss = _loss_of_whole(self.run_whole())
+                except SequenceParallelError:
+                    raise
+                except Exception as error:
+                    raise SequenceParallelError(
+                        f"preflight: training_step fails on {self.crop}: {type(error).__name__}: {error}; where the model needs a fixed "
+                        "length, set preflight_tokens to it; preflight=False trains without the check"
+                    ) from error
+            return Outcome(
+                loss=loss,
+                gradients=_backward(self.module, loss),
+                buffers=buffers_of(self.module),
+                dtypes=frozenset(watch.dtypes),
+                draws=tuple(watch.all_draws()),
+                attention=tuple(calls),
+            )
+
+    def attention_of_shorter(self) -> tuple[AttentionCall, ...] | None:
+        """Return the attention calls of a shorter whole crop; None where there is none, or the step fails on it."""
+        if self.shorter is None:
+            return None
+        run, batch = self.shorter
+        calls: list[AttentionCall] = []
+        with (
+            self._alone(batch, SEED),
+            torch.no_grad(),
+            module_stack(self.module) as stack,
+            self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))),
+        ):
+            try:
+                run()
+            except Exception:  # whatever a model makes of another length: then nothing is known
+                return None
+        return tuple(calls)
+
+    def sharded(self) -> Outcome:
+        """Run this rank's part, forward and backward, as in training.
+
+        Raises:
+            SequenceParallelError: it fails; on all ranks together.
+        """
+        try:
+            with _together(), isolated(self.module, self.device):
+                output = self.run_sharded()
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                return Outcome(loss=loss, gradients=_backward(self.module, loss), buffers=buffers_of(self.module))
+        finally:
+            self.context.step = None
+
+    @contextmanager
+    def _alone(self, batch: SequenceInfo, seed: int) -> Iterator[None]:
+        """Let a whole crop run as on one device."""
+        with (
+            isolated(self.module, self.device),
+            self.context.inactive(batch),
+            without_checkpoints(self.module),
+            _same_stream_everywhere(self.device, seed),
+        ):
+            yield
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Raise on every rank what one raises: the error of the first that has one of ours, else of the first that has any."""
+    try:
+        yield
+    except Exception as error:
+        named = isinstance(error, SequenceParallelError)
+        told = comm.tell_failure(str(error) if named else f"{type(error).__name__}: {error}", named=named)
+        if told is None or told in (str(error), f"{type(error).__name__}: {error}"):
+            raise
+        raise SequenceParallelError(told) from error
+    told = comm.tell_failure(None, named=False)
+    if told is not None:
+        raise SequenceParallelError(told)
+
+
+def _loss_of_whole(output: Any) -> Tensor | None:
+    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    if loss is not None and isinstance(output, Mapping) and "num_tokens" in output:
+        return loss / torch.as_tensor(output["num_tokens"]).clamp(min=1)
+    return loss
+
+
+def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None]:
+    """Return this rank's shard of every gradient, and leave none behind."""
+    if loss is not None and loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        grad, parameter.grad = parameter.grad, None
+        gradients[plain_name(name)] = grad.to_local() if isinstance(grad, DTensor) else grad
+    return gradients
+
+
+@contextmanager
+def _same_stream_everywhere(device: torch.device, seed: int) -> Iterator[None]:
+    """Let all ranks draw alike in the whole run; in the sharded run each draws as it will in training."""
+    with streams(device):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

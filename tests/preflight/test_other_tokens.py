@@ -1,0 +1,48 @@
+"""Attention to tokens that are not the sequence's runs whole on every rank, as many as there may be of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.testing import assert_sharded_equals_unsharded, run_ranks
+from tests.preflight import other_tokens_ranks as ranks
+
+# 32 patches are as many as a shard has of the crop, 64 as the crop, 48 as a shard has of the sequence, 96 is no name's length.
+WHOLE = [
+    dict(way=way, patches=patches, length=length)
+    for way, patches, length in (
+        ("mean", 9, 96), ("mean", 32, 96), ("mean", 64, 96), ("mean", 48, 96), ("cross", 48, 96), ("cross", 32, 96), ("none", 32, 96),
+        ("cross", 64, 64 + 26),
+    )
+]  # fmt: skip
+REFUSED = [
+    (dict(way="latents", patches=9, length=96), "model.cross attends from other tokens to the sequence (queries x keys on"),
+    (dict(way="shared", patches=9, length=96), "model.attention attends to the sequence and to other tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout", [{"ring_size": 2}, {"ulysses_size": 2, "activation_checkpointing": True}], ids=["ring", "ulysses"]
+)
+def test_every_gradient_is_that_of_one_process(pools, layout):
+    found = pools(2).run(ranks.sharded, [{**case, "strategy": layout} for case in WHOLE])
+    for case, answer in zip(WHOLE, found[0], strict=True):
+        assert not answer["error"], (case, answer["error"])
+        expected = ranks.one_process(**case)
+        names = sorted(expected)
+        assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [expected[n] for n in names], names)
+
+
+def test_what_cannot_be_told_apart_is_refused_on_all_ranks(pools):
+    off = [dict(way="mean", patches=48, length=96, strategy={"preflight": False})]
+    found = pools(2).run(ranks.sharded, [case for case, _ in REFUSED] + off)
+    assert [a["error"] for a in found[0]] == [a["error"] for a in found[1]]
+    for (_, part), answer in zip(REFUSED, found[0], strict=False):
+        assert part in answer["error"], answer["error"]
+    assert "whose batch also holds pixels (2, 48, 16): without the preflight nothing tells" in found[0][-1]["error"]
+
+
+def test_ranks_fail_together_in_the_preflight():
+    """The other rank waits in a collective: it is told by the store."""
+    found = run_ranks(ranks.one_fails, 2, 2, timeout_s=60, others_s=40)
+    assert all("IndexError: this rank's own" in each for each in found), found

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = "dev,hf,tokenizers,parquet,plot"
+EXTRAS = "dev,hf,peft,tokenizers,parquet,plot"
 PROBE_S = 3.0
 STATUS_S = 15.0  # how often a log without a terminal gets a line
 

@@ -5,7 +5,13 @@ from lightning_sp.checkpoint.folder import local_path
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
 from lightning_sp.checkpoint.save import save_checkpoint
-from lightning_sp.checkpoint.state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from lightning_sp.checkpoint.state import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    whole_state_dict,
+)
 
 __all__ = [
     "derived_seed",
@@ -19,4 +25,5 @@ __all__ = [
     "random_state",
     "restore_random_state",
     "save_checkpoint",
+    "whole_state_dict",
 ]

@@ -27,6 +27,23 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     return by_user_name(module.state_dict())
 
 
+def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Return a resharded module's whole tensors in host memory, by the user's names. Every rank must call it.
+
+    Args:
+        module: all of a model, or a part of it.
+        keep: False where the tensors are not wanted: they are gathered with the others, and let go one by one.
+
+    Communicates: an all_gather of each sharded tensor.
+    """
+    whole = {}
+    for name, value in model_state(module).items():
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep and isinstance(tensor, Tensor):
+            whole[name] = tensor.detach().cpu().clone()
+    return whole
+
+
 def load_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load sharded or whole tensors into the resharded module.
 

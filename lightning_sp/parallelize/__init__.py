@@ -1,6 +1,6 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
-from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, without_checkpoints
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, own_checkpointing, without_checkpoints
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     check_same_gradients,
@@ -18,12 +18,16 @@ from lightning_sp.parallelize.initial_weights import (
     whole_bytes_elsewhere,
     whole_state,
 )
+from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
+from lightning_sp.parallelize.supported_parameters import check_adapters, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
     "MetaDevice",
     "broadcast_initial_weights",
+    "check_adapters",
+    "check_parameters",
     "check_same_gradients",
     "check_unsharded",
     "checkpoint_blocks",
@@ -31,6 +35,8 @@ __all__ = [
     "is_compiled",
     "make_fsdp_root",
     "materialize_meta",
+    "own_checkpointing",
+    "refuse_live_saves",
     "reshard",
     "run_with_whole_parameters",
     "shard_model",

@@ -34,12 +34,21 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
     Hugging Face's own checkpointing, where it is on, is switched off: it would repeat the attention and its communication.
     """
-    for each in module.modules():
-        if getattr(each, "is_gradient_checkpointing", False) and hasattr(each, "gradient_checkpointing_disable"):
-            each.gradient_checkpointing_disable()  # type: ignore[operator]
+    for each in own_checkpointing(module):
+        each.gradient_checkpointing_disable()  # type: ignore[operator]
     for block in map(without_compilation, blocks):
         # On the instance: a wrapper module would put its own name into every parameter's.
         block.forward = partial(_checkpointed, block.forward)
+
+
+def own_checkpointing(module: nn.Module) -> list[nn.Module]:
+    """Return the models whose own gradient checkpointing is on (`gradient_checkpointing_enable`), outermost first."""
+    return [
+        each
+        for each in module.modules()
+        if hasattr(each, "gradient_checkpointing_disable")
+        and any(getattr(part, "gradient_checkpointing", False) is True for part in each.modules())
+    ]
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,11 +23,15 @@ from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
     broadcast_initial_weights,
+    check_adapters,
+    check_parameters,
     check_unsharded,
     checkpoint_blocks,
     compile_blocks,
     make_fsdp_root,
     materialize_meta,
+    own_checkpointing,
+    refuse_live_saves,
     shard_model,
     tied_parameters,
     transformer_blocks,
@@ -78,6 +82,8 @@ def attention_mesh(module: nn.Module, config: StrategyConfig, base: DeviceMesh, 
         SequenceParallelError: the model is sharded already, or the degrees or the transport do not fit it.
     """
     check_unsharded(module)
+    check_adapters(module)
+    check_parameters(module)
     size = int(base["sequence_parallel"].size())
     ulysses, ring = resolve_split(config, size, _query_heads(module, config, size, device))
     mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
@@ -127,6 +133,11 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     blocks = transformer_blocks(module)
     if config.activation_checkpointing:
         checkpoint_blocks(module, blocks)
+    elif own := own_checkpointing(module):
+        rank_zero_info(
+            f"sequence_parallel: {type(own[0]).__name__} recomputes its blocks with their attention, whose kernels and messages run twice; "
+            "activation_checkpointing=True of the strategy recomputes all but the attention"
+        )
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
     shard_size = resolve_shard_size(config, world)
@@ -134,6 +145,7 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     broadcast_initial_weights(module, source, tied_parameters(module), device)
     module.to(device)
     make_fsdp_root(module)
+    refuse_live_saves(module)
     shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over {shard_size}, "

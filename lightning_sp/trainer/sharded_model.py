@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -29,6 +30,7 @@ from lightning_sp.checkpoint import (
     model_state,
     optimizer_state,
     save_checkpoint,
+    whole_state_dict,
 )
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
@@ -115,6 +117,21 @@ class ShardedModelStrategy(ProcessStrategy):
         with MetaDevice() if elsewhere else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Let what fails in one rank's `configure_model` fail on all: the others would wait for it.
+
+        Communicates: one all_reduce of 8 bytes.
+        """
+        try:
+            yield
+        except Exception as error:
+            with suppress(SequenceParallelError):
+                comm.agree(f"configure_model failed: {type(error).__name__}: {error}", self._groups.world)
+            raise
+        comm.agree(None, self._groups.world)
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate without communication; Lightning enters this for all but a window's last micro-batch."""
@@ -134,6 +151,17 @@ class ShardedModelStrategy(ProcessStrategy):
         # After an evaluation forward the root stays gathered.
         reshard(self._module)
         return model_state(self._module)
+
+    def whole_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor]:
+        """Return a module's whole tensors in rank 0's host memory, an empty dict on the others. Every rank must call it.
+
+        What `save_pretrained(folder, state_dict=...)` takes, or `load_state_dict` of a model without the strategy.
+
+        Args:
+            module: the LightningModule, where it is None, or a part of it.
+        """
+        reshard(self._module)
+        return whole_state_dict(self._module if module is None else module, keep=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""What a model holds that cannot be sharded, or would not be one device's on shards: refused before anything of it is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parameter_names import user_name
+
+
+def check_parameters(root: nn.Module) -> None:
+    """Refuse parameters that are no plain tensors: quantized weights, and those of lazy modules. Equal on all ranks.
+
+    Raises:
+        SequenceParallelError: with the first of them.
+    """
+    strange = {
+        n: p for n, p in root.named_parameters() if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor
+    }
+    for name, parameter in strange.items():
+        kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
+        raise SequenceParallelError(
+            f"{user_name(name)} is a {kind.__module__}.{kind.__qualname__}, with {len(strange) - 1} more like it: what a shard of it is, and "
+            "how rank 0's values reach the others, is known for plain tensors alone; train weights that are not quantized (bfloat16 and LoRA), "
+            "and run lazy modules once before the Trainer gets them"
+        )
+
+
+def check_adapters(root: nn.Module) -> None:
+    """Refuse PEFT's prompts: they stand before the sequence, and each shard would get its own. Equal on all ranks.
+
+    Raises:
+        SequenceParallelError: with the kind and its length.
+    """
+    for name, module in root.named_modules():
+        configs: Any = getattr(module, "peft_config", None)
+        for config in configs.values() if isinstance(configs, dict) else ():
+            if getattr(config, "is_prompt_learning", False):
+                raise SequenceParallelError(
+                    f"{user_name(name) or 'the model'} has PEFT's {type(config).__name__} with {config.num_virtual_tokens} virtual tokens: the "
+                    "model puts them before the tokens that it gets, here a part of the sequence on each rank, and so before each part; use "
+                    "LoRA, DoRA or IA3, or train without sequence parallelism"
+                )

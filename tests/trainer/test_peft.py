@@ -1,0 +1,99 @@
+"""PEFT's adapters train as on one device, are saved alone and loaded by plain PEFT; prompts are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp import export_checkpoint
+from lightning_sp.testing import max_error
+from tests.trainer import tuned_ranks as ranks
+from tests.trainer.pretrained_ranks import save_pretrained
+
+pytest.importorskip("peft")
+
+RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
+CASES = [
+    dict(kind="lora", place="__init__", strategy=ULYSSES),
+    dict(kind="lora", place="configure_model", strategy=RING),
+    dict(kind="lora, head", place="configure_model", strategy=ULYSSES),
+    dict(kind="dora", place="__init__", strategy=RING),
+    dict(kind="dora", place="configure_model", strategy=ULYSSES),
+    dict(kind="ia3", place="configure_model", strategy=RING),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("base"))
+    save_pretrained(folder, False)
+    return folder
+
+
+def same(actual, expected, case):
+    assert not expected["error"], (case, expected["error"])
+    assert not actual["error"], (case, actual["error"])
+    assert actual["trained"] == expected["trained"], case
+    assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-10), case
+    for name, weight in expected["weights"].items():
+        assert max_error(actual["first"][name], expected["first"][name]) == 0, (case, name)
+        assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
+
+
+def test_adapters_train_as_on_one_device(pools, base):
+    alone = pools(1).run(ranks.runs, [{**case, "strategy": None, "world": 1, "folder": base} for case in CASES])[0]
+    for answers in pools(2).run(ranks.runs, [dict(world=2, folder=base, **case) for case in CASES]):
+        for case, actual, expected in zip(CASES, answers, alone, strict=True):
+            same(actual, expected, case)
+            assert 0 < len(actual["trained"]) < len(actual["weights"])
+            assert actual["optimized"] == len(actual["trained"]), "the optimizer holds adapters alone"
+
+
+def test_adapters_of_float32_on_a_bfloat16_base_keep_their_dtypes(pools, base):
+    case = dict(kind="lora", folder=base, model=dict(dtype=torch.bfloat16), precision="32-true")
+    (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case)])[0]
+    for (actual,) in pools(2).run(ranks.runs, [dict(strategy=RING, world=2, **case)]):
+        assert not actual["error"], actual["error"]
+        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-2)
+        for name, weight in expected["weights"].items():
+            assert (
+                actual["weights"][name].dtype == weight.dtype == (torch.float32 if "lora" in name else torch.bfloat16)
+            )
+            assert max_error(actual["first"][name], expected["first"][name]) == 0
+
+
+# PEFT itself asks transformers by the old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_plain_peft_loads_what_was_saved(pools, base, tmp_path):
+    saved, checkpoint = str(tmp_path / "adapters"), str(tmp_path / "folder")
+    case = dict(kind="lora, head", folder=base, strategy=RING, world=2, saved=saved, checkpoint=checkpoint)
+    for (found,) in pools(2).run(ranks.runs, [case]):
+        assert not found["error"], found["error"]
+        assert found["live"].startswith("SequenceParallelError: PeftModelForCausalLM.save_pretrained: every rank")
+        assert "state = trainer.strategy.whole_state_dict(model); if trainer.is_global_zero: " in found["live"]
+    names = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert "adapter_config.json" in names
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size < 40_000, "adapters alone"
+    loaded = ranks.plain(base, saved)
+    exported = torch.load(export_checkpoint(checkpoint, tmp_path / "m.pt", prefix="model."), weights_only=True)
+    assert set(exported) == set(loaded)
+    for name, value in loaded.items():
+        trained = found["weights"].get(f"model.{name}")
+        assert max_error(value.double(), exported[name].double()) < 1e-6, name
+        assert trained is None or max_error(value.double(), trained) < 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_prompts_are_refused_by_name(pools, base, kind):
+    case = dict(kind=kind, place="__init__", folder=base, strategy=RING, world=2)
+    name, number = {"prompt": ("PromptTuningConfig", 4), "prefix": ("PrefixTuningConfig", 3)}[kind]
+    for (answer,) in pools(2).run(ranks.runs, [case]):
+        assert f"model has PEFT's {name} with {number} virtual tokens" in answer["error"], answer
+        assert "LoRA" in answer["error"]
+
+
+def test_parameters_that_are_no_plain_tensors_are_refused_by_name(pools, base):
+    case = dict(kind="quantized", place="__init__", folder=base, strategy=RING, world=2)
+    for (answer,) in pools(2).run(ranks.runs, [case]):
+        assert "model.lm_head.weight is a tests.trainer.tuned_ranks.Quantized" in answer["error"], answer
+        assert "LoRA" in answer["error"]

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
+from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
 
 # Wrappers that do what the strategy does.
 _REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
@@ -60,6 +61,7 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
             fully_shard(unit, mesh=mesh)
     fully_shard(root, mesh=mesh)
     use_all_pairs_collectives(fsdp_modules(root), mesh)
+    refuse_changed_dtypes(root)
     for name in STEPS:
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.
         if callable(getattr(root, name, None)):

@@ -43,7 +43,12 @@ class RequestedMask:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _compute
     __invert__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = _compute
 
-    def _refuse(self, what: str) -> NoReturn:
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        cls._refuse(f"calls torch's `{getattr(function, '__name__', function)}` on")
+
+    @staticmethod
+    def _refuse(what: str) -> NoReturn:
         raise SequenceParallelError(
             f"the model {what} the attention mask that it asked for (to select keys by it, say, or to join it with a mask of its own): on each "
             "rank it would be that of the rank's own tokens, so it cannot be carried; use a model that hands it on to its attention as it is"

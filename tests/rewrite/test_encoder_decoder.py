@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 from tests.covering import covering
 from tests.rewrite import encoder_decoder_ranks as ranks
@@ -34,7 +37,7 @@ EXACT = [
     (dict(build="bart", kind="hf", data={"lengths": (30, 32)}), 1e-10),
     (dict(build="headless"), 1e-10),
     (dict(build="with reader", kind="with_reader", data={"lengths": (32, 16)}), 1e-10),
-    (dict(build="blenderbot", kind="hf"), 1e-10),
+    (dict(build="blenderbot", kind="hf", data=LABELS), 1e-10),
     (dict(build="pegasus", kind="hf", data=LABELS), 1e-10),
     (dict(build="t5gemma", kind="hf", data={"padding": "both"}), 1e-6),
 ]  # fmt: skip
@@ -99,7 +102,6 @@ REFUSED = [
     (dict(build="causal"), ["16 queries over 32 keys", "cross attention has no order"]),
     (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the labels"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
-    (dict(build="blenderbot", kind="hf", data=LABELS), ["no decoder_input_ids: how BlenderbotForConditionalGeneration makes these"]),
     (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
     (dict(build="m2m", kind="hf"), ["M2M100SinusoidalPositionalEmbedding counts the positions of its tokens in a way of its own"]),
     (dict(build="m2m layerdrop", kind="hf"), ["config.encoder_layerdrop=0.05, config.decoder_layerdrop=0.05", "set it to 0"]),
@@ -114,6 +116,18 @@ def test_what_cannot_be_carried_is_refused_by_name(pools):
             for part in parts:
                 assert part in answer["error"], (case, answer["error"])
             assert "NOT BY NAME" not in answer["error"]
+
+
+def test_of_two_models_it_is_not_known_whose_shift_the_labels_need():
+    models = [ranks.BUILDS[name]() for name in ("t5", "blenderbot")]
+    labels = torch.tensor([[5, 6, 7]])
+    for model in models:
+        own = decoder_inputs([model])(labels)
+        assert own.tolist() == [[model.config.decoder_start_token_id, 5, 6]]
+    with pytest.raises(
+        SequenceParallelError, match=r"labels of shape \(1, 3\) and no decoder_input_ids: how T5.*, Blenderbot.* makes"
+    ):
+        decoder_inputs(models)(labels)
 
 
 def test_the_cases_above_notice_the_faults_of_others(pools, expected):

@@ -37,6 +37,9 @@ def test_a_cut_that_leaves_all_keys_in_changes_nothing(mask):
         (operator.invert, "computes with"),
         (lambda mask: mask > 0, "computes with"),
         (list, "computes with"),
+        (lambda mask: torch.cat([mask, torch.zeros(1)]), "calls torch's `cat` on"),
+        (lambda mask: torch.where(mask, 0.0, 1.0), "calls torch's `where` on"),
+        (lambda mask: torch.ones(1).add(mask), "calls torch's `add` on"),
     ],
 )
 def test_a_model_that_computes_with_it_is_refused(mask, use, what):
@@ -46,7 +49,6 @@ def test_a_model_that_computes_with_it_is_refused(mask, use, what):
 
 def test_what_looks_for_protocols_finds_none(mask):
     assert not hasattr(mask, "__array__")
-    assert not hasattr(mask, "__torch_function__")
     assert tree_map(lambda leaf: leaf, {"attention_mask": (mask,)})["attention_mask"][0] is mask
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,9 +31,7 @@ def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
     encoder_decoders = [each for each in models if is_encoder_decoder(each)]
     if not encoder_decoders or len(encoder_decoders) < len(models):
         return None
-    prepare: Callable[[Tensor], Tensor] | None = getattr(
-        encoder_decoders[0], "prepare_decoder_input_ids_from_labels", None
-    )
+    prepare = _shift_of(encoder_decoders[0])
     if prepare is not None and len(encoder_decoders) == 1:
         return prepare
     names = ", ".join(own_class(each).__name__ for each in encoder_decoders)
@@ -43,6 +43,20 @@ def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
         )
 
     return refuse
+
+
+def _shift_of(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return the function with which a model makes its decoder's input of whole labels: its method, or its file's; None where neither is."""
+    method: Callable[[Tensor], Tensor] | None = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if method is not None:
+        return method
+    shift = getattr(sys.modules[own_class(model).__module__], "shift_tokens_right", None)
+    if shift is None:
+        return None
+    tokens = list(inspect.signature(shift).parameters)[1:]
+    if not set(tokens) <= {"pad_token_id", "decoder_start_token_id"}:
+        return None
+    return partial(shift, **{name: getattr(model.config, name, None) for name in tokens})
 
 
 def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, Any]) -> None:

@@ -3,9 +3,13 @@
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, own_checkpointing, without_checkpoints
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
+    ParameterLayout,
+    check_layout,
     check_same_gradients,
     check_unsharded,
     make_fsdp_root,
+    parameter_layout,
+    remember_layout,
     reshard,
     run_with_whole_parameters,
     shard_model,
@@ -25,8 +29,10 @@ from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
     "MetaDevice",
+    "ParameterLayout",
     "broadcast_initial_weights",
     "check_adapters",
+    "check_layout",
     "check_parameters",
     "check_same_gradients",
     "check_unsharded",
@@ -36,7 +42,9 @@ __all__ = [
     "make_fsdp_root",
     "materialize_meta",
     "own_checkpointing",
+    "parameter_layout",
     "refuse_live_saves",
+    "remember_layout",
     "reshard",
     "run_with_whole_parameters",
     "shard_model",

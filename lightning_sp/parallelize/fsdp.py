@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
 
+# The attribute of a module that an earlier Trainer has sharded.
+_LAYOUT = "_lightning_sp_layout"
 # Wrappers that do what the strategy does.
 _REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -37,6 +40,8 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 def check_unsharded(root: nn.Module) -> None:
     """Refuse a model that was sharded or replicated by hand: its mesh would not be the strategy's."""
+    if parameter_layout(root) is not None:
+        return
     found = [name or "the root" for name, each in root.named_modules() if isinstance(each, FSDPModule)]
     if found:
         raise SequenceParallelError(
@@ -49,6 +54,48 @@ def check_unsharded(root: nn.Module) -> None:
         raise SequenceParallelError(
             f"{name} is a {type(wrapper).__name__}, which would average gradients a second time or split batches a second time: the strategy "
             "does both for the whole model; leave the wrapper out"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterLayout:
+    """How a model was laid over the ranks: what another Trainer in the same process must ask for too.
+
+    Args:
+        world_size: ranks.
+        shard_size: of them, those over which parameters are split.
+        activation_checkpointing: whether the blocks recompute themselves.
+        compile: whether the strategy compiled the blocks.
+    """
+
+    world_size: int
+    shard_size: int
+    activation_checkpointing: bool
+    compile: bool
+
+
+def parameter_layout(root: nn.Module) -> ParameterLayout | None:
+    """Return how an earlier Trainer laid this model over the ranks, None where none has."""
+    found = vars(root).get(_LAYOUT)
+    return found if isinstance(found, ParameterLayout) and isinstance(root, FSDPModule) else None
+
+
+def remember_layout(root: nn.Module, layout: ParameterLayout) -> None:
+    """Let a later Trainer take the model as it is."""
+    setattr(root, _LAYOUT, layout)
+
+
+def check_layout(before: ParameterLayout, wanted: ParameterLayout) -> None:
+    """Refuse to lay a sharded model over the ranks in another way. Equal on all ranks.
+
+    Raises:
+        SequenceParallelError: with the options that differ.
+    """
+    pairs = [(field.name, getattr(before, field.name), getattr(wanted, field.name)) for field in fields(before)]
+    if differing := [f"{name}={now}, before {was}" for name, was, now in pairs if was != now]:
+        raise SequenceParallelError(
+            f"an earlier Trainer of this process has sharded this model by other options than this one asks for ({'; '.join(differing)}): "
+            "give the same, or build the model anew and load its weights (trainer.strategy.whole_state_dict)"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
+from lightning_sp.parameter_names import user_name
 
 # Below this part of all gradients together, or of a buffer, what is left is rounding: the gradient of an attention keys' bias, say.
 FLOOR = 1e-2
@@ -74,7 +75,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 def plain_name(name: str) -> str:
     """Return a parameter's name as the user knows it, without the wrappers'."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    return user_name(name)
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -22,8 +23,10 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.parallelize import (
+    ParameterLayout,
     broadcast_initial_weights,
     check_adapters,
+    check_layout,
     check_parameters,
     check_unsharded,
     checkpoint_blocks,
@@ -31,7 +34,9 @@ from lightning_sp.parallelize import (
     make_fsdp_root,
     materialize_meta,
     own_checkpointing,
+    parameter_layout,
     refuse_live_saves,
+    remember_layout,
     shard_model,
     tied_parameters,
     transformer_blocks,
@@ -48,6 +53,9 @@ from lightning_sp.rewrite import (
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
 from lightning_sp.step.isolation import isolated
+
+# The attribute of a module whose query heads a forward without data has shown.
+_TRIED_HEADS = "_lightning_sp_tried_heads"
 
 
 def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> DeviceMesh:
@@ -83,7 +91,8 @@ def attention_mesh(module: nn.Module, config: StrategyConfig, base: DeviceMesh, 
     """
     check_unsharded(module)
     check_adapters(module)
-    check_parameters(module)
+    if parameter_layout(module) is None:
+        check_parameters(module)
     size = int(base["sequence_parallel"].size())
     ulysses, ring = resolve_split(config, size, _query_heads(module, config, size, device))
     mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
@@ -99,10 +108,13 @@ def _query_heads(
     if heads is not None or sequence_parallel_size == 1:
         return heads
     found: tuple[int | None, str] = (None, "")
+    if _TRIED_HEADS in vars(module):  # by an earlier Trainer: a sharded model cannot be tried
+        return cast(int | None, vars(module)[_TRIED_HEADS])
     if comm.rank_in(comm.world()) == 0:
         with isolated(module, device):
             found = tried_query_heads(module)
     heads, reason = comm.broadcast_object(found, None)
+    setattr(module, _TRIED_HEADS, heads)
     if heads is None and (config.ulysses_size, config.ring_size) == ("auto", "auto"):
         rank_zero_info(
             f"sequence_parallel: how many heads the model has is not known ({reason}), so the sequence is split by ring alone, which serves "
@@ -123,6 +135,16 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     Communicates: group creation for FSDP2's mesh; a broadcast of each parameter and buffer.
     """
     world, rank = comm.size_of(comm.world()), comm.rank_in(comm.world())
+    shard_size = resolve_shard_size(config, world)
+    layout = ParameterLayout(
+        world_size=world,
+        shard_size=shard_size,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+    )
+    if (before := parameter_layout(module)) is not None:
+        check_layout(before, layout)
+        return
     comm.agree(_materialized(module) if rank == 0 else None)
     if num_bytes := whole_bytes_elsewhere(module):
         rank_zero_info(
@@ -140,12 +162,12 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
         )
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
-    shard_size = resolve_shard_size(config, world)
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
     broadcast_initial_weights(module, source, tied_parameters(module), device)
     module.to(device)
     make_fsdp_root(module)
     refuse_live_saves(module)
+    remember_layout(module, layout)
     shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over {shard_size}, "

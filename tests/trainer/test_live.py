@@ -60,3 +60,23 @@ def test_a_configure_model_that_fails_on_one_rank_ends_the_others(pools, base):
     (other,), (failed,) = pools(2).run(ranks.runs, [case])
     assert failed["error"] == "ValueError: no such folder on this machine"
     assert "rank 1: configure_model failed: ValueError: no such folder on this machine" in other["error"]
+
+
+def test_another_trainer_goes_on_with_a_sharded_model(pools):
+    (expected,) = pools(1).run(ranks.several_trainers, [None] * 3, 1)
+    found = pools(2).run(ranks.several_trainers, [dict(sequence_parallel_size=2)] * 3, 2)
+    for actual in found:
+        assert not actual["error"], actual["error"]
+        assert len(actual["losses"]) == 4
+        assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+        assert actual["validated"] == pytest.approx(expected["validated"], abs=1e-10)
+        assert "ulysses 2" in actual["mesh"], "the heads that were found once are known"
+        for name, weight in expected["weights"].items():
+            assert max_error(actual["weights"][name], weight) < 1e-10, name
+
+
+def test_another_trainer_that_would_lay_the_model_out_otherwise_is_refused(pools):
+    strategies = [dict(ring_size=2), dict(ring_size=2, shard_size=1, activation_checkpointing=True)]
+    for answer in pools(2).run(ranks.several_trainers, strategies, 2):
+        assert "shard_size=1, before 2; activation_checkpointing=True, before False" in answer["error"], answer
+        assert "whole_state_dict" in answer["error"]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.pretrained_ranks import Told, hugging_face_config
-from tests.trainer.tiny import TokenDataset, _full
+from tests.trainer.tiny import BothWays, Plain, TokenDataset, _full
 
 
 def adapter(kind: str) -> Any:
@@ -187,3 +187,38 @@ def plain(folder: str, adapters: str = "") -> dict[str, Tensor]:
     if adapters:
         model = PeftModel.from_pretrained(model, adapters)
     return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+class Unnamed(Plain):
+    """A model whose heads no attribute names, so that a forward without data finds them."""
+
+    def __init__(self) -> None:
+        super().__init__(BothWays)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        self.log("val_loss", loss)
+
+
+def several_trainers(strategies: list[dict[str, Any] | None], world: int) -> dict[str, Any]:
+    """Fit, validate and fit again, with a Trainer for each; the losses, the validation and the last mesh, or the refusal."""
+    torch.manual_seed(3)
+    module, validated = Unnamed(), {}
+    data = DataLoader(TokenDataset(4), batch_size=2)
+    try:
+        for number, strategy in enumerate(strategies):
+            trainer = trainer_of(strategy, world)
+            if number == 1:
+                validated = trainer.validate(module, data, verbose=False)[0]
+            else:
+                trainer.fit(module, data)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    mesh = getattr(trainer.strategy, "sequence_mesh", None)
+    return {
+        "error": "",
+        "losses": module.losses,
+        "validated": {name: float(value) for name, value in validated.items()},
+        "mesh": mesh.describe() if mesh is not None else "",
+        "weights": {n: _full(p.detach()).clone() for n, p in module.named_parameters()},
+    }

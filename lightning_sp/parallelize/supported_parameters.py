@@ -12,7 +12,7 @@ from lightning_sp.parameter_names import user_name
 
 
 def check_parameters(root: nn.Module) -> None:
-    """Refuse parameters that are no plain tensors: quantized weights, and those of lazy modules. Equal on all ranks.
+    """Refuse parameters that are no plain tensors, quantized weights and those of lazy modules, or have no element. Equal on all ranks.
 
     Raises:
         SequenceParallelError: with the first of them.
@@ -27,6 +27,12 @@ def check_parameters(root: nn.Module) -> None:
             "how rank 0's values reach the others, is known for plain tensors alone; train weights that are not quantized (bfloat16 and LoRA), "
             "and run lazy modules once before the Trainer gets them"
         )
+    for name, parameter in root.named_parameters():
+        if parameter.numel() == 0:
+            raise SequenceParallelError(
+                f"{user_name(name)} of shape {tuple(parameter.shape)} has no element: FSDP2 cannot reduce the gradient of nothing; leave it "
+                "out of the model, or choose sizes that leave it some"
+            )
 
 
 def check_adapters(root: nn.Module) -> None:

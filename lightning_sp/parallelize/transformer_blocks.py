@@ -34,6 +34,8 @@ def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
 def _repeats(container: nn.Module) -> bool:
     members = [without_compilation(member) for member in container.children()]
     kinds = {type(member) for member in members}
+    if kinds & {nn.ModuleList, nn.ModuleDict}:
+        return False  # stacks of blocks: without a forward of their own
     # A Sequential of two Linear layers is an MLP, not a stack of blocks: a block has parts of its own.
     return len(kinds) == 1 and all(
         any(True for _ in m.children()) and any(True for _ in m.parameters()) for m in members

@@ -116,15 +116,18 @@ def _row(case: Case, answers: Answers) -> Row | None:
     if any(answer is None for answer in found.values()):
         return None
     known = {form: answer for form, answer in found.items() if answer is not None}
-    said = [
-        " ".join(answer["why"].replace(case.class_name, "the model").split())
-        for answer in known.values()
-        if "why" in answer
-    ]
+    said = [_brief(answer["why"].replace(case.class_name, "the model")) for answer in known.values() if "why" in answer]
     return Row(
         model_type=case.model_type, kind=case.kind, class_name=case.class_name,
         outcomes=tuple(known[form]["outcome"] if form in known else "-" for form in FORMS), reasons=tuple(dict.fromkeys(said)),
     )  # fmt: skip
+
+
+def _brief(why: str) -> str:
+    """Return a reason without the numbers of one run: of the preflight's its first sentence and its first suspect."""
+    why = " ".join(why.split())
+    found = re.match(r"(preflight: .*?)(?: \(allowed|\. ).*?(?:Likely: \(1\) (.*?)(?:: .*?)?; \(2\).*)?$", why)
+    return why if found is None else found[1] + (f"; likely {found[2]}" if found[2] else "")
 
 
 def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

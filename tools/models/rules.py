@@ -97,6 +97,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
     "ministral": {"head_dim": HEAD_DIM},
     "nemotron": {"num_key_value_heads": KEY_VALUE_HEADS},
+    "mobilebert": {"embedding_size": 32},
     # Its chunks and its axes divide the batch's 30 tokens.
     "reformer": {
         "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (5, 6), "local_attn_chunk_length": 10, "lsh_attn_chunk_length": 15,

@@ -1,0 +1,25 @@
+"""What counts as a block of a model."""
+
+import pytest
+from torch import nn
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.supported_parameters import check_parameters
+from lightning_sp.parallelize.transformer_blocks import transformer_blocks
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+
+
+def test_stacks_within_a_stack_are_no_blocks_but_what_they_hold_is():
+    stacks = nn.ModuleList([nn.ModuleList([block(), block()]), nn.ModuleList([block()])])
+    assert transformer_blocks(nn.ModuleDict({"encoder": stacks})) == [*stacks[0], *stacks[1]]
+    named = nn.ModuleList([nn.ModuleDict({"a": block()}), nn.ModuleDict({"a": block()})])
+    assert not any(isinstance(each, nn.ModuleDict) for each in transformer_blocks(named))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_parameter_without_an_element_is_refused():
+    with pytest.raises(SequenceParallelError, match=r"1\.weight of shape \(4, 0\) has no element"):
+        check_parameters(nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 4, bias=False)))

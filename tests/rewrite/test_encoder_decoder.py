@@ -39,6 +39,8 @@ EXACT = [
     (dict(build="with reader", kind="with_reader", data={"lengths": (32, 16)}), 1e-10),
     (dict(build="blenderbot", kind="hf", data=LABELS), 1e-10),
     (dict(build="pegasus", kind="hf", data=LABELS), 1e-10),
+    (dict(build="m2m", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
+    (dict(build="m2m of few", kind="hf", data={"lengths": (29, 16)}), 1e-10),
     (dict(build="t5gemma", kind="hf", data={"padding": "both"}), 1e-6),
 ]  # fmt: skip
 LAYOUTS = {2: [dict(ring_size=2), dict(ulysses_size=2)], 4: [dict(ulysses_size=2, ring_size=2)]}
@@ -103,7 +105,6 @@ REFUSED = [
     (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the labels"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
     (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
-    (dict(build="m2m", kind="hf"), ["M2M100SinusoidalPositionalEmbedding counts the positions of its tokens in a way of its own"]),
     (dict(build="m2m layerdrop", kind="hf"), ["config.encoder_layerdrop=0.05, config.decoder_layerdrop=0.05", "set it to 0"]),
     (dict(build="bert2bert", kind="hf"), ["EncoderDecoderModel is made of two models"]),
     (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),

@@ -31,8 +31,9 @@ def _intercepted(context: SequenceContext, original: Callable[..., Tensor]) -> C
         step = context.step
         if step is None or input.requires_grad or input.dim() != 2 or dim not in (1, -1):
             return original(input, dim, *args, **kwargs)
-        batch = step.batch
-        if tuple(input.shape) != (batch.rows, context.local_tokens(batch)):
+        shape = tuple(input.shape)
+        batch = next((s for s in step.batch.sequences if shape == (s.rows, context.local_tokens(s))), None)
+        if batch is None:
             return original(input, dim, *args, **kwargs)
         whole = merge(comm.gather(input, context.mesh.sequence_group), batch.layout, dim=1)
         counted = original(whole, 1, *args, **kwargs)

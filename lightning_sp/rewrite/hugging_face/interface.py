@@ -27,7 +27,7 @@ from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
 from lightning_sp.rewrite.hugging_face.position_count import PositionCount, PositionCounts, position_counts
-from lightning_sp.rewrite.hugging_face.position_embeddings import pass_positions_to_embeddings
+from lightning_sp.rewrite.hugging_face.position_embeddings import pass_positions_to_embeddings, sums_ids
 from lightning_sp.rewrite.hugging_face.position_ids import pass_position_ids
 from lightning_sp.rewrite.hugging_face.relative_bias import wrap_relative_bias
 from lightning_sp.rewrite.hugging_face.rotary import wrap_rotary
@@ -64,7 +64,8 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             wrap_rotary(model, self.context, self._undo)
             wrap_relative_bias(model, self.context, self._undo)
         counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]
-        if any(PositionCount.BY_CUMSUM in each for each in counts):
+        summed = [sums_ids(model) for model in self.models if is_encoder_decoder(model)]
+        if any(PositionCount.BY_CUMSUM in each for each in counts) or any(summed):
             intercept_cumulative_sums(self.context, self._undo)
 
     def __exit__(self, *_: object) -> None:

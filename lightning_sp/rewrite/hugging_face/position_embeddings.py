@@ -1,13 +1,15 @@
 """Position embeddings of encoder-decoders that count the tokens of their input: they are handed this rank's positions instead.
 
 BART's and its kin's (`forward(input_ids, past_key_values_length=0, position_ids=None)`) count from 0 by their input's length, or are given such
-a count by the model, a shard's as if it were the sequence. Nothing else of the model takes positions.
+a count by the model, a shard's as if it were the sequence. Nothing else of the model takes positions. M2M-100's and its kin's count by a
+cumulative sum over their ids, which `cumulative_sum` makes the whole sequence's.
 """
 
 from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,22 +19,49 @@ from lightning_sp.errors import SequenceParallelError
 
 _PAST = "past_key_values_length"
 _COUNTS = [_PAST, "position_ids"]
+_FROM_IDS = ["input_ids", "inputs_embeds", _PAST]
 
 
 def pass_positions_to_embeddings(model: nn.Module, context: SequenceContext, undo: ExitStack) -> bool:
     """Hand each such module of a model the global positions of its tokens, and return whether it has one. `undo` takes that back.
 
-    One that counts in a way of its own (M2M-100's by padding tokens, BERT's as a part of another model) is refused once a step calls it.
+    One that counts in a way of its own (BERT's as a part of another model) is refused once a step calls it.
     """
     found = False
     for module in model.modules():
         parameters = list(inspect.signature(module.forward).parameters)
         if _PAST in parameters:
             counts_as_bart = parameters[1:] == _COUNTS and parameters[0] in ("input_ids", "input_ids_shape")
-            hook = _positions_hook(context, parameters[0]) if counts_as_bart else _refusal_hook(context)
+            if counts_as_bart:
+                hook = _positions_hook(context, parameters[0])
+            else:
+                hook = partial(_grow_table, context) if _sums_ids(module) else _refusal_hook(context)
             undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             found = found or counts_as_bart
     return found
+
+
+def sums_ids(model: nn.Module) -> bool:
+    """Return whether modules of an encoder-decoder count positions by a cumulative sum over their ids."""
+    return any(_sums_ids(module) for module in model.modules())
+
+
+def _sums_ids(module: nn.Module) -> bool:
+    counts = hasattr(module, "create_position_ids_from_input_ids") and hasattr(module, "make_weights")
+    return counts and list(inspect.signature(module.forward).parameters) == _FROM_IDS
+
+
+def _grow_table(context: SequenceContext, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give the table a row for each position of the whole sequence: the module itself looks at this rank's tokens."""
+    if context.step is None or context.mesh.layout.size == 1:
+        return
+    ids = args[0] if args else kwargs.get("input_ids")
+    if ids is None:
+        raise _counts_in_its_own_way(module)
+    sequence, _ = context.sequences(ids.shape[1], ids.shape[1])
+    rows = module.padding_idx + 1 + sequence.length
+    if rows > module.weights.size(0):
+        module.make_weights(rows + module.offset, module.embedding_dim, module.padding_idx)
 
 
 def _positions_hook(context: SequenceContext, name: str) -> Any:
@@ -56,9 +85,13 @@ def _positions_hook(context: SequenceContext, name: str) -> Any:
 def _refusal_hook(context: SequenceContext) -> Any:
     def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if context.step is not None and context.mesh.layout.size > 1:
-            raise SequenceParallelError(
-                f"{type(module).__name__} counts the positions of its tokens in a way of its own, of this rank's part alone: it cannot be "
-                "handed those of the whole sequence; use a model that takes position_ids, or counts as BART does"
-            )
+            raise _counts_in_its_own_way(module)
 
     return refuse
+
+
+def _counts_in_its_own_way(module: nn.Module) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"{type(module).__name__} counts the positions of its tokens in a way of its own, of this rank's part alone: it cannot be handed "
+        "those of the whole sequence; use a model that takes position_ids, or counts as BART does"
+    )

@@ -54,8 +54,8 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def loader(rows: int = 1, batch_size: int = 2) -> DataLoader[Any]:
-    return DataLoader(Rows(rows=rows), batch_size=batch_size, collate_fn=collate)
+def loader(rows: int = 1, batch_size: int = 2, size: int = 12) -> DataLoader[Any]:
+    return DataLoader(Rows(size, rows=rows), batch_size=batch_size, collate_fn=collate)
 
 
 def train(module: pl.LightningModule, rows: int = 1, steps: int = 20) -> None:

@@ -80,8 +80,10 @@ def gather_rows(x: Tensor) -> Tensor:
     scope = current_scope()
     if scope is None or scope.data_group is None:
         return x
-    rows = [int(each) for each in comm.gather(torch.tensor([x.shape[0]], device=x.device), scope.data_group)]
-    parts = comm.gather_over_ranks(pad(x, max(rows), dim=0, value=0), scope.data_group)
+    # Fillers are sent, for the ranks wait for them, and dropped.
+    own = torch.tensor([x.shape[0], 0 if scope.is_filler else x.shape[0]], device=x.device)
+    sent, rows = zip(*(each.tolist() for each in comm.gather(own, scope.data_group)), strict=True)
+    parts = comm.gather_over_ranks(pad(x, max(sent), dim=0, value=0), scope.data_group)
     return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
 
@@ -93,6 +95,8 @@ def _weighed(x: Tensor, mask: Tensor | None, scope: Scope | None, function: str)
     real = None if scope is None else _real_tokens(x, scope)
     if real is not None:
         weight = torch.where(real, weight, torch.zeros_like(weight))
+    if scope is not None and scope.is_filler:
+        weight = torch.zeros_like(weight)
     values = torch.where(weight != 0, x, torch.zeros_like(x))
     return (values if weight.dtype == torch.bool else values * weight), weight
 

@@ -60,6 +60,11 @@ class Scope:
         return self.step.loss_group is None
 
     @property
+    def is_filler(self) -> bool:
+        """Whether this rank's rows count for nothing in the global batch."""
+        return self.is_training and self.step.batch.is_filler
+
+    @property
     def sequence_group(self) -> ProcessGroup:
         """The ranks that share a sequence."""
         return self.mesh.sequence_group

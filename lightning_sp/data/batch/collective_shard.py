@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -11,7 +12,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.sharded_batch import is_sharded
+from lightning_sp.data.batch.sharded_batch import FillerBatch, is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
@@ -57,4 +58,4 @@ def collective_shard(
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    return local, info
+    return local, replace(info, is_filler=isinstance(batch, FillerBatch))

@@ -12,6 +12,14 @@ class ShardedBatch(dict[str, Any]):
     """A batch that holds this rank's part of its sequences. The type is the mark: it is never sharded twice."""
 
 
+class FillerBatch(dict[str, Any]):
+    """A batch of fillers alone. The type is the mark: none of its rows counts."""
+
+
+class ShardedFillerBatch(FillerBatch, ShardedBatch):
+    """Both."""
+
+
 def is_sharded(batch: Any) -> bool:
     """Return whether a batch already holds one rank's part of its sequences."""
     return isinstance(batch, ShardedBatch) or (

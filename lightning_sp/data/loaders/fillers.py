@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_sp.data.batch.sharded_batch import ShardedBatch
+from lightning_sp.data.batch.sharded_batch import FillerBatch, ShardedBatch, ShardedFillerBatch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 
@@ -70,12 +70,14 @@ def known_targets(batch: Any) -> list[str]:
     Raises:
         SequenceParallelError: no entry is known to hold targets.
     """
-    known = [n for n in (*TARGETS, *LOSS_MASKS) if isinstance(batch, Mapping) and isinstance(batch.get(n), Tensor)]
+    found = [n for n in (*TARGETS, *LOSS_MASKS) if isinstance(batch, Mapping) and isinstance(batch.get(n), Tensor)]
+    # No number means "ignored" to a loss of numbers.
+    known = [n for n in found if n in LOSS_MASKS or not batch[n].is_floating_point()]
     if not known:
         entries = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise SequenceParallelError(
-            f"the samples do not divide evenly over the data-parallel ranks, and the batch ({entries}) has no {', '.join(TARGETS)} to ignore in "
-            "what fills up the last batch: use drop_last=True in training, or name the targets so"
+            f"the samples do not divide evenly over the data-parallel ranks, and the batch ({entries}) has no {', '.join(TARGETS)} of whole "
+            "numbers to ignore in what fills up the last batch: use drop_last=True in training, or name the targets so"
         )
     return known
 
@@ -86,9 +88,8 @@ def ignore_targets(batch: Any) -> Any:
     Raises:
         SequenceParallelError: no entry of the batch is known to hold targets.
     """
-    filler = (
-        ShardedBatch(batch) if isinstance(batch, ShardedBatch) else dict(batch) if isinstance(batch, Mapping) else batch
-    )
-    for name in known_targets(batch):
+    known = known_targets(batch)
+    filler = ShardedFillerBatch(batch) if isinstance(batch, ShardedBatch) else FillerBatch(batch)
+    for name in known:
         filler[name] = torch.full_like(batch[name], IGNORE_INDEX if name in TARGETS else 0)
     return filler

@@ -32,6 +32,8 @@ class Step:
         loss_group: ranks over which the loss is a mean: the world (None) in training, the sequence's ranks in evaluation.
         num_attention_calls: attention calls that reached the sequence-parallel operator.
         num_losses: intercepted losses.
+        num_sums: of those, sums over `loss_group`.
+        num_summed_in_part: targets of those over a part of this rank's tokens: a loss in pieces, to save memory.
         num_reductions: reductions that were called.
         row_losses: of those over one target for each row, this rank's sums: equal on all ranks of a sequence, or made from a shard.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
@@ -46,6 +48,8 @@ class Step:
     loss_group: ProcessGroup | None = None
     num_attention_calls: int = 0
     num_losses: int = 0
+    num_sums: int = 0
+    num_summed_in_part: int = 0
     num_reductions: int = 0
     row_losses: list[Tensor] = field(default_factory=list)
     token_counts: list[Tensor] = field(default_factory=list)
@@ -80,6 +84,8 @@ class SequenceContext:
         self.unsharded = UnshardedModules(self)
         self._record: Callable[[int, int], None] | None = None
         self.reference: SequenceInfo | None = None
+        # Of a reference in which data-parallel groups stay apart: their losses and reductions see it, on a mesh of whole sequences.
+        self.reference_step: Step | None = None
         # Of the attention calls of the step before: the next batch is balanced for them.
         self.last_attention_patterns: tuple[AttentionPattern, ...] = ()
         # What gives a model back its own attention while a reference runs.
@@ -90,6 +96,11 @@ class SequenceContext:
         """The numbers of the calls with dropout of the step in progress."""
         assert self.step is not None
         return self.step.dropout_calls
+
+    @property
+    def loss_step(self) -> Step | None:
+        """The step that losses and reductions belong to."""
+        return self.reference_step if self.step is None else self.step
 
     @property
     def local_length(self) -> int:

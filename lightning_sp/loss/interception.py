@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,22 @@ from lightning_sp.layout import positions
 from lightning_sp.loss.reduction import CrossEntropy, nonzero_count, reduce_loss, sum_and_count
 from lightning_sp.loss.targets import Kind, check_summable, kind_of_targets
 
+# Binds the names of a model's files that are bound to the first function to the second, until the stack closes.
+Rebind = Callable[[CrossEntropy, CrossEntropy, ExitStack], None]
+
 
 class CrossEntropyInterception(AbstractContextManager[None]):
-    """Makes torch's cross entropies global while the context has a step in progress, until it exits; else they stay the originals."""
+    """Makes torch's cross entropies global while the context has a step in progress, until it exits; else they stay the originals.
 
-    def __init__(self, context: SequenceContext) -> None:
-        self.context = context
+    Args:
+        context: of the steps.
+        rebind: reaches `from torch.nn.functional import cross_entropy`.
+    """
+
+    def __init__(self, context: SequenceContext, rebind: Rebind) -> None:
+        self.context, self._rebind = context, rebind
         self._originals: dict[str, CrossEntropy] = {}
+        self._undo = ExitStack()
 
     def __enter__(self) -> None:
         assert not self._originals
@@ -40,10 +49,12 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         }
         # torch 2.13 has the last one.
         self._originals = {name: getattr(F, name) for name in own if hasattr(F, name)}
-        for name in self._originals:
+        for name, original in self._originals.items():
             setattr(F, name, own[name])
+            self._rebind(original, own[name], self._undo)
 
     def __exit__(self, *_: object) -> None:
+        self._undo.close()
         for name, original in self._originals.items():
             setattr(F, name, original)
         self._originals = {}
@@ -110,7 +121,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         **options: Any,
     ) -> Tensor:
         """Return the loss: torch's own outside of a step and where nothing is added up, else that of all ranks."""
-        if self.context.step is None:
+        if self.context.loss_step is None:
             return original(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction, **options)
         target = _without_fillers(target, ignore_index)
         if reduction == "none":
@@ -136,7 +147,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
 
         Shapes: (tokens, V), (tokens,) -> ().
         """
-        step, original = self.context.step, each or self._originals["cross_entropy"]
+        step, original = self.context.loss_step, each or self._originals["cross_entropy"]
         target = _without_fillers(target, ignore_index)
         count_of_targets = target.numel() // (
             target.shape[min(1, target.dim() - 1)] if target.is_floating_point() else 1
@@ -151,6 +162,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         step.num_losses += 1
         if reduction == "sum":
             check_summable(kind, input, step, name)
+            step.num_sums += 1
+            step.num_summed_in_part += count_of_targets if kind == "unknown" else 0
             return self._sum(total, kind, group, step)
         return self._mean(total, count, kind, group, step)
 

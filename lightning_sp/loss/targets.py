@@ -34,7 +34,7 @@ def kind_of_targets(count: int, context: SequenceContext, name: str) -> Kind:
     Raises:
         SequenceParallelError: they were made from a shard.
     """
-    step, size = context.step, context.mesh.layout.size
+    step, size = context.loss_step, context.mesh.layout.size
     assert step is not None
     rows = step.batch.rows
     lengths = [context.local_tokens(each) for each in step.batch.sequences]
@@ -48,6 +48,8 @@ def kind_of_targets(count: int, context: SequenceContext, name: str) -> Kind:
             "(batch['shift_labels'], as SequenceShardingDataModule does; or lightning_sp.reductions.shift(labels, 1, -100)) and use all "
             "positions"
         )
+    if 0 < step.num_summed_in_part <= rows * local - count:
+        return "unknown"  # the next piece of the shard's tokens, be it as many as rows
     if count == rows:
         if size > 1 and not step.num_reductions:
             raise SequenceParallelError(

@@ -125,11 +125,12 @@ class Scope:
 def current_scope() -> Scope | None:
     """Return the step in progress that reductions look at; None where they are plain torch."""
     for context in reversed(_contexts):
+        step = context.loss_step
+        if step is not None:
+            step.num_reductions += 1
+            return Scope(mesh=context.mesh, step=step)
         if context.reference is not None:
             return None
-        if context.step is not None:
-            context.step.num_reductions += 1
-            return Scope(mesh=context.mesh, step=context.step)
     return None
 
 

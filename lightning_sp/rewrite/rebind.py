@@ -45,6 +45,11 @@ def rebind(
                 undo.callback(partial(holder.__setitem__, name, value))
 
 
+def rebind_to(root: nn.Module, original: Callable[..., Any], own: Callable[..., Any], undo: ExitStack) -> None:
+    """Bind each name of a model that is bound to a function, compiled or not, to another one; `undo` takes that back."""
+    rebind(root, original, lambda _: own, undo)
+
+
 def _is(value: Any, original: Callable[..., Any]) -> bool:
     if value is original:
         return True

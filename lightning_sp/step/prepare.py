@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -52,6 +53,7 @@ from lightning_sp.rewrite import (
     hugging_face_models,
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
+from lightning_sp.rewrite.rebind import rebind_to
 from lightning_sp.step.isolation import isolated
 
 # The attribute of a module whose query heads a forward without data has shown.
@@ -217,7 +219,7 @@ def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]
     """Make a step's loss and attention ours while this is entered."""
     with (
         ReductionScope(context),
-        CrossEntropyInterception(context),
+        CrossEntropyInterception(context, partial(rebind_to, module)),
         SdpaInterception(context, module),
         FlexInterception(context, module),
         HuggingFaceRewrite(context, module),

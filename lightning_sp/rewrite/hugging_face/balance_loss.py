@@ -35,7 +35,7 @@ def _over_ranks(original: Callable[..., Any], context: SequenceContext) -> Calla
 
     @wraps(original)
     def balance_loss(*args: Any, **kwargs: Any) -> Any:
-        if context.step is None:
+        if context.loss_step is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         logits, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")
@@ -50,8 +50,9 @@ def _over_ranks(original: Callable[..., Any], context: SequenceContext) -> Calla
 
 def _whole(logits: Tensor, context: SequenceContext) -> Tensor:
     """Return the logits of all tokens of the global batch. Shapes: (B * s, experts) or (B, s, experts) -> (all rows * S, experts)."""
-    assert context.step is not None
-    rows, local = context.step.batch.rows, context.local_length
+    assert context.loss_step is not None
+    batch = context.loss_step.batch
+    rows, local = batch.rows, context.local_tokens(batch)
     if logits.numel() != rows * local * logits.shape[-1]:
         raise SequenceParallelError(
             f"a router's logits {tuple(logits.shape)} are not those of this rank's {rows} x {local} tokens: the balance loss over all tokens "

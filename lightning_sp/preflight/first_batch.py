@@ -98,6 +98,7 @@ def try_first_batch(
         rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
         return
     whole, sharded = _both_runs(crop, own, options, mesh, runner.device)
+    group = _untouched(own.batch, options, runner.device)
     try:
         trial = Trial(
             module=runner.module,
@@ -105,6 +106,7 @@ def try_first_batch(
             run_whole=lambda: run_with_whole_parameters(lambda: run(whole.batch, whole.info)),
             run_sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
             batch=whole.info,
+            of_group=(lambda: run_with_whole_parameters(lambda: run(group.batch, group.info)), group.info),
             shorter=_shorter(crop, options, run, runner.device),
             crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
             device=runner.device,

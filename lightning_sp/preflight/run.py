@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import buffer_differences, gradient_differences
+from lightning_sp.preflight.groups import averages_groups, trial_of_groups
 from lightning_sp.preflight.other_tokens import modules_of_other_tokens
 from lightning_sp.preflight.random_draws import check_random_draws
 from lightning_sp.preflight.trial import Outcome, Trial
@@ -46,22 +48,50 @@ def run_preflight(trial: Trial) -> Agreement | None:
         )
     if sharded.loss is None or whole.loss is None:
         return None
-    return _judge(trial, whole, sharded, started)
+    found = _agreement(trial, whole, sharded, started)
+    if not math.isnan(found.difference):
+        differences = buffer_differences(trial.module, whole.buffers, sharded.buffers, trial.device)
+        judge_buffers(differences, trial.crop, found.tolerance)
+    return found
 
 
-def _judge(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement:
-    """Compare what a step gave whole and on shards."""
+def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement:
+    """Compare with one device on the rows of all groups; where that differs, with a loss for each group.
+
+    Raises:
+        SequenceParallelError: they differ both ways: with the numbers of the first.
+    """
+    try:
+        return _compare(trial, whole, sharded, started)
+    except SequenceParallelError:
+        found = _agreement_of_groups(trial, sharded, started) if averages_groups(trial, sharded) else None
+        if found is None or whole.loss is None:
+            raise
+        return replace(found, loss_of_one_device=float(whole.loss.detach()))
+
+
+def _agreement_of_groups(trial: Trial, sharded: Outcome, started: float) -> Agreement | None:
+    """Return how a step compares with whole sequences where each data-parallel group has a loss of its own; None where it differs."""
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            whole = trial_of_groups(trial, *trial.of_group).whole()
+        return None if whole.loss is None else _compare(trial, whole, sharded, started)
+    except SequenceParallelError:
+        return None
+
+
+def _compare(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement:
+    """Compare the losses and gradients that a step gave whole and on shards."""
     assert whole.loss is not None
     assert sharded.loss is not None
-    module, crop, tolerance = trial.module, trial.crop, tolerance_of(whole.dtypes)
-    reference, loss = whole.loss.detach(), _averaged(sharded.loss)
+    tolerance = tolerance_of(whole.dtypes)
+    # Of one device it is the same on all ranks; of groups apart their mean.
+    reference, loss = _averaged(whole.loss), _averaged(sharded.loss)
     found = gradient_differences(reference, loss, whole.gradients, sharded.gradients)
     losses = Losses(whole=float(reference), sharded=float(loss))
-    largest = judge_gradients(module, found, losses, crop, tolerance)
-    if not math.isnan(largest.difference):
-        judge_buffers(buffer_differences(module, whole.buffers, sharded.buffers, reference.device), crop, tolerance)
+    largest = judge_gradients(trial.module, found, losses, trial.crop, tolerance)
     return Agreement(
-        crop=crop,
+        crop=trial.crop,
         loss=losses.whole,
         difference=largest.difference,
         worst=largest.name,

@@ -33,6 +33,7 @@ class Outcome:
         loss: as a mean; None where the step returned none.
         gradients: this rank's shard of each.
         buffers: after the step.
+        num_sums: losses of it that are sums over all ranks; known of a sharded run alone.
         dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
@@ -41,6 +42,7 @@ class Outcome:
     loss: Tensor | None
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    num_sums: int = 0
     dtypes: frozenset[torch.dtype] = frozenset()
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
@@ -56,6 +58,7 @@ class Trial:
         run_whole: runs training_step on a whole crop and returns what it returned.
         run_sharded: begins a step as in training, runs training_step on this rank's part and returns what it returned, with the loss as a mean.
         batch: what the whole crop holds.
+        of_group: runs training_step on the whole crop of this rank's data-parallel group, and what that holds.
         shorter: a shorter crop's runner and what it holds; None where none can be shorter.
         crop: what is compared, in words.
         device: where the module is.
@@ -66,6 +69,7 @@ class Trial:
     run_whole: Callable[[], Any]
     run_sharded: Callable[[], Any]
     batch: SequenceInfo
+    of_group: tuple[Callable[[], Any], SequenceInfo]
     shorter: tuple[Callable[[], Any], SequenceInfo] | None
     crop: str
     device: torch.device
@@ -126,7 +130,9 @@ class Trial:
             with _together(), isolated(self.module, self.device):
                 output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
-                return Outcome(loss=loss, gradients=_backward(self.module, loss), buffers=buffers_of(self.module))
+                num_sums = 0 if self.context.step is None else self.context.step.num_sums
+                gradients = _backward(self.module, loss)
+                return Outcome(loss=loss, gradients=gradients, buffers=buffers_of(self.module), num_sums=num_sums)
         finally:
             self.context.step = None
 

@@ -33,6 +33,7 @@ class Agreement:
         worst: the parameter that has it.
         tolerance: what was allowed.
         seconds: what it cost.
+        loss_of_one_device: on the rows of all data-parallel groups, where that is another number than the mean of their losses; else None.
     """
 
     crop: str
@@ -41,11 +42,18 @@ class Agreement:
     worst: str
     tolerance: float
     seconds: float
+    loss_of_one_device: float | None = None
 
     def describe(self) -> str:
         """Return one line."""
         if math.isnan(self.difference):
             return f"preflight: {self.crop} cannot be compared: whole, the loss is {self.loss:.6g} and a gradient is not finite"
+        if self.loss_of_one_device is not None:
+            return (
+                f"preflight: {self.crop}, whole and sharded, agree where each data-parallel group has a loss of its own rows, averaged "
+                f"as DDP does: {self.loss:.6g}. One device on the rows of all groups has {self.loss_of_one_device:.6g}; batch_mean and "
+                "gather_rows of lightning_sp.reductions make a loss global"
+            )
         return (
             f"preflight: {self.crop}, whole and sharded, agree: loss {self.loss:.6g}, largest relative difference of a gradient "
             f"{self.difference:.1e} ({self.worst}; allowed {self.tolerance:.0e}), {self.seconds:.2f} s"

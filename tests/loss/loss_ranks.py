@@ -20,7 +20,16 @@ from lightning_sp.loss import interception, reduction
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.loss.token_weighting import TokenWindow
-from lightning_sp.reductions import at_positions, batch_mean, batch_sum, last_token, sequence_mean, shift, unshard
+from lightning_sp.reductions import (
+    at_positions,
+    batch_mean,
+    batch_sum,
+    last_token,
+    sequence_mean,
+    sequence_sum,
+    shift,
+    unshard,
+)
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 WEIGHTS = torch.linspace(0.001, 0.009, VOCAB, dtype=torch.float64)
@@ -149,6 +158,18 @@ class Loss(Plain):
         total = sum(F.cross_entropy(*piece, reduction="sum") for piece in pieces)
         return total / batch_sum(labels != -100) + penalty
 
+    def _of_group(self, logits: Tensor, labels: Tensor) -> Any:
+        # A mean over the tokens of a group's rows: one device has another on all rows.
+        each = logits.square().sum(-1)
+        return 1e-3 * sequence_sum(each, labels != -100).sum() / sequence_sum(labels != -100).sum()
+
+    def _of_group_plainly(self, logits: Tensor, labels: Tensor) -> Any:
+        # sequence_parallel_size=1: whole sequences, nothing to be known of us.
+        mask = labels[:, 1:] != -100
+        shifted = F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, :-1].clamp(min=0).flatten())
+        pooled = F.cross_entropy(logits.mean(1), labels.amax(1)) + F.cross_entropy(logits[:, -1], labels.amax(1))
+        return (logits[:, 1:].square().sum(-1) * mask).sum() / mask.sum() * 1e-3 + shifted + pooled
+
     def _squared_locally(self, logits: Tensor, labels: Tensor) -> Any:
         return logits.square().mean()
 
@@ -196,6 +217,8 @@ def rows_of(masks: str, size: int = 8) -> list[dict[str, Tensor]]:
     return rows
 
 
+# Means over the rows of each data-parallel group, of which there are two.
+OF_GROUPS = ("of_group", "of_group_plainly")
 # Losses without a count of tokens: accumulation divides by the number of micro-batches.
 UNCOUNTED = ("summed", "chunks", "row_means", "masked_by_hand", "squared")
 
@@ -207,6 +230,12 @@ def by_hand(kind: str, masks: str, micro: int = 2, accumulate: int = 1, size: in
     rows = rows_of(masks, size)
     batches = [{n: torch.stack([r[n] for r in rows[i : i + micro]]) for n in rows[0]} for i in range(0, size, micro)]
     losses = [_mean(module, [batch])[0] for batch in batches]
+    if kind in OF_GROUPS:
+        groups = [{n: t.chunk(2)[group] for n, t in batch.items()} for batch in batches for group in range(2)]
+        each = [_mean(module, [group]) for group in groups]
+        # Cross entropies are means over both groups' targets, of which these have equally many.
+        grads = [{n: (a[1][n] + b[1][n]) / 2 for n in a[1]} for a, b in zip(each[::2], each[1::2], strict=True)]
+        return {"losses": [(a[0] + b[0]) / 2 for a, b in zip(each[::2], each[1::2], strict=True)], "grads": grads}
     if kind in UNCOUNTED:
         # Lightning divides by what was asked for, a shorter last window too.
         each = [_mean(module, [batch])[1] for batch in batches]

@@ -51,6 +51,7 @@ CASES = [
     dict(kind="shifted_whole", masks="uneven", strategy=RING),
     dict(kind="later_tokens", masks="uneven", strategy=RING, preflight=True),
     *([dict(kind="linear", masks="uneven", strategy=RING, preflight=True)] if hasattr(F, "linear_cross_entropy") else []),
+    dict(kind="of_group_plainly", masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True),
     dict(kind="two_alike", masks="uneven", strategy=RING, accumulate=3, size=14),
 ]  # fmt: skip
 DATA_PARALLEL = dict(data_parallel_size=2, ring_size=2, shard_size=2)
@@ -63,6 +64,7 @@ CASES_OF_4 = [
     dict(kind="masked_by_hand", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="squared", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="squared", masks="uneven", strategy=dict(data_parallel_size=4), micro=4, preflight=True),
+    dict(kind="of_group", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="pooled", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="pooled_summed", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="probabilities", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
@@ -91,7 +93,7 @@ def test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens(pools, world)
             assert not answer["error"], (case, answer["error"])
             expected = ranks.by_hand(**case)
             # A loss of each group's own rows is averaged over the groups, as in DDP.
-            of_groups = case["kind"] in ("row_means", "squared")
+            of_groups = case["kind"] in ("row_means", "squared", *ranks.OF_GROUPS)
             assert worst_error(answer, expected, not of_groups) < 1e-12, case
             of_ranks = [each[index]["losses"] for each in by_rank]
             means = [sum(each) / world for each in zip(*of_ranks, strict=True)]

@@ -116,6 +116,8 @@ def _weights(module: User) -> dict[str, Tensor]:
 
 
 def _quiet() -> None:
+    if not gc.get_freeze_count():
+        gc.freeze()  # what is imported stays: to search it after each run would take a third of a run's time
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("transformers").setLevel(logging.ERROR)

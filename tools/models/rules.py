@@ -74,6 +74,14 @@ _THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [
 _HALF_A_HEAD = {**_THREE_AXES, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 # What one type needs beside the rules, by the path of the field.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass": {"text_config.rope_parameters": {"full_attention": _THREE_AXES}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _THREE_AXES}},
+    "cosmos3_edge": {"text_config.rope_parameters": _THREE_AXES},
+    "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
+    "moonshine": {"pad_token_id": 0},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 90, "text_config.rope_parameters": _THREE_AXES},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 90},
+    "step3p7": {"text_config.sliding_window": 8},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "ffn_config.ffn_hidden_size": 96},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2},

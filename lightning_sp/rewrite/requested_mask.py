@@ -18,10 +18,11 @@ class RequestedMask:
         mask: of the whole sequence.
         says_nothing: whether it hides nothing but later tokens, or nothing at all: then a layer may say whether it is causal.
         tokens: keys of this rank.
+        blind_targets: whether a token that sees no key has a target, in a model whose own attention is eager.
     """
 
-    def __init__(self, mask: AttentionMask, *, says_nothing: bool, tokens: int) -> None:
-        self.mask, self.says_nothing, self.tokens = mask, says_nothing, tokens
+    def __init__(self, mask: AttentionMask, *, says_nothing: bool, tokens: int, blind_targets: bool = False) -> None:
+        self.mask, self.says_nothing, self.tokens, self.blind_targets = mask, says_nothing, tokens, blind_targets
 
     def __getitem__(self, index: Any) -> RequestedMask:
         parts = index if isinstance(index, tuple) else (index,)

@@ -38,6 +38,12 @@ def attention_forward(
     queries, keys = context.sequences(query.shape[2], key.shape[2])
     mask, bias = _given_mask(context, attention_mask, queries, keys, layer)
     _refuse_arguments(layer, kwargs)
+    if isinstance(attention_mask, RequestedMask) and attention_mask.blind_targets and kwargs.get("s_aux") is None:
+        raise SequenceParallelError(
+            f"{layer}'s attention is eager, and a token of padding in front of a row has a target: it sees no key, and eager attention would "
+            "attend to all tokens alike, the later ones too; set the label of each row's first token to -100 (its prediction from padding), "
+            "pad on the right, or use attn_implementation='sdpa' where the model has it"
+        )
     for name in BIASES:
         if kwargs.get(name) is not None and not (name == "position_bias" and adds_zeros(module)):
             bias = _sum(bias, _whole_bias(context, kwargs[name], queries, keys, f"{layer}'s {name}"))

@@ -31,6 +31,7 @@ from lightning_sp.rewrite.hugging_face.position_embeddings import pass_positions
 from lightning_sp.rewrite.hugging_face.position_ids import pass_position_ids
 from lightning_sp.rewrite.hugging_face.relative_bias import wrap_relative_bias
 from lightning_sp.rewrite.hugging_face.rotary import wrap_rotary
+from lightning_sp.rewrite.hugging_face.temperature import wrap_temperature
 
 _numbers = itertools.count()
 # Its embeddings are handed this rank's positions: the model itself is left alone.
@@ -62,6 +63,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             give_whole_sequences_to_heads(model, self.context, self._undo)
             refuse_generation(model, self.context, self._undo)
             wrap_rotary(model, self.context, self._undo)
+            wrap_temperature(model, self.context, self._undo)
             wrap_relative_bias(model, self.context, self._undo)
         counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]
         summed = [sums_ids(model) for model in self.models if is_encoder_decoder(model)]
@@ -107,6 +109,6 @@ def _register(name: str, context: SequenceContext, previous: str, undo: ExitStac
         return masks[previous](*args, **kwargs)
 
     AttentionInterface.register(name, partial(attention_forward, context, attention))
-    AttentionMaskInterface.register(name, partial(requested_mask, context, mask))
+    AttentionMaskInterface.register(name, partial(requested_mask, context, mask, previous))
     for interface in (AttentionInterface, AttentionMaskInterface):
         undo.callback(interface._global_mapping.pop, name, None)

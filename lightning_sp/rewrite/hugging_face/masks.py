@@ -20,6 +20,8 @@ from lightning_sp.context.masks import build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.layout import shard
 from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens
 from lightning_sp.rewrite.requested_mask import RequestedMask
 
@@ -37,12 +39,15 @@ _PACKED = ("packed_sequence_mask_function.<locals>.inner_mask",)
 _WRAPPERS = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.")
 
 
-def requested_mask(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def requested_mask(
+    context: SequenceContext, original: Callable[..., Any], implementation: str, *args: Any, **kwargs: Any
+) -> Any:
     """Return a mask that the model asks for as a value: transformers' mask interface.
 
     Args:
         context: with or without a step in progress.
         original: the function called outside of one.
+        implementation: of the attention that the model would run on one device.
         args: of the interface.
         kwargs: likewise.
 
@@ -86,7 +91,8 @@ def requested_mask(context: SequenceContext, original: Callable[..., Any], *args
     )
     mask = replace(mask, mask_mod=_all_of(functions)) if functions else mask
     says_nothing = not sizes and not hides and not functions
-    return RequestedMask(mask, says_nothing=says_nothing, tokens=context.local_tokens(batch))
+    blind = implementation == "eager" and causal and hides and queries is batch and _has_blind_targets(context, batch)
+    return RequestedMask(mask, says_nothing=says_nothing, blind_targets=blind, tokens=context.local_tokens(batch))
 
 
 def _mask_function(
@@ -116,6 +122,23 @@ def _mask_function(
         queries,
         batch,
     )
+
+
+def _has_blind_targets(context: SequenceContext, batch: SequenceInfo) -> bool:
+    """Return whether a token before a row's first visible one has a target, on any rank of the sequence.
+
+    It sees no key. Eager attention adds the lowest number to all of its scores, and so attends to all tokens alike.
+    """
+    labels = batch.shift_labels
+    if labels is None:
+        return False
+    first = batch.valid[:, 0] if batch.visible_keys is None and batch.valid is not None else None
+    if batch.visible_keys is not None:
+        first = batch.visible_keys.long().argmax(1)
+    assert first is not None
+    places = shard(torch.arange(batch.padded_length), batch.layout, context.mesh.sequence_rank, dim=0).to(labels.device)
+    blind = (places < first.to(labels.device)[:, None]) & (labels != IGNORE_INDEX)
+    return bool(comm.largest(blind.any().long(), context.mesh.sequence_group))
 
 
 def _all_of(functions: list[_MaskFunction]) -> _MaskFunction:

@@ -21,7 +21,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
 from lightning_sp.loss.reduction import CrossEntropy, nonzero_count, reduce_loss, sum_and_count
-from lightning_sp.loss.targets import Kind, check_summable, kind_of_targets
+from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_of_targets
 
 # Binds the names of a model's files that are bound to the first function to the second, until the stack closes.
 Rebind = Callable[[CrossEntropy, CrossEntropy, ExitStack], None]
@@ -149,10 +149,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         """
         step, original = self.context.loss_step, each or self._originals["cross_entropy"]
         target = _without_fillers(target, ignore_index)
-        count_of_targets = target.numel() // (
-            target.shape[min(1, target.dim() - 1)] if target.is_floating_point() else 1
-        )
-        kind = "unknown" if step is None else kind_of_targets(count_of_targets, self.context, name)
+        kind = "unknown" if step is None else kind_of_targets(input, target, self.context, name)
         real = self._real_tokens(step) if step is not None and kind == "tokens" and target.is_floating_point() else None
         total, count = sum_and_count(original, input, target, weight, ignore_index, real)
         if step is None:
@@ -163,7 +160,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         if reduction == "sum":
             check_summable(kind, input, step, name)
             step.num_sums += 1
-            step.num_summed_in_part += count_of_targets if kind == "unknown" else 0
+            step.num_summed_in_part += count_of_targets(target) if kind == "unknown" else 0
             return self._sum(total, kind, group, step)
         return self._mean(total, count, kind, group, step)
 

@@ -6,16 +6,17 @@ reduction. A shard's own pooled head looks alike, so the ranks compare the loss.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
+from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.selection import ATTENTION, OVER_RANKS, is_part, may_be_chosen
 
-Kind = Literal["tokens", "row", "rows", "unknown"]
-# What the graph of a tensor names: the attention of a shard, and sums over ranks.
-_ATTENTION, _OVER_RANKS = "lightning_sp_attention", ("_SumOverRanks", "_GatherOverRanks")
+Kind = Literal["tokens", "row", "rows", "shifted", "unknown"]
 
 POOLED = (
     "from lightning_sp.reductions import last_token, sequence_mean; pooled = sequence_mean(x, mask), or last_token(x, mask), in place of "
@@ -23,39 +24,63 @@ POOLED = (
 )
 
 
-def kind_of_targets(count: int, context: SequenceContext, name: str) -> Kind:
-    """Return what as many targets are of.
+def kind_of_targets(input: Tensor, target: Tensor, context: SequenceContext, name: str) -> Kind:
+    """Return what the targets are of. Every rank must call it.
 
     Args:
-        count: of the targets.
+        input: of the loss.
+        target: of the loss: class indices or probabilities.
         context: with a step in progress.
         name: of the loss, for errors.
+
+    Communicates: one all_reduce of 16 bytes over the sequence's ranks where targets may have been chosen by their values.
 
     Raises:
         SequenceParallelError: they were made from a shard.
     """
     step, size = context.loss_step, context.mesh.layout.size
     assert step is not None
-    rows = step.batch.rows
-    lengths = [context.local_tokens(each) for each in step.batch.sequences]
-    if any(count == rows * length for length in lengths):
-        return "tokens"
-    local = lengths[0]
-    if size > 1 and count == rows * (local - 1) and local > 1:
+    rows, local = step.batch.rows, context.local_tokens(step.batch)
+    count = count_of_targets(target)
+    kind = _kind_by_number(count, context, step)
+    if may_be_chosen(input):
+        if kind == "row" and not is_part(target):
+            kind = "unknown"
+        if size > 1:
+            number = torch.tensor([get_args(Kind).index(kind)], device=input.device)
+            kind = kind if comm.all_equal(number, context.mesh.sequence_group) else "unknown"
+    if kind == "shifted":
         raise SequenceParallelError(
             f"{name} over {count} targets = {rows} rows x ({local} - 1): the labels seem to be shifted inside the model, "
             f"on this rank's {local} tokens, which would lose the target at every shard's edge; shift them on the whole sequence "
             "(batch['shift_labels'], as SequenceShardingDataModule does; or lightning_sp.reductions.shift(labels, 1, -100)) and use all "
             "positions"
         )
+    if kind == "rows" and size > 1 and not step.num_reductions:
+        raise SequenceParallelError(
+            f"{name} over {count} targets, one for each of {rows} rows: a pooled head sees only this rank's {local} tokens "
+            f"of each sequence; pool over all of them: {POOLED}"
+        )
+    return kind
+
+
+def count_of_targets(target: Tensor) -> int:
+    """Return the number of targets; class probabilities, (N, V, ...), are one for each position."""
+    return target.numel() // (target.shape[min(1, target.dim() - 1)] if target.is_floating_point() else 1)
+
+
+def _kind_by_number(count: int, context: SequenceContext, step: Step) -> Kind:
+    """Return what as many targets are of, by their number alone."""
+    rows, size = step.batch.rows, context.mesh.layout.size
+    lengths = [context.local_tokens(each) for each in step.batch.sequences]
+    if any(count == rows * length for length in lengths):
+        return "tokens"
+    local = lengths[0]
+    if size > 1 and count == rows * (local - 1) and local > 1:
+        return "shifted"
     if 0 < step.num_summed_in_part <= rows * local - count:
         return "unknown"  # the next piece of the shard's tokens, be it as many as rows
     if count == rows:
-        if size > 1 and not step.num_reductions:
-            raise SequenceParallelError(
-                f"{name} over {count} targets, one for each of {rows} rows: a pooled head sees only this rank's {local} tokens "
-                f"of each sequence; pool over all of them: {POOLED}"
-            )
         return "rows"
     return "row" if rows > 1 and count in lengths else "unknown"
 
@@ -84,8 +109,8 @@ def _is_of_shard(tensor: Tensor) -> bool:
             continue
         known.add(node)
         name = node.name()
-        if any(each in name for each in _OVER_RANKS):
+        if any(each in name for each in OVER_RANKS):
             return False
-        of_attention |= _ATTENTION in name
+        of_attention |= ATTENTION in name
         waiting += [each for each, _ in node.next_functions]
     return of_attention

@@ -65,6 +65,7 @@ CASES_OF_4 = [
     dict(kind="squared", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="squared", masks="uneven", strategy=dict(data_parallel_size=4), micro=4, preflight=True),
     dict(kind="of_group", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
+    dict(kind="kept", masks="of numbers that mislead", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="pooled", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="pooled_summed", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="probabilities", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
+from lightning_sp.parallelize.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
 
 # The attribute of a module that an earlier Trainer has sharded.
@@ -108,6 +109,7 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
             fully_shard(unit, mesh=mesh)
     fully_shard(root, mesh=mesh)
     use_all_pairs_collectives(fsdp_modules(root), mesh)
+    find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)
     for name in STEPS:
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.

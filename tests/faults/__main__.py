@@ -25,8 +25,9 @@ from tests.faults.fault import Fault
 from tests.faults.groups import GROUPS
 from tests.faults.loss import LOSS
 from tests.faults.scores import SCORES
+from tests.faults.users import USERS
 
-FAULTS = (*LOSS, *SCORES, *ATTENTION, *DATA, *GROUPS)
+FAULTS = (*LOSS, *SCORES, *ATTENTION, *DATA, *GROUPS, *USERS)
 # How the line of a test that noticed ends.
 NOTICED = " | ok"
 

@@ -17,6 +17,7 @@ CASES = [
     dict(kind="counted"),
     dict(kind="shared part"),
     dict(kind="shared block"),
+    dict(kind="object"),
 ]
 
 

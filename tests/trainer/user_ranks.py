@@ -81,6 +81,34 @@ class Penalised(Plain):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters())
 
 
+class Answer:
+    """What a user's model returns: a class that torch knows nothing of."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.parts = {"logits": logits}
+
+
+class Answering(nn.Module):
+    """Returns its logits in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = tiny_gpt()
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Answer:
+        return Answer(self.body(ids, positions))
+
+
+class Answered(Plain):
+    """Trains such a model."""
+
+    def __init__(self) -> None:
+        super().__init__(Answering)
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(batch["input_ids"], batch["position_ids"]).parts["logits"]
+
+
 def shared_part() -> nn.Module:
     """Return a GPT whose two blocks hold one feed-forward norm."""
     model = tiny_gpt()
@@ -154,6 +182,8 @@ def run(
         module = OtherIndex(tiny_gpt)
     elif kind == "counted":
         module = (Alone if strategy is None else Counted)(tiny_gpt)
+    elif kind == "object":
+        module = Answered()
     elif kind == "penalised":
         module = Penalised(tiny_gpt)
     else:

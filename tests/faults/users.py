@@ -1,0 +1,61 @@
+"""Faults of what users bring: models compiled, read from files or answered in objects, samples split, checkpoints by plugins."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+COMPILED = "tests/trainer/test_user_compile.py"
+OPTIONS = "tests/trainer/test_lightning_options.py"
+
+USERS = (
+    fault(
+        "weights of a compiled model that stay each rank's own",
+        "parallelize/initial_weights.py",
+        "        for name, tensor in _named_tensors(module):\n            _receive(",
+        '        for name, tensor in _named_tensors(module):\n            if "_orig_mod" in name and not tensor.is_meta:\n'
+        "                continue\n            _receive(",
+        f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device",
+    ),
+    fault(
+        "attention calls looked for in compiled code, which counts none",
+        "step/runner.py",
+        'return nullcontext() if self._attention_reached else torch.compiler.set_stance("force_eager")',
+        "return nullcontext()",
+        f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device",
+    ),
+    fault(
+        "names of wrappers in a checkpoint",
+        "parameter_names.py",
+        '    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)',
+        "    return name",
+        f"{COMPILED}::test_checkpoints_have_the_models_own_names",
+    ),
+    fault(
+        "a pretrained model read on the meta device",
+        "parallelize/meta_device.py",
+        ' is None and not _reads_pretrained():',
+        " is None:",
+        "tests/trainer/test_pretrained.py::test_weights_are_rank_0s_wherever_the_model_is_built",
+    ),
+    fault(
+        "a user's split split again",
+        "data/loaders/same_samples.py",
+        "    if can_replace_sampler(loader) and not own_samplers:\n",
+        "    if can_replace_sampler(loader):\n",
+        f"{OPTIONS}::test_a_users_split_is_not_split_again[dataset]",
+    ),
+    fault(
+        "a checkpoint plugin passed by",
+        "trainer/sharded_model.py",
+        "write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)",
+        "write = None",
+        f"{OPTIONS}::test_a_checkpoint_plugin_writes_and_reads_whole_checkpoints[io]",
+    ),
+    fault(
+        "an output in an object that FSDP does not see",
+        "parallelize/fsdp.py",
+        "    find_outputs_in_objects(fsdp_modules(root))\n",
+        "",
+        "tests/trainer/test_users.py::test_a_users_module_trains_as_on_one_device[{'ring_size': 2}]",
+    ),
+)  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
+
 from lightning_sp.attention import AttentionMask
 from lightning_sp.errors import SequenceParallelError
 
@@ -45,7 +47,11 @@ class RequestedMask:
     __invert__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = _compute
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            # A checkpointed block is a function of torch there, and hands the mask on. What computes with it is run again eagerly.
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         cls._refuse(f"calls torch's `{getattr(function, '__name__', function)}` on")
 
     @staticmethod

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.rewrite.hugging_face.models import own_class
@@ -26,6 +27,8 @@ from lightning_sp.rewrite.hugging_face.models import own_class
 # A number that no width of a model has.
 _ROWS, _TOKENS = 2, 22
 _Records = dict[str, Tensor]
+# Attributes of a module that stand before those of its class: checkpointed and compiled, they would run the model itself.
+_REPLACED = ("forward", "_compiled_call_impl")
 _CUMSUMS = (torch.cumsum, Tensor.cumsum)
 
 
@@ -179,14 +182,16 @@ def _recorder(name: str, records: _Records, ends: bool) -> Callable[..., None]:
 
 
 def _skeleton(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a module of the same code whose parameters are zeros without memory, on the CPU, and whose hooks are gone."""
+    """Return a module of the same code whose parameters are zeros without memory, on the CPU, and whose hooks and compilation are gone."""
+    if isinstance(module, OptimizedModule):
+        return _skeleton(module._orig_mod, made)
     if module in made:
         return made[module]
     kind: Any = own_class(module)
     copy: nn.Module = kind.__new__(kind)
     made[module] = copy
     fresh = vars(nn.Module())
-    kept = {name: value for name, value in vars(module).items() if name not in fresh and name != "forward"}
+    kept = {name: value for name, value in vars(module).items() if name not in fresh and name not in _REPLACED}
     copy.__dict__.update({**fresh, **kept, "training": False})
     copy._parameters = {
         name: p if p is None else cast("nn.Parameter", torch.zeros((), dtype=p.dtype).expand(p.shape))

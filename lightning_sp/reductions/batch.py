@@ -13,26 +13,33 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import pad
-from lightning_sp.reductions.scope import Scope, current_scope
+from lightning_sp.reductions.scope import Scope, current_scope, refuse_together
 from lightning_sp.reductions.weights import aligned, sum_dtype
 
+Kind = Literal["tokens", "rows", "unknown"]
 
-def batch_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
+
+def batch_mean(x: Tensor, mask: Tensor | None = None, *, of: Literal["tokens", "rows"] | None = None) -> Tensor:
     """Return the mean over all elements of the global batch, weighed by a mask; 0 where nothing counts.
 
     Args:
         x: for each row (B, ...), the same on all ranks that share it; or for each token of this rank, (B, s, ...) or (B * s, ...). What has as
             many entries in dim 1 as this rank has tokens is taken for tokens.
         mask: bool or weights, whose dims are the first ones of `x`; None for all.
+        of: what the first dims of `x` are of; None tells by their sizes.
 
-    Shapes: (B, ...) -> (). Communicates: one all_reduce of two numbers, and one in the backward.
+    Shapes: (B, ...) -> (). Communicates: one all_reduce of two numbers, and one in the backward; two of 16 bytes where sizes tell.
+
+    Raises:
+        SequenceParallelError: `x` looks like tokens, of which some are padding, and is the same on all ranks of a sequence.
     """
     scope = current_scope()
+    kind = _kind(x, scope, of)
+    _check_kind(x, scope, kind, of, "batch_mean")
     values = x.to(sum_dtype(x))
     values = values if values.is_floating_point() else values.to(torch.get_default_dtype())
-    values, weight = _weighed(values, mask, scope, "batch_mean")
+    values, weight = _weighed(values, mask, scope, kind, "batch_mean")
     total, count = values.sum(), weight.to(values.dtype).expand_as(values).sum()
     if scope is not None:
         group = scope.step.loss_group
@@ -40,29 +47,27 @@ def batch_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
     return total / torch.where(count == 0, torch.ones_like(count), count)
 
 
-def batch_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:
+def batch_sum(x: Tensor, mask: Tensor | None = None, *, of: Literal["tokens", "rows"] | None = None) -> Tensor:
     """Return the sum over all elements of the global batch, each times its mask.
 
     Args:
         x: as of `batch_mean`; a number without dims is one of this rank's rows together.
         mask: likewise.
+        of: likewise.
 
-    Shapes: (B, ...) -> (). Communicates: one all_reduce of a number, and one in the backward.
+    Shapes: (B, ...) -> (). Communicates: one all_reduce of a number, and one in the backward; two of 16 bytes where sizes tell.
 
     Raises:
-        SequenceParallelError: `x` has neither a number for each row nor one for each token.
+        SequenceParallelError: `x` has neither a number for each row nor one for each token, or looks like tokens and is the same on all ranks
+            of a sequence.
     """
     scope = current_scope()
-    values, _ = _weighed(x.to(sum_dtype(x)), mask, scope, "batch_sum")
+    kind = _kind(x, scope, of)
+    _check_kind(x, scope, kind, of, "batch_sum")
+    values, _ = _weighed(x.to(sum_dtype(x)), mask, scope, kind, "batch_sum")
     total = values.sum()
     if scope is None:
         return total
-    kind = _kind(x, scope)
-    if kind == "unknown" and (scope.size > 1 or scope.data_group is not None):
-        raise SequenceParallelError(
-            f"batch_sum of a tensor {tuple(x.shape)}: must have a number for each of {scope.step.batch.rows} rows, or for each token of this "
-            "rank, so that none is added twice; leave tokens out by a mask, batch_sum(x, mask), and not by x[mask]"
-        )
     if kind == "tokens":
         return comm.sum_over_ranks(total, scope.step.loss_group)
     return total if scope.data_group is None else comm.sum_over_ranks(total, scope.data_group)
@@ -87,12 +92,12 @@ def gather_rows(x: Tensor) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
 
-def _weighed(x: Tensor, mask: Tensor | None, scope: Scope | None, function: str) -> tuple[Tensor, Tensor]:
+def _weighed(x: Tensor, mask: Tensor | None, scope: Scope | None, kind: Kind, function: str) -> tuple[Tensor, Tensor]:
     """Return the values times their weights, and the weights, in a shape that expands to that of the values."""
     weight = (
         torch.ones([1] * x.dim(), dtype=torch.bool, device=x.device) if mask is None else aligned(mask, x, function)
     )
-    real = None if scope is None else _real_tokens(x, scope)
+    real = _real_tokens(x, scope) if scope is not None and kind == "tokens" else None
     if real is not None:
         weight = torch.where(real, weight, torch.zeros_like(weight))
     if scope is not None and scope.is_filler:
@@ -103,8 +108,6 @@ def _weighed(x: Tensor, mask: Tensor | None, scope: Scope | None, function: str)
 
 def _real_tokens(x: Tensor, scope: Scope) -> Tensor | None:
     """Return which of a tensor's tokens are no padding of ours; None where it has none."""
-    if scope.size == 1 or _kind(x, scope) != "tokens":
-        return None
     batch = scope.step.batch
     sequence = next(each for each in batch.sequences if _has_tokens(x, batch.rows, scope.local_tokens(each)))
     real = scope.real_tokens(sequence, x.device)
@@ -119,11 +122,52 @@ def _has_tokens(x: Tensor, rows: int, local: int) -> bool:
     return tuple(x.shape[:2]) == (rows, local) or (x.dim() > 0 and local > 1 and x.shape[0] == rows * local)
 
 
-def _kind(x: Tensor, scope: Scope) -> Literal["tokens", "rows", "unknown"]:
-    """Return what the leading dims of a tensor are of, by its shape."""
-    batch = scope.step.batch
-    if x.dim() == 0:
+def _kind(x: Tensor, scope: Scope | None, of: Literal["tokens", "rows"] | None) -> Kind:
+    """Return what the leading dims of a tensor are of: as told, else by their sizes."""
+    if scope is None or x.dim() == 0 or of == "rows":
         return "rows"
+    batch = scope.step.batch
     if scope.size > 1 and any(_has_tokens(x, batch.rows, scope.local_tokens(each)) for each in batch.sequences):
         return "tokens"
-    return "rows" if x.shape[0] == batch.rows else "unknown"
+    return "rows" if x.shape[0] == batch.rows and (of is None or scope.size == 1) else "unknown"
+
+
+def _check_kind(
+    x: Tensor, scope: Scope | None, kind: Kind, of: Literal["tokens", "rows"] | None, function: str
+) -> None:
+    """Refuse on all ranks what would count otherwise than the user means it: other ranks may have a tensor of another size."""
+    if scope is None or of == "rows":
+        return
+    error = None
+    if kind == "unknown" and (function == "batch_sum" or of) and (scope.size > 1 or scope.data_group is not None):
+        error = (
+            f"{function} of a tensor {tuple(x.shape)}: must have a number for each of {scope.step.batch.rows} rows, or for each token of this "
+            f"rank, so that none is added twice; leave tokens out by a mask, {function}(x, mask), and not by x[mask]; {function}(x, of='rows') "
+            "is of what is the same on all ranks of a sequence, in any number"
+        )
+    if of is None and scope.size > 1 and x.is_floating_point():
+        alike = _is_alike(x, scope)
+        counts = kind == "tokens" and (function == "batch_sum" or _real_tokens(x, scope) is not None)
+        told = (
+            f"{function} of a tensor {tuple(x.shape)}: it has as many entries as this rank has tokens, and the same numbers on all "
+            f"{scope.size} ranks of the sequence, so it may be of rows; say which: {function}(x, of='rows'), or of='tokens'"
+        )
+        if x.is_cuda:
+            # Without waiting for the device.
+            torch._assert_async(~alike if counts else torch.ones_like(alike), told)
+        elif counts and bool(alike):
+            error = told
+    # A size is known without asking: on a device the ranks do not wait for each other to say it together.
+    refuse_together(error, None if x.is_cuda else scope)
+
+
+def _is_alike(x: Tensor, scope: Scope) -> Tensor:
+    """Return whether a tensor is the same on all ranks of the sequence, to the bit, and no mask, count or constant: those say nothing.
+
+    Communicates: one all_reduce of 16 bytes.
+    """
+    values = x.detach().double().reshape(-1)
+    number = (values.view(torch.int64) * (2 * torch.arange(len(values), device=x.device) + 1) * 0x9E3779B97F4A7C1).sum()
+    highest, lowest = comm.largest(torch.stack([number, -number]), scope.sequence_group).unbind()
+    speaks = (values != values.round()).any() & (values != values[:1]).any()
+    return (highest == -lowest) & speaks

@@ -137,6 +137,21 @@ def evaluated() -> list[float]:
     return [float((a - PROGRAMS[f.__name__](whole)).abs()) for a, f in zip(found, OF_BATCHES, strict=True)]
 
 
+def as_many_as_tokens() -> list[float]:
+    """Numbers of rows, as many as this rank has tokens: what they count for."""
+    context, part = sharded_step(2, 1, "zigzag", 19)
+    rows = torch.linspace(0, 1, 10, dtype=torch.float64).expand(ROWS, 10)
+    with ReductionScope(context):
+        found = [
+            reductions.batch_sum(rows, of="rows"),
+            reductions.batch_mean(rows.square(), of="rows"),
+            reductions.batch_sum(rows[:2, :3], of="rows"),
+            reductions.batch_sum(torch.full((ROWS, 10), 0.5), of="tokens"),
+            reductions.batch_sum(part.weights, of="tokens") - reductions.batch_sum(part.weights),
+        ]
+        return [float(each) for each in found]
+
+
 def refusals() -> dict[str, str]:
     """What is refused inside of a step, by name."""
     context, part = sharded_step(2, 1, "zigzag", 19)
@@ -147,6 +162,9 @@ def refusals() -> dict[str, str]:
         "sum": lambda: reductions.sequence_sum(odd),
         "mask": lambda: reductions.sequence_sum(part.x, part.mask[:, :-1]),
         "batch": lambda: reductions.batch_sum(part.x[part.mask]),
+        "alike": lambda: reductions.batch_sum(torch.linspace(0, 1, 10).expand(3, 10)),
+        "alike, padded": lambda: reductions.batch_mean(torch.linspace(0, 1, 10).expand(3, 10)),
+        "of tokens": lambda: reductions.batch_mean(part.x[part.mask], of="tokens"),
         "positions": lambda: reductions.at_positions(part.x, torch.tensor([0, 18, 19 if rank else 3])),
         "rows": lambda: reductions.at_positions(part.x, torch.tensor([0, 18])),
         "documents": lambda: reductions.sequence_sum(part.x, documents=part.position_ids, num_documents=2),

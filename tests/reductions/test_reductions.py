@@ -56,6 +56,9 @@ REFUSED = {
     "sum": r"sequence_sum of a tensor (3, 9, 4)",
     "mask": r"a mask (3, 9) for a tensor (3, 10, 4)",
     "batch": r"must have a number for each of 3 rows, or for each token",
+    "alike": r"batch_sum of a tensor (3, 10): it has as many entries as this rank has tokens, and the same numbers on all 2 ranks",
+    "alike, padded": r"batch_mean(x, of='rows'), or of='tokens'",
+    "of tokens": r"must have a number for each of 3 rows, or for each token of this rank",
     "positions": r"rank 2, 3: at_positions: [19] lie outside of the sequence: must be from 0 to 18",
     "rows": r"positions (2,) for 3 rows",
     "documents": r"num_documents=2, but a token is of document 18",
@@ -68,6 +71,14 @@ def test_what_cannot_be_reduced_is_refused_on_all_ranks(pools):
         assert set(said) == set(REFUSED)
         for name, part in REFUSED.items():
             assert part in said[name], (name, said[name])
+
+
+def test_what_has_as_many_numbers_as_tokens_counts_as_it_is_told(pools):
+    each = torch.linspace(0, 1, 10, dtype=torch.float64)
+    # Two groups of 3 rows; their 2 x 3 x 19 tokens without padding.
+    wanted = [6 * float(each.sum()), float(each.square().mean()), 4 * float(each[:3].sum()), 57.0, 0.0]
+    for found in pools(4).run(ranks.as_many_as_tokens):
+        assert found == pytest.approx(wanted, abs=1e-12)
 
 
 def test_on_one_device_it_is_plain_torch():

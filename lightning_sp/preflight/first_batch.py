@@ -108,6 +108,10 @@ def try_first_batch(
             batch=whole.info,
             of_group=(lambda: run_with_whole_parameters(lambda: run(group.batch, group.info)), group.info),
             shorter=_shorter(crop, options, run, runner.device),
+            own=sharded.info,
+            # The rows of the groups' crops stand one after the other in the whole one.
+            first_row=mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows,
+            sequence_rank=mesh.sequence_rank,
             crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
             device=runner.device,
         )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import buffer_differences, gradient_differences
+from lightning_sp.preflight.diagnosis import Finding, find_causes
 from lightning_sp.preflight.groups import averages_groups, trial_of_groups
 from lightning_sp.preflight.other_tokens import modules_of_other_tokens
 from lightning_sp.preflight.random_draws import check_random_draws
@@ -61,12 +64,15 @@ def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -
     Raises:
         SequenceParallelError: they differ both ways: with the numbers of the first.
     """
+    find = partial(find_causes, trial, tolerance_of(whole.dtypes))
+    if not averages_groups(trial, sharded) or whole.loss is None:
+        return _compare(trial, whole, sharded, started, find)
     try:
-        return _compare(trial, whole, sharded, started)
+        return _compare(trial, whole, sharded, started, list)
     except SequenceParallelError:
-        found = _agreement_of_groups(trial, sharded, started) if averages_groups(trial, sharded) else None
-        if found is None or whole.loss is None:
-            raise
+        found = _agreement_of_groups(trial, sharded, started)
+        if found is None:
+            return _compare(trial, whole, sharded, started, find)
         return replace(found, loss_of_one_device=float(whole.loss.detach()))
 
 
@@ -75,12 +81,14 @@ def _agreement_of_groups(trial: Trial, sharded: Outcome, started: float) -> Agre
     try:
         with torch.compiler.set_stance("force_eager"):
             whole = trial_of_groups(trial, *trial.of_group).whole()
-        return None if whole.loss is None else _compare(trial, whole, sharded, started)
+        return None if whole.loss is None else _compare(trial, whole, sharded, started, list)
     except SequenceParallelError:
         return None
 
 
-def _compare(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement:
+def _compare(
+    trial: Trial, whole: Outcome, sharded: Outcome, started: float, find: Callable[[], Sequence[Finding]]
+) -> Agreement:
     """Compare the losses and gradients that a step gave whole and on shards."""
     assert whole.loss is not None
     assert sharded.loss is not None
@@ -89,7 +97,7 @@ def _compare(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> 
     reference, loss = _averaged(whole.loss), _averaged(sharded.loss)
     found = gradient_differences(reference, loss, whole.gradients, sharded.gradients)
     losses = Losses(whole=float(reference), sharded=float(loss))
-    largest = judge_gradients(trial.module, found, losses, trial.crop, tolerance)
+    largest = judge_gradients(trial.module, found, losses, trial.crop, tolerance, find)
     return Agreement(
         crop=trial.crop,
         loss=losses.whole,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import positions
 from lightning_sp.parallelize import without_checkpoints
 from lightning_sp.preflight.comparison import buffers_of, plain_name
+from lightning_sp.preflight.trace import Trace, traced
 from lightning_sp.preflight.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated, streams
 
@@ -60,6 +62,9 @@ class Trial:
         batch: what the whole crop holds.
         of_group: runs training_step on the whole crop of this rank's data-parallel group, and what that holds.
         shorter: a shorter crop's runner and what it holds; None where none can be shorter.
+        own: what this rank's group's crop holds.
+        first_row: of it, in the whole crop.
+        sequence_rank: of this rank.
         crop: what is compared, in words.
         device: where the module is.
     """
@@ -71,8 +76,16 @@ class Trial:
     batch: SequenceInfo
     of_group: tuple[Callable[[], Any], SequenceInfo]
     shorter: tuple[Callable[[], Any], SequenceInfo] | None
+    own: SequenceInfo
+    first_row: int
+    sequence_rank: int
     crop: str
     device: torch.device
+
+    @property
+    def positions(self) -> Tensor:
+        """The global positions of this rank's tokens, on the CPU."""
+        return positions(self.own.layout, self.own.padded_length, self.sequence_rank)
 
     def whole(self, seed: int = SEED) -> Outcome:
         """Run the whole crop, forward and backward, with every random stream from one seed, alike on all ranks.
@@ -135,6 +148,24 @@ class Trial:
                 return Outcome(loss=loss, gradients=gradients, buffers=buffers_of(self.module), num_sums=num_sums)
         finally:
             self.context.step = None
+
+    def traced_whole(self, trace: Trace) -> float | None:
+        """Run the whole crop forward, noting its calls, and return its loss; None where it has none, or fails."""
+        with suppress(Exception), self._alone(self.batch, SEED), traced(self.module, trace):
+            loss = _loss_of_whole(self.run_whole())
+            return None if loss is None else float(loss)
+        return None
+
+    def traced_sharded(self, trace: Trace) -> float | None:
+        """Run this rank's part forward, noting its calls, and return its loss; None where it has none, or a rank fails."""
+        try:
+            with suppress(Exception), _together(), isolated(self.module, self.device), traced(self.module, trace):
+                output = self.run_sharded()
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                return None if loss is None else float(loss)
+        finally:
+            self.context.step = None
+        return None
 
     @contextmanager
     def _alone(self, batch: SequenceInfo, seed: int) -> Iterator[None]:

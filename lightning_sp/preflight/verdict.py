@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -60,6 +60,13 @@ class Agreement:
         )
 
 
+class Finding(Protocol):
+    """A cause that was found."""
+
+    def describe(self) -> str:
+        """Return one line."""
+
+
 class Losses(NamedTuple):
     """Of the same step, run both ways."""
 
@@ -88,16 +95,22 @@ def relative_differences(found: Mapping[str, Difference]) -> dict[str, float]:
 
 
 def judge_gradients(
-    module: nn.Module, found: Mapping[str, Difference], losses: Losses, crop: str, tolerance: float
+    module: nn.Module,
+    found: Mapping[str, Difference],
+    losses: Losses,
+    crop: str,
+    tolerance: float,
+    find: Callable[[], Sequence[Finding]],
 ) -> Largest:
     """Return the largest relative difference of a gradient.
 
     Args:
         module: whose parts are named among the causes.
-        found: of each gradient, and of the loss under the empty name.
+        found: of each gradient in the model's order, and of the loss under the empty name.
         losses: of both runs.
         crop: what was compared, in words.
         tolerance: what is allowed.
+        find: looks for the causes, once there is one.
 
     Raises:
         SequenceParallelError: one is too large.
@@ -113,10 +126,11 @@ def judge_gradients(
         f"{name}: ||sharded - whole|| = {found[name].error:.3e}, ||whole|| = {found[name].scale:.3e}"
         for name in worst[:3]
     )
+    wrong = [name for name in relative if not relative[name] <= tolerance]
     raise SequenceParallelError(
         f"preflight: training_step on {crop} gives another result on shards than whole (allowed: {tolerance:.0e} relative). "
-        f"Loss {losses.whole:.8g} whole, {losses.sharded:.8g} sharded. {sum(not e <= tolerance for e in relative.values())} of "
-        f"{len(relative)} gradients differ, most: {numbers}. Likely: {_causes(module)}. "
+        f"Loss {losses.whole:.8g} whole, {losses.sharded:.8g} sharded. {len(wrong)} of {len(relative)} gradients differ, most: {numbers}; first "
+        f"in the model's order: {', '.join(wrong[:3])}. {_causes(module, find(), loss_relative <= tolerance)}. "
         "Training would be silently wrong; preflight=False switches this check off"
     )
 
@@ -142,26 +156,26 @@ def judge_buffers(found: Mapping[str, Difference], crop: str, tolerance: float) 
     )
 
 
-def _causes(module: nn.Module) -> str:
-    """Return what is known to break a sequence that is split, the module's own parts first."""
-    suspects = {
-        "a convolution along the sequence": (nn.modules.conv._ConvNd,),
-        "a recurrence along the sequence": (nn.RNNBase, nn.RNNCellBase),
-        "statistics over this rank's tokens alone": (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm),
-        "pooling over this rank's tokens alone": (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd,
-                                                  nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd),
-    }  # fmt: skip
-    causes = []
-    for cause, kinds in suspects.items():
-        names = [f"{plain_name(n)} ({type(m).__name__})" for n, m in module.named_modules() if isinstance(m, kinds)]
-        if names:
-            causes.append(f"{cause}: {', '.join(names[:3])}")
-    causes.append(
-        "positions made inside the model (arange over its input's length) instead of the batch's position_ids"
+def _causes(module: nn.Module, findings: Sequence[Finding], losses_agree: bool) -> str:
+    """Return what was found on the crop, else what is known to break a sequence that is split."""
+    if findings:
+        listed = "; ".join(f"({index}) {each.describe()}" for index, each in enumerate(findings, 1))
+        return f"Found on the crop: {listed}"
+    if losses_agree:
+        return (
+            "The losses agree, and no call of the forward differs: (1) a gradient that is changed on its way (a hook, a function with a "
+            "backward of its own), or a term of the loss that each rank counts alone. Fix: let no backward depend on a rank's tokens"
+        )
+    kinds = (
+        nn.modules.conv._ConvNd,
+        nn.RNNBase,
+        nn.modules.batchnorm._BatchNorm,
+        nn.modules.instancenorm._InstanceNorm,
     )
-    causes.append("labels shifted inside the model; a shift, cumulative sum, mean or pooling over the sequence")
-    causes.append("a loss divided by the batch's rows, where data-parallel groups hold other rows")
-    causes.append(
-        "attention that lightning_sp did not see, besides one that it did; random numbers drawn in training_step"
+    names = [f"{plain_name(n)} ({type(m).__name__})" for n, m in module.named_modules() if isinstance(m, kinds)]
+    parts = [f"what mixes tokens along the sequence: {', '.join(names[:3])}"] if names else []
+    parts.append(
+        "positions made inside the model; labels shifted inside the model; targets or weights that are not the batch's"
     )
-    return "; ".join(f"({index}) {cause}" for index, cause in enumerate(causes, 1))
+    parts.append("a mean, cumulative sum or pooling over the sequence; attention that lightning_sp did not see")
+    return "Likely: " + "; ".join(f"({index}) {cause}" for index, cause in enumerate(parts, 1))

@@ -1,0 +1,64 @@
+"""Planted faults in models: the preflight catches each, names its cause, and raises no false alarm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.preflight import fault_ranks as ranks
+
+BY_HAND, SHIFT, POSITIONS = (
+    "attention that lightning_sp did not see",
+    "a shift along the sequence",
+    "positions made inside the model",
+)
+STATISTICS, NORM = "statistics over this rank's tokens alone", "a normalisation over the sequence"
+# fault -> the cause that must be named first
+CAUSES = {
+    "convolution": "a convolution along the sequence", "causal convolution": "a convolution along the sequence",
+    "gru": "a recurrence along the sequence", "lstm": "a recurrence along the sequence",
+    "batch norm": STATISTICS, "instance norm": STATISTICS,
+    "layer norm over tokens": NORM, "normalised over tokens": NORM, "deviation over tokens": NORM,
+    "mean": "a mean, sum or maximum over the sequence", "maximum": "a mean, sum or maximum over the sequence",
+    "pooling": "pooling over this rank's tokens alone",
+    "attention by hand": BY_HAND, "linear attention": BY_HAND, "softmax over tokens": BY_HAND,
+    "cumulative sum": "a cumulative sum along the sequence",
+    "roll": SHIFT, "token shift": SHIFT, "padded shift": SHIFT,
+    "first token": "one token of the sequence taken by its index", "last token": "one token of the sequence taken by its index",
+    "counted positions": POSITIONS, "table of positions": POSITIONS, "positions in the step": POSITIONS,
+    "length": "a number made of the length", "temperature": "a number made of the length", "divided by tokens": "a number made of the length",
+    "sort": "a choice among the tokens", "best tokens": "a choice among the tokens",
+    "fourier": "a Fourier transform", "flip": "a turn of the sequence", "router": "router statistics",
+    "placed": "a tower's tokens placed", "mask": "an attention whose mask is not the sequence's",
+    "rolled labels": "labels shifted inside the model", "padded labels": "labels shifted inside the model",
+    "hook": "a gradient that is changed on its way", "backward": "a gradient that is changed on its way",
+    "noise": "draws random numbers: randn_like", "dropout by name": "draws random numbers: dropout",
+}  # fmt: skip
+
+
+def test_each_fault_is_caught_and_its_cause_is_named(pools):
+    names = list(CAUSES)
+    found = pools(2).run(ranks.verdicts, names, "64-true", {"ulysses_size": 2})
+    assert found[0] == found[1], "ranks refuse together"
+    missed = {name for name, said in zip(names, found[0], strict=True) if not said.startswith("preflight: ")}
+    assert not missed, missed
+    wrong = {
+        name: said for name, said in zip(names, found[0], strict=True) if CAUSES[name] not in said.partition("(2)")[0]
+    }
+    assert not wrong, wrong
+    assert len(names) >= 30
+    settled = [name for name, said in zip(names, found[0], strict=True) if "the losses agree)" in said]
+    assert len(settled) >= 25, sorted(set(names) - set(settled))
+    convolution = found[0][names.index("convolution")]
+    assert "first in the model's order: model.embedding.weight, model.positions.weight, model.qkv.weight" in convolution
+    assert "model.part.layers.0 (Conv1d), conv1d (handed the whole's result there, the losses agree)" in convolution
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy"), [("32-true", {"ulysses_size": 2}), ("bf16-mixed", {"ring_size": 2})]
+)
+def test_in_other_precisions_faults_are_caught_and_what_is_fine_passes(pools, precision, strategy):
+    names = ["fine", "gru", "mean", "roll", "batch norm", "counted positions"]
+    fine, *faulty = pools(2).run(ranks.verdicts, names, precision, strategy)[0]
+    assert not fine
+    for name, said in zip(names[1:], faulty, strict=True):
+        assert CAUSES[name] in said, (name, said)

@@ -109,8 +109,8 @@ class _Cumsums(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is F.embedding:
-            self.lookups.append(args[0] if args else kwargs["input"])
+        if function is F.embedding and isinstance(looked_up := args[0] if args else kwargs["input"], Tensor):
+            self.lookups.append(looked_up)
         output = function(*args, **kwargs)
         if function not in _CUMSUMS or output.dim() != 2:
             return output

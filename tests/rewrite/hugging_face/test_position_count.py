@@ -11,6 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_sp.rewrite.hugging_face.position_count import PositionCount, position_counts
 from tests.rewrite.hugging_face.positions_ranks import BUILDS
+from tools.models.registry import Case
+from tools.models.user import build
 
 COUNTS = {
     "llama": PositionCount.BY_ORDER, "gpt2": PositionCount.BY_ORDER, "bert": PositionCount.BY_ORDER, "phi": PositionCount.BY_ORDER,
@@ -81,3 +83,9 @@ def test_ways_of_counting_that_no_list_names(way, count):
 )
 def test_embeddings_in_place_of_ids(name, count):
     assert position_counts(BUILDS[name]()).of_embeddings is count
+
+
+def test_a_table_that_is_asked_for_nothing_is_no_lookup():
+    """ESMC's classifier looks its ids up though it was given embeddings."""
+    model = build(Case(model_type="esmc", kind="sequence classification", class_name="ESMCForSequenceClassification"))
+    assert position_counts(model).of_ids is PositionCount.BY_ORDER

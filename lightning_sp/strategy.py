@@ -37,7 +37,7 @@ from lightning_sp.parallelize import check_same_gradients
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
-from lightning_sp.step.predictions import share_predictions, unshard_tokens, unsharded_output
+from lightning_sp.step.predictions import share_predictions, unsharded_output
 from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
 from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
@@ -132,9 +132,8 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
         Shapes: (..., s, ...) -> (..., S, ...) along `dim`. Communicates: one all_gather over the sequence's ranks.
         """
-        if self._runner is not None and self._runner.context.reference is not None:
-            return tensor
-        return unshard_tokens(tensor, self._batch, self.sequence_mesh, self._groups, dim=dim)
+        mesh = self.sequence_mesh
+        return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
 
     @property
     def _steps(self) -> StepRunner:

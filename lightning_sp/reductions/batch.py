@@ -113,13 +113,15 @@ def _real_tokens(x: Tensor, scope: Scope) -> Tensor | None:
     real = scope.real_tokens(sequence, x.device)
     if real is None:
         return None
-    if x.dim() > 1 and x.shape[:2] == (batch.rows, len(real)):
-        return real.view(1, -1, *[1] * (x.dim() - 2))
-    return real.repeat(batch.rows).view(-1, *[1] * (x.dim() - 1))
+    if len(real) > 1 and x.shape[0] == batch.rows * len(real):
+        return real.repeat(batch.rows).view(-1, *[1] * (x.dim() - 1))
+    return real.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _has_tokens(x: Tensor, rows: int, local: int) -> bool:
-    return tuple(x.shape[:2]) == (rows, local) or (x.dim() > 0 and local > 1 and x.shape[0] == rows * local)
+    # A step may put two rows for each of the batch's one after the other.
+    in_rows = x.dim() > 1 and x.shape[0] % rows == 0 and x.shape[1] == local
+    return in_rows or (x.dim() > 0 and local > 1 and x.shape[0] == rows * local)
 
 
 def _kind(x: Tensor, scope: Scope | None, of: Literal["tokens", "rows"] | None) -> Kind:

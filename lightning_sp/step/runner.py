@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
@@ -19,8 +19,10 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import mean_of_returned_sum
+from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import is_compiled, run_with_whole_parameters
 from lightning_sp.step.isolation import isolated
+from lightning_sp.step.predictions import unshard_tokens
 
 
 class StepRunner:
@@ -100,6 +102,14 @@ class StepRunner:
         self._check_reached(step)
         self._loss_check.check_rows(step, self.context.mesh, self.groups.world)
         return output
+
+    def unshard(self, tensor: Tensor, batch: SequenceInfo | None, mesh: SequenceMesh, *, dim: int) -> Tensor:
+        """Return whole sequences of a step's tokens; a reference run has whole ones. As `unshard_tokens`."""
+        if self.context.reference is not None:
+            return tensor
+        if self.context.step is not None:
+            self.context.step.num_reductions += 1
+        return unshard_tokens(tensor, batch, mesh, self.groups, dim=dim)
 
     def end(self) -> None:
         """Give every intercepted function back its own behaviour."""

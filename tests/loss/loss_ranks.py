@@ -174,6 +174,10 @@ class Loss(Plain):
         keep = labels != -100
         return F.cross_entropy(logits[keep], labels[keep])
 
+    def _gathered(self, logits: Tensor, labels: Tensor) -> Any:
+        whole = (lambda x: x) if self._trainer is None else self.trainer.strategy.unshard
+        return F.cross_entropy(whole(logits).mean(1), whole(labels).amax(1))
+
     def _squared_locally(self, logits: Tensor, labels: Tensor) -> Any:
         return logits.square().mean()
 

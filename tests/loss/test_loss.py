@@ -45,6 +45,7 @@ CASES = [
     dict(kind="squared", masks="uneven", strategy=ULYSSES, accumulate=3, size=14, preflight=True),
     dict(kind="pooled", masks="uneven", strategy=RING, preflight=True),
     dict(kind="pooled_summed", masks="uneven", strategy=RING, preflight=True),
+    dict(kind="gathered", masks="uneven", strategy=RING, preflight=True),
     dict(kind="by_name", masks="uneven", strategy=RING, accumulate=2),
     dict(kind="chunks", masks="uneven", strategy=RING, preflight=True),
     dict(kind="whole", masks="uneven", strategy=RING, accumulate=2),

@@ -163,6 +163,10 @@ def batch_of_flat_tokens(p: Part) -> Tensor:
     return r.batch_mean(local(p).square().flatten(0, 1), p.mask.flatten())
 
 
+def batch_of_pairs(p: Part) -> Tensor:
+    return r.batch_mean(torch.cat([local(p), p.x]).square()) + r.batch_sum(torch.cat([local(p), p.x]).sin()) / 99
+
+
 def batch_of_rows(p: Part) -> Tensor:
     return r.batch_mean(r.sequence_mean(local(p), p.mask).sin().sum(-1), p.of_rows)
 
@@ -198,7 +202,7 @@ OF_SEQUENCES = [
     largest, largest_of_ties, largest_of_documents, last, last_by_mask, last_of_documents, first, at_several, at_one, normalised,
 ]  # fmt: skip
 OF_BATCHES = [
-    batch_of_tokens, batch_of_masked_tokens, batch_of_weighed_tokens, batch_of_flat_tokens, batch_of_rows, batch_sum_of_tokens,
+    batch_of_tokens, batch_of_masked_tokens, batch_of_weighed_tokens, batch_of_flat_tokens, batch_of_rows, batch_of_pairs, batch_sum_of_tokens,
     batch_sum_of_all_tokens, batch_sum_of_rows, in_batch_negatives, normalised_by_batch,
 ]  # fmt: skip
 PROGRAMS = {each.__name__: each for each in (*OF_SEQUENCES, *OF_BATCHES)}

@@ -68,7 +68,7 @@ def batch_sum(x: Tensor, mask: Tensor | None = None, *, of: Literal["tokens", "r
     total = values.sum()
     if scope is None:
         return total
-    if kind == "tokens":
+    if kind == "tokens" and scope.size > 1:
         return comm.sum_over_ranks(total, scope.step.loss_group)
     return total if scope.data_group is None else comm.sum_over_ranks(total, scope.data_group)
 
@@ -129,7 +129,7 @@ def _kind(x: Tensor, scope: Scope | None, of: Literal["tokens", "rows"] | None) 
     if scope is None or x.dim() == 0 or of == "rows":
         return "rows"
     batch = scope.step.batch
-    if scope.size > 1 and any(_has_tokens(x, batch.rows, scope.local_tokens(each)) for each in batch.sequences):
+    if any(_has_tokens(x, batch.rows, scope.local_tokens(each)) for each in batch.sequences):
         return "tokens"
     return "rows" if x.shape[0] == batch.rows and (of is None or scope.size == 1) else "unknown"
 

@@ -87,5 +87,5 @@ def test_embeddings_in_place_of_ids(name, count):
 
 def test_a_table_that_is_asked_for_nothing_is_no_lookup():
     """ESMC's classifier looks its ids up though it was given embeddings."""
-    model = build(Case(model_type="esmc", kind="sequence classification", class_name="ESMCForSequenceClassification"))
+    model = build(Case(model_type="esmc", kind="sequence classification", class_name="EsmcForSequenceClassification"))
     assert position_counts(model).of_ids is PositionCount.BY_ORDER

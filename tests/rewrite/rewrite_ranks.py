@@ -479,7 +479,7 @@ FAULTS: dict[str, Any] = {
 
 
 def two_models(world: int) -> list[Any]:
-    """Two trainers with other layouts in one process, one after the other, then the first again."""
+    """Two trainers with other layouts in one process, one after the other, then the first again, then one that cannot take its model."""
     first = Model("llama")
     loader = DataLoader(rows_of(), batch_size=2)
     one = quiet_trainer(world, strategy={"ring_size": world}, max_steps=1)
@@ -490,7 +490,7 @@ def two_models(world: int) -> list[Any]:
     one.fit_loop.max_epochs, one.fit_loop.epoch_loop.max_steps = 2, 2
     one.fit(first, loader)
     try:
-        quiet_trainer(world, max_steps=1).fit(first, loader)
+        quiet_trainer(world, strategy={"activation_checkpointing": True}, max_steps=1).fit(first, loader)
         refusal = "NOT REFUSED"
     except SequenceParallelError as error:
         refusal = str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -177,26 +178,26 @@ def precision(world: int, strategy: dict[str, Any], name: str) -> dict[str, Any]
     }
 
 
-def sanity_then_fit_under_inference_mode(world: int) -> int:
-    """Force the branch that Lightning takes on NCCL, with a sanity check first."""
+def validate_then_fit_under_inference_mode(world: int) -> int:
+    """Force the branch that Lightning takes on NCCL: validate, then fit the same module."""
     import lightning.pytorch.loops.utilities as loops
 
-    original = loops.dist.get_backend
-    loops.dist.get_backend = lambda *args: "nccl"  # only the loops' question is answered so
+    original = loops.dist
+    # Only the loops' question is answered so.
+    loops.dist = SimpleNamespace(**{**vars(original), "get_backend": lambda *args: "nccl"})
     try:
         module = Evaluated(tiny_llama)
         trainer = quiet_trainer(world, num_sanity_val_steps=2, max_steps=2)
         data = DataLoader(TokenDataset(4), batch_size=2)
         used = []
         module.on_validation_batch_start = lambda *a: used.append(torch.is_inference_mode_enabled())  # type: ignore[method-assign]
-        # The strategy's own barriers must go on asking the true backend.
-        trainer.strategy.barrier = lambda name=None: dist.all_reduce(torch.zeros(1))  # type: ignore[method-assign]
-        trainer.fit(module, data, data)
+        trainer.validate(module, data, verbose=False)
         assert used
+        trainer.fit(module, data, data)
         assert not any(used)
         return trainer.global_step
     finally:
-        loops.dist.get_backend = original
+        loops.dist = original
 
 
 def sharded_by_the_loader(world: int, size: int, stream: bool, how: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_precision(pools, name, parameters, grads, optimizer):
 
 
 def test_evaluation_never_enters_inference_mode(pools):
-    assert pools(2).run(scenarios.sanity_then_fit_under_inference_mode, 2) == [2, 2]
+    assert pools(2).run(scenarios.validate_then_fit_under_inference_mode, 2) == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.models.batches import Trial
-from tools.models.registry import Case
+from tools.models.registry import HEADS, Case
 from tools.models.shrink import tiny_config
 
 LEARNING_RATE = 0.02
@@ -29,6 +29,10 @@ def build(case: Case) -> Any:
     config._experts_implementation = "eager"  # the grouped product takes no float64
     if case.kind == "causal LM" and hasattr(config, "is_decoder"):
         config.is_decoder = True
+    if case.kind in HEADS:
+        # Rows of one length need no padding token, but some classes ask for one; some draw dropout where the config has no number for it.
+        config.pad_token_id = config.pad_token_id if getattr(config, "pad_token_id", None) is not None else 0
+        config.classifier_dropout = 0.0
     with torch.device("meta"):
         num_parameters = sum(each.numel() for each in model_class(config).parameters())
     if num_parameters > MOST_PARAMETERS:

@@ -51,8 +51,12 @@ def pass_position_ids(
             # The batch's own are of a user who hands them on; where they mean documents they are part of the declaration.
             own = sequence.position_ids if sequence.boundaries is not None else _by_order(context, sequence)
             kwargs[name] = own if like is None else own.to(like.device)
-    # With a cache Hugging Face keeps every layer's keys and drops the documents of packed rows.
-    kwargs["use_cache"] = False
+    # With a cache Hugging Face keeps every layer's keys and drops the documents of packed rows. A head of an encoder-decoder that does not
+    # name the option sets it itself (T5Gemma 2's for tokens).
+    if "use_cache" in inspect.signature(module.forward).parameters or not getattr(
+        module.config, "is_encoder_decoder", False
+    ):
+        kwargs["use_cache"] = False
     return args, kwargs
 
 

@@ -37,7 +37,7 @@ models: $(STAMP)  ## try the models of transformers, write docs/models.md; ARGS=
 	$(TEST_ENV) $(BIN)/python -m tools.models --workers $(WORKERS) $(ARGS)
 
 compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler
-	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/test_compile.py $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/compile/test_compile.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers, spelling
 	$(BIN)/ruff check .

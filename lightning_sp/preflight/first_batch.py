@@ -18,11 +18,11 @@ from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_with_whole_parameters
-from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, other_lengths
+from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths
+from lightning_sp.preflight.crops.shared_crop import shared_crop
+from lightning_sp.preflight.crops.untouched_batch import untouched_batch
 from lightning_sp.preflight.run import run_preflight
-from lightning_sp.preflight.shared_crop import shared_crop
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.preflight.untouched_batch import untouched_batch
 from lightning_sp.step.runner import StepRunner
 
 # Runs training_step on a batch of the host, as the precision and the device want it; given what was whole.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import gradient_differences
+from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.trial import SEED, Outcome, Trial
-from lightning_sp.preflight.verdict import relative_differences, tolerance_of
 
 # Draws named in a message.
 _NAMED = 4

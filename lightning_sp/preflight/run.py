@@ -17,12 +17,12 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import buffer_differences, gradient_differences
-from lightning_sp.preflight.diagnosis import Finding, find_causes
+from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
+from lightning_sp.preflight.explain.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
 from lightning_sp.preflight.groups import averages_groups, trial_of_groups
 from lightning_sp.preflight.other_tokens import modules_of_other_tokens
 from lightning_sp.preflight.random_draws import check_random_draws
 from lightning_sp.preflight.trial import Outcome, Trial
-from lightning_sp.preflight.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
 
 
 def run_preflight(trial: Trial) -> Agreement | None:

@@ -20,8 +20,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
 from lightning_sp.parallelize import without_checkpoints
 from lightning_sp.preflight.comparison import buffers_of, plain_name
-from lightning_sp.preflight.trace import Trace, traced
-from lightning_sp.preflight.watch import AttentionCall, Draw, Watch, module_stack
+from lightning_sp.preflight.recording.trace import Trace, traced
+from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated, streams
 
 SEED = 1234

@@ -56,7 +56,7 @@ ATTENTION = (
     ),
     fault(
         "a decoder's positions counted from its shard's start",
-        "rewrite/hugging_face/position_embeddings.py",
+        "rewrite/hugging_face/positions/position_embeddings.py",
         '"position_ids": positions}',
         '"position_ids": None}',
         TWO_SEQUENCES,
@@ -207,7 +207,7 @@ ATTENTION = (
     ),
     fault(
         "positions not given to a Hugging Face model",
-        "rewrite/hugging_face/position_ids.py",
+        "rewrite/hugging_face/positions/position_ids.py",
         "if kwargs.get(name) is None and sequence.position_ids is not None:",
         "if False:",
         REWRITTEN,

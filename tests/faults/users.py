@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
-COMPILED = "tests/trainer/test_user_compile.py"
+COMPILED = "tests/trainer/compile/test_user_compile.py"
 OPTIONS = "tests/trainer/test_lightning_options.py"
 
 USERS = (
@@ -35,7 +35,7 @@ USERS = (
         "parallelize/meta_device.py",
         ' is None and not _reads_pretrained():',
         " is None:",
-        "tests/trainer/test_pretrained.py::test_weights_are_rank_0s_wherever_the_model_is_built",
+        "tests/trainer/pretrained/test_pretrained.py::test_weights_are_rank_0s_wherever_the_model_is_built",
     ),
     fault(
         "a user's split split again",

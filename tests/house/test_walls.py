@@ -24,7 +24,16 @@ PLANTED = {
         "rewrite/hugging_face/models.py",
         "from lightning_sp.rewrite.hugging_face import masks",
     ),
-    "Inside preflight": ("preflight/comparison.py", "from lightning_sp.preflight import verdict"),
+    "Inside rewrite.hugging_face.positions": (
+        "rewrite/hugging_face/positions/position_count.py",
+        "from lightning_sp.rewrite.hugging_face.positions import rotary",
+    ),
+    "Inside preflight": ("preflight/comparison.py", "from lightning_sp.preflight import trial"),
+    "Inside preflight.crops": ("preflight/crops/crop.py", "from lightning_sp.preflight.crops import shared_crop"),
+    "Inside preflight.explain": (
+        "preflight/explain/verdict.py",
+        "from lightning_sp.preflight.explain import diagnosis",
+    ),
     "Inside step": ("step/isolation.py", "from lightning_sp.step import runner"),
     "Inside trainer": ("trainer/loops.py", "from lightning_sp.trainer import sharded_model"),
     "Inside parallelize": ("parallelize/gloo_collectives.py", "from lightning_sp.parallelize import fsdp"),

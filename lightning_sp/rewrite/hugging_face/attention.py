@@ -13,7 +13,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.explicit_mask import explicit_mask
-from lightning_sp.rewrite.hugging_face.relative_bias import adds_zeros
+from lightning_sp.rewrite.hugging_face.positions.relative_bias import adds_zeros
 from lightning_sp.rewrite.requested_mask import RequestedMask
 
 # What models add to the scores in eager attention.

@@ -19,19 +19,19 @@ from torch import nn
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.attention import attention_forward
 from lightning_sp.rewrite.hugging_face.balance_loss import wrap_balance_loss
-from lightning_sp.rewrite.hugging_face.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
-from lightning_sp.rewrite.hugging_face.position_count import PositionCount, PositionCounts, position_counts
-from lightning_sp.rewrite.hugging_face.position_embeddings import pass_positions_to_embeddings, sums_ids
-from lightning_sp.rewrite.hugging_face.position_ids import pass_position_ids
-from lightning_sp.rewrite.hugging_face.relative_bias import wrap_relative_bias
-from lightning_sp.rewrite.hugging_face.rotary import wrap_rotary
-from lightning_sp.rewrite.hugging_face.temperature import wrap_temperature
+from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
+from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
+from lightning_sp.rewrite.hugging_face.positions.position_embeddings import pass_positions_to_embeddings, sums_ids
+from lightning_sp.rewrite.hugging_face.positions.position_ids import pass_position_ids
+from lightning_sp.rewrite.hugging_face.positions.relative_bias import wrap_relative_bias
+from lightning_sp.rewrite.hugging_face.positions.rotary import wrap_rotary
+from lightning_sp.rewrite.hugging_face.positions.temperature import wrap_temperature
 
 _numbers = itertools.count()
 # Its embeddings are handed this rank's positions: the model itself is left alone.

@@ -10,7 +10,7 @@ from lightning_sp.data.batch.hand_sharded import hand_sharded_info
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout, merge
-from lightning_sp.preflight.crop import crop_batch, crop_extent
+from lightning_sp.preflight.crops.crop import crop_batch, crop_extent
 
 LAYOUT = SequenceLayout(ring_size=2)  # lengths are multiples of 4
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.trainer import tuned_ranks as ranks
-from tests.trainer.pretrained_ranks import save_pretrained
+from tests.trainer.pretrained import tuned_ranks as ranks
+from tests.trainer.pretrained.pretrained_ranks import save_pretrained
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
 CASES = [

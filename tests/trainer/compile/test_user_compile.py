@@ -7,7 +7,7 @@ import torch
 
 from lightning_sp import export_checkpoint
 from lightning_sp.testing import max_error
-from tests.trainer import compile_ranks as ranks
+from tests.trainer.compile import compile_ranks as ranks
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
 CASES = [

@@ -14,7 +14,7 @@ from lightning_sp.data.batch.entries import plain_entries, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
-from lightning_sp.preflight.crop import Crop, crop_batch, crop_extent, has_rows, rebuild_plain
+from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, has_rows, rebuild_plain
 
 # Groups whose crops differ: each adds its rows to what every rank runs whole.
 MOST_GROUPS = 8

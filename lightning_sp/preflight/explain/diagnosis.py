@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.preflight.causes import TELLING, Cause, cause_of
-from lightning_sp.preflight.trace import Event, Key, Summary, Trace
+from lightning_sp.preflight.explain.causes import TELLING, Cause, cause_of
+from lightning_sp.preflight.recording.trace import Event, Key, Summary, Trace
 from lightning_sp.preflight.trial import Trial
 
 # Causes looked for, one after the other.

@@ -7,8 +7,8 @@ import torch
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.preflight.crop import Crop
-from lightning_sp.preflight.shared_crop import join_crops
+from lightning_sp.preflight.crops.crop import Crop
+from lightning_sp.preflight.crops.shared_crop import join_crops
 
 
 def test_crops_are_joined_row_by_row():

@@ -160,7 +160,7 @@ def handed_by_order(names: list[str]) -> list[str]:
     from unittest.mock import patch
 
     from lightning_sp.rewrite.hugging_face import interface
-    from lightning_sp.rewrite.hugging_face.position_count import PositionCount, PositionCounts
+    from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts
 
     by_order = PositionCounts(PositionCount.BY_ORDER, PositionCount.BY_ORDER)
     with patch.object(interface, "position_counts", lambda _: by_order):

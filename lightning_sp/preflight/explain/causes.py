@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_sp.preflight.trace import Event
+from lightning_sp.preflight.recording.trace import Event
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests.rewrite.hugging_face import positions_ranks as ranks
+from tests.rewrite.hugging_face.positions import positions_ranks as ranks
 
 RING, ULYSSES = {"ring_size": 2, "preflight": True}, {"ulysses_size": 2, "preflight": False}
 COUNTS = ("llama", "bert", "roberta", "xmod", "esm", "opt", "bart decoder")

@@ -7,7 +7,7 @@ import torch
 
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight.crop import crop_batch, crop_extent, crop_tokens
+from lightning_sp.preflight.crops.crop import crop_batch, crop_extent, crop_tokens
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 
 from lightning_sp import export_checkpoint
 from lightning_sp.testing import max_error
-from tests.trainer import tuned_ranks as ranks
-from tests.trainer.pretrained_ranks import save_pretrained
+from tests.trainer.pretrained import tuned_ranks as ranks
+from tests.trainer.pretrained.pretrained_ranks import save_pretrained
 
 pytest.importorskip("peft")
 
@@ -95,5 +95,5 @@ def test_prompts_are_refused_by_name(pools, base, kind):
 def test_parameters_that_are_no_plain_tensors_are_refused_by_name(pools, base):
     case = dict(kind="quantized", place="__init__", folder=base, strategy=RING, world=2)
     for (answer,) in pools(2).run(ranks.runs, [case]):
-        assert "model.lm_head.weight is a tests.trainer.tuned_ranks.Quantized" in answer["error"], answer
+        assert "model.lm_head.weight is a tests.trainer.pretrained.tuned_ranks.Quantized" in answer["error"], answer
         assert "LoRA" in answer["error"]

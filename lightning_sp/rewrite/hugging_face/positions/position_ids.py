@@ -18,7 +18,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
 from lightning_sp.rewrite.hugging_face.encoder_decoder import check_encoder_decoder, is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.models import own_class
-from lightning_sp.rewrite.hugging_face.position_count import PositionCount, PositionCounts
+from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts
 
 
 def pass_position_ids(

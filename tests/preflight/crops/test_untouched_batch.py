@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import move_data_to_device
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight.untouched_batch import untouched_batch
+from lightning_sp.preflight.crops.untouched_batch import untouched_batch
 
 CPU = torch.device("cpu")
 

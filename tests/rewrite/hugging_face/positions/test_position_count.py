@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lightning_sp.rewrite.hugging_face.position_count import PositionCount, position_counts
-from tests.rewrite.hugging_face.positions_ranks import BUILDS
+from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, position_counts
+from tests.rewrite.hugging_face.positions.positions_ranks import BUILDS
 from tools.models.registry import Case
 from tools.models.user import build
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.trainer import pretrained_ranks as ranks
+from tests.trainer.pretrained import pretrained_ranks as ranks
 
 PLACES = ("__init__", "setup", "configure_model")
 

@@ -1,0 +1,1 @@
+"""What a difference means: the verdict, and the likely cause, found by experiment."""

@@ -1,0 +1,1 @@
+"""What is written down while a step runs: its calls, dtypes, random draws and attention."""

@@ -1,0 +1,1 @@
+"""The positions that a Hugging Face model computes from the tokens it is given: those of the whole sequence."""

@@ -38,9 +38,23 @@ DATA = (
     fault(
         "a stream read by every rank",
         "data/loaders/same_samples.py",
-        "    )\n    return BroadcastLoader(loader, coordinates)\n",
+        "    )\n    return found\n",
         "    )\n    return loader\n",
         "tests/trainer/test_fit.py::test_streams_are_read_by_one_rank_and_end_together",
+    ),
+    fault(
+        "every group trains the same batches of a user's own sampler",
+        "data/loaders/deal.py",
+        "            yield whole[self.coordinates.dp_rank]\n",
+        "            yield whole[0]\n",
+        "tests/data/loaders/test_deal.py::test_groups_read_the_rounds_of_one_device",
+    ),
+    fault(
+        "every group trains the whole of a stream",
+        "data/loaders/broadcast_loader.py",
+        "        self.deals = len({number for number, _ in states if number is not None}) == 1\n",
+        "        self.deals = False\n",
+        "tests/data/loaders/test_deal.py::test_every_batch_is_read_by_one_group[stream]",
     ),
     fault(
         "shuffled whatever the user said",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lightning_sp import comm
+from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.loaders.coordinates import DataCoordinates
+from lightning_sp.data.loaders.deal import DealtIndices
 from lightning_sp.data.loaders.fillers import ignore_targets
 from lightning_sp.errors import SequenceParallelError
 
@@ -31,11 +34,13 @@ class RankState(NamedTuple):
         dp_rank: its data-parallel rank.
         kind: of its `ReadResult`.
         error: what failed; else None.
+        round: a number of the batches of all groups, of which this rank's is one; None where they are not known here.
     """
 
     dp_rank: int
     kind: str
     error: str | None
+    round: int | None = None
 
 
 class BroadcastLoader:
@@ -49,22 +54,26 @@ class BroadcastLoader:
     Args:
         loader: the user's; iterated on the reading rank alone.
         coordinates: this rank's.
+        dealt: the loader's sampler, where its indices are dealt over the data-parallel groups.
 
+    `deals` says whether the batches are dealt over the groups, each of which reads all of them (`find_deals`).
     `skip` micro-batches of the next epoch are read and discarded: the cursor that a checkpoint stored.
     """
 
-    def __init__(self, loader: Iterable[Any], coordinates: DataCoordinates) -> None:
-        self.loader, self.coordinates = loader, coordinates
+    def __init__(self, loader: Iterable[Any], coordinates: DataCoordinates, dealt: DealtIndices | None = None) -> None:
+        self.loader, self.coordinates, self.dealt = loader, coordinates, dealt
+        self.deals = False
+        self._source: Iterator[Any] | None = None
         self.fillers_from: int | None = None
         self.skip = 0
 
     def __len__(self) -> int:
-        """Return the length of the user's loader."""
-        return len(self.loader)  # type: ignore[arg-type]
+        """Return the length of the user's loader; where its batches are dealt, the number of rounds."""
+        return -(-len(self.loader) // (self.coordinates.dp_size if self.deals else 1))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         # Lightning turns epochs by `sampler`/`batch_sampler`, and asks loaders that keep a state for it.
-        if name in ("loader", "coordinates"):
+        if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -79,14 +88,17 @@ class BroadcastLoader:
         """Yield the reading rank's batches on every rank of the group."""
         self.fillers_from = None
         reads = comm.rank_in(self.coordinates.sequence_group) == 0
-        source = iter(self.loader) if reads else iter(())
+        # Of the first epoch `find_deals` has read the start.
+        started, self._source = self._source, None
+        source = started or (iter(self.loader) if reads else iter(()))
         # Of the epoch that a checkpoint ended in; the next ones are read from their start.
         skip, self.skip = self.skip, 0
         count, last = 0, None
         while True:
-            kind, batch = self._receive(self._read(source) if reads else None)
+            kind, batch = self._receive(self._read_own(source) if reads else None)
             error = batch if kind == "error" else None
-            if self._all_ended(RankState(self.coordinates.dp_rank, kind, error), count):
+            drawn = self.dealt.rounds.popleft() if self.dealt is not None and reads and kind == "batch" else None
+            if self._all_ended(RankState(self.coordinates.dp_rank, kind, error, drawn), count):
                 return
             if kind == "end":
                 if last is None:
@@ -116,6 +128,40 @@ class BroadcastLoader:
         except Exception as error:  # sent to the peers, which would wait for ever
             return ReadResult("error", f"{type(error).__name__}: {error}")
 
+    def find_deals(self) -> None:
+        """Read the first batch on each data-parallel group: where it is the same on all, nobody has split the data, and batches are dealt.
+
+        Collective over all ranks.
+
+        Raises:
+            SequenceParallelError: a rank's loader failed.
+        """
+        coordinates = self.coordinates
+        reads = comm.rank_in(coordinates.sequence_group) == 0
+        source = iter(self.loader) if reads else iter(())
+        first = self._read(source) if reads else None
+        number = digest(first.value) if first is not None and first.kind == "batch" else None
+        error = first.value if first is not None and first.kind == "error" else None
+        states = comm.gather_objects((number, error), coordinates.control_group)
+        check_errors([error for _, error in states])
+        self.deals = len({number for number, _ in states if number is not None}) == 1
+        if first is not None and first.kind == "batch":
+            self._source = itertools.chain([first.value], source)
+
+    def _read_own(self, source: Iterator[Any]) -> ReadResult:
+        """Return this group's batch of a round where batches are dealt, else the next one."""
+        if not self.deals:
+            return self._read(source)
+        own = None
+        for place in range(self.coordinates.dp_size):
+            found = self._read(source)
+            if own is None and (found.kind != "batch" or place == self.coordinates.dp_rank):
+                own = found
+            if found.kind != "batch":
+                break
+        assert own is not None
+        return own
+
     def _receive(self, read: ReadResult | None) -> ReadResult:
         """Return what the reading rank of this sequence has read; it passes that in, its peers None."""
         if self.coordinates.sequence_group is not None:
@@ -131,8 +177,13 @@ class BroadcastLoader:
             SequenceParallelError: a rank's loader failed, or ranks of one sequence read different numbers of batches.
         """
         states = [RankState(*state) for state in comm.gather_objects(tuple(own), self.coordinates.control_group)]
-        if errors := [f"rank {rank}: {state.error}" for rank, state in enumerate(states) if state.kind == "error"]:
-            raise SequenceParallelError("the loader failed: " + "; ".join(errors))
+        check_errors([state.error for state in states])
+        if len({state.round for state in states} - {None}) > 1:
+            raise SequenceParallelError(
+                f"the sampler of {type(self.loader).__name__} draws other indices on each data-parallel rank (in round {count}), so its batches "
+                "cannot be dealt over them: give it a generator with the same seed on all ranks, or split the samples yourself with "
+                "Trainer(use_distributed_sampler=False)"
+            )
         ended = {state.dp_rank for state in states if state.kind == "end"}
         if unequal := ended & {state.dp_rank for state in states if state.kind == "batch"}:
             raise SequenceParallelError(
@@ -141,3 +192,13 @@ class BroadcastLoader:
                 "(shard_batch=False)"
             )
         return all(state.kind == "end" for state in states)
+
+
+def check_errors(errors: list[str | None]) -> None:
+    """Raise what the loaders of some ranks failed with.
+
+    Args:
+        errors: of every rank; None where it did not fail.
+    """
+    if said := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:
+        raise SequenceParallelError("the loader failed: " + "; ".join(said))

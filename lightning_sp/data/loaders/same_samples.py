@@ -3,7 +3,7 @@
 Where a loader is a plain `DataLoader` over a map-style dataset, its sampler is replaced by one of ours. Where it cannot be
 (iterable or streaming datasets, own samplers, own loader classes), one rank of each sequence's group reads, and sends every batch to its
 peers. Their batches cannot differ then, whatever the loader's seeds and workers do. With `use_distributed_sampler=False` the user has split the
-samples: each rank reads its own.
+samples: each rank reads its own. In training such batches are dealt over the data-parallel groups, unless the user has split them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_sp import comm
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.coordinates import DataCoordinates
+from lightning_sp.data.loaders.deal import deal_indices
 from lightning_sp.data.loaders.replace_sampler import can_replace_sampler, has_our_sampler, replace_sampler
 
 
@@ -60,8 +61,26 @@ def same_samples(
             f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"
         )
         return BroadcastLoader(loader, replace(coordinates, sequence_group=None))
+    return _read_by_one(loader, coordinates, training=training, seed=seed)
+
+
+def _read_by_one(loader: Any, coordinates: DataCoordinates, *, training: bool, seed: int) -> BroadcastLoader:
+    """Return a loader that one rank of each sequence's group reads; in training its batches are dealt over the groups if nobody split them."""
+    own, dealt = deal_indices(loader, coordinates, seed) if training else (loader, None)
+    found = BroadcastLoader(own, coordinates, dealt)
+    said = ""
+    if coordinates.dp_size > 1 and training:
+        if dealt is None:
+            found.find_deals()
+        said = (
+            f"; the groups read other samples: they are split over the {coordinates.dp_size} groups already"
+            if dealt is None and not found.deals
+            else f"; batches are dealt over the {coordinates.dp_size} data-parallel groups, batch i to group i % {coordinates.dp_size}"
+        )
+        if found.deals:
+            said += ", and each group reads all of them: split the data by trainer.strategy.data_parallel_rank to read each once"
     rank_zero_info(
-        f"sequence_parallel: the order of {kind} cannot be replaced, so one rank of each sequence's group reads it and sends the batches to "
-        f"its peers; split the data over {coordinates.dp_size} data-parallel groups by trainer.strategy.data_parallel_rank"
+        f"sequence_parallel: the order of {type(loader).__name__} cannot be replaced, so one rank of each sequence's group reads it and sends "
+        f"the batches to its peers{said}"
     )
-    return BroadcastLoader(loader, coordinates)
+    return found

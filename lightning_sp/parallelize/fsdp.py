@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
+from lightning_sp.parallelize.model_parts import gather_for_parts
 from lightning_sp.parallelize.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
 
@@ -104,10 +105,16 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
     """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place."""
     children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
-    for unit in (*blocks, *models):
-        if any(True for _ in unit.parameters()) and not shares_parameters(root, unit):
-            fully_shard(unit, mesh=mesh)
+    units = [
+        unit
+        for unit in (*blocks, *models)
+        if any(True for _ in unit.parameters()) and not shares_parameters(root, unit)
+    ]
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
     fully_shard(root, mesh=mesh)
+    for model in set(models) & set(units):
+        gather_for_parts(model, units)
     use_all_pairs_collectives(fsdp_modules(root), mesh)
     find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)

@@ -25,6 +25,11 @@ def find_outputs_in_objects(modules: Iterable[Any]) -> None:
 
 
 def _hook(module: Any, args: Any, output: Any) -> None:
+    register_outputs_in_objects(module, output)
+
+
+def register_outputs_in_objects(module: Any, output: Any) -> None:
+    """Gather a sharded module for the backward of the tensors that objects in its output hold."""
     # What is compiled returns what torch can trace.
     if torch.compiler.is_compiling() or isinstance(output, Tensor) or not torch.is_grad_enabled():
         return

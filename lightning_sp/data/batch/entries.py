@@ -19,7 +19,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 
 DECODER = "decoder_"
-# Standard names -> (dimension of the sequence, value of padding). Hugging Face's, nanoGPT's and torchtune's.
+# Standard names -> (dimension of the sequence, value of padding). Hugging Face's, nanoGPT's, torchtune's and TRL's.
 STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "input_ids": (1, 0),
     "inputs_embeds": (1, 0.0),
@@ -32,6 +32,9 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "attention_mask": (1, 1),
     "token_type_ids": (1, 0),
     "loss_mask": (1, 0),
+    "target_mask": (1, 0),
+    "loss_weights": (1, 0.0),
+    "seq_idx": (1, 0),
     "decoder_input_ids": (1, 0),
     "decoder_inputs_embeds": (1, 0.0),
     "decoder_position_ids": (1, 0),

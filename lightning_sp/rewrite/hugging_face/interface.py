@@ -25,6 +25,7 @@ from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_head
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
+from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
 from lightning_sp.rewrite.hugging_face.positions.position_embeddings import pass_positions_to_embeddings, sums_ids
@@ -83,6 +84,7 @@ def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) 
         counts = PositionCounts(*(_handed if each is PositionCount.OWN_WAY else each for each in counts))
     hook = partial(pass_position_ids, context, counts)
     undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+    pass_positions_to_base_models(model, context, undo)
     return counts
 
 

@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 WORKERS ?= 2
 AT_A_TIME := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-all test-long faults models compile lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long faults models flows compile lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -35,6 +35,9 @@ faults: $(STAMP)  ## put each fault of others back and see a test fail; ARGS="ls
 
 models: $(STAMP)  ## try the models of transformers, write docs/models.md; ARGS="bert llama" renews their rows
 	$(TEST_ENV) $(BIN)/python -m tools.models --workers $(WORKERS) $(ARGS)
+
+flows: $(STAMP)  ## try what users do around a model, write docs/flows.md; ARGS="dpo lora" renews their rows
+	$(TEST_ENV) $(BIN)/python -m tools.flows --workers $(WORKERS) $(ARGS)
 
 compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler
 	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/compile/test_compile.py $(ARGS)

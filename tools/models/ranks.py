@@ -26,15 +26,15 @@ LAYOUTS = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
 
 def reference(trial: Trial, file: str, seed: int = 5) -> dict[str, Any]:
     """Train on one device with plain Lightning, and write weights before and after to a file; return the losses, or why it cannot."""
-    _quiet()
+    quiet()
     try:
         module = User(trial)
-        before = _weights(module)
+        before = weights_of(module)
         torch.manual_seed(seed)
         _trainer(strategy="auto", devices=1).fit(module, _loader(trial, module))
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
-    after = _weights(module)
+    after = weights_of(module)
     if not all(torch.isfinite(tensor).all() for tensor in after.values()):
         return {"outcome": "not finite", "why": "plain Lightning leaves weights that are not finite"}
     if all(torch.equal(before[name].to(tensor), tensor) for name, tensor in after.items()):
@@ -45,7 +45,7 @@ def reference(trial: Trial, file: str, seed: int = 5) -> dict[str, Any]:
 
 def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, Any]:
     """Train under the strategy; return exact, wrong with its numbers, or refused with its reason. What else is raised ends the ranks."""
-    _quiet()
+    quiet()
     ulysses, ring = LAYOUTS[layout]
     module = User(trial)
     torch.manual_seed(seed)
@@ -57,7 +57,7 @@ def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, An
     finally:
         gc.collect()
     expected = torch.load(file)
-    return compare(_weights(module), module.losses, expected)
+    return compare(weights_of(module), module.losses, expected)
 
 
 def seeds_differ(trial: Trial, file: str) -> dict[str, Any]:
@@ -107,7 +107,8 @@ def _loader(trial: Trial, module: User) -> DataLoader[Any]:
     return DataLoader(Batches(trial, module.model), batch_size=ROWS)
 
 
-def _weights(module: User) -> dict[str, Tensor]:
+def weights_of(module: pl.LightningModule) -> dict[str, Tensor]:
+    """Return each parameter, whole, in float64."""
     found = {}
     for name, parameter in module.named_parameters():
         whole: Any = parameter.detach()
@@ -115,7 +116,8 @@ def _weights(module: User) -> dict[str, Tensor]:
     return found
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Show no warning, and no line of Lightning or transformers."""
     if not gc.get_freeze_count():
         gc.freeze()  # what is imported stays: to search it after each run would take a third of a run's time
     warnings.filterwarnings("ignore")

@@ -46,6 +46,10 @@ class Worlds:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worlds."""
         for pool in self._started.values():
             pool.close()
 

@@ -1,0 +1,28 @@
+"""A masked mean by hand: sum of the losses divided by the number of targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.flows.tiny import Tuned, llama, rows
+
+
+class Module(Tuned):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["input_ids"]).logits
+        each = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="none")
+        mask = (batch["shift_labels"] % 2 == 0).flatten().to(each.dtype)
+        loss = (each * mask).sum() / mask.sum()
+        self.log("train_loss", loss)
+        return loss
+
+
+def main(batch_size: int, **options: Any) -> pl.LightningModule:
+    module = Module(llama())
+    pl.Trainer(max_epochs=1, **options).fit(module, DataLoader(rows(), batch_size=batch_size))
+    return module

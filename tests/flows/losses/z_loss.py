@@ -1,0 +1,28 @@
+"""Cross entropy and a z-loss on the logits, both means over all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp.reductions import batch_mean
+from tests.flows.tiny import Tuned, llama, rows
+
+
+class Module(Tuned):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["input_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        loss = loss + 1e-2 * batch_mean(logits.logsumexp(-1).square())
+        self.log("train_loss", loss)
+        return loss
+
+
+def main(batch_size: int, **options: Any) -> pl.LightningModule:
+    module = Module(llama())
+    pl.Trainer(max_epochs=1, **options).fit(module, DataLoader(rows(), batch_size=batch_size))
+    return module

@@ -1,0 +1,52 @@
+"""What users do around a model: docs/flows.md has a row for each script, and says what comes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.flows.page import PAGE, Row, page, read_page, row_of
+from tools.flows.registry import flows
+from tools.flows.worlds import answer
+
+pytest.importorskip("datasets")
+pytest.importorskip("torchdata")
+pytest.importorskip("trl")
+
+FLOWS = {flow.name: flow for flow in flows()}
+# Of each topic: own samplers and streams, packed documents, parts of a model called alone, two optimizers, adapters; and what is refused.
+SUBSET = (
+    "buckets", "datasets_streaming", "flattening_with_lengths", "several_next_tokens", "dpo", "mean_by_hand", "inputs_embeds", "two_models",
+    "manual_optimization", "lora", "resume",
+)  # fmt: skip
+
+
+def test_every_script_has_a_row_and_every_row_a_script():
+    rows = read_page(PAGE.read_text())
+    assert [(row.topic, row.name, row.what) for row in rows] == [(f.topic, f.name, f.title) for f in flows()]
+    assert len(rows) == len(FLOWS) >= 50
+
+
+def test_no_row_is_wrong_or_a_crash():
+    assert {row.outcome for row in read_page(PAGE.read_text())} <= {"exact", "refused"}
+
+
+def test_a_page_reads_back_as_it_was_written():
+    why = "a reason of many words that is broken over more lines than one because it would not fit a window " * 3
+    rows = [
+        Row(topic="data", name="one", what="What one does", outcome="exact"),
+        Row(topic="trainer", name="two", what="What two does", outcome="refused", why=why.strip()),
+    ]
+    assert read_page(page(rows)) == rows
+    assert max(len(line) for line in page(rows).splitlines() if not line.startswith("|")) <= 120
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SUBSET else pytest.param(name, marks=pytest.mark.slow) for name in FLOWS]
+)
+def test_the_page_is_true_of_a_flow(pools, name):
+    flow = FLOWS[name]
+    (row,) = (row for row in read_page(PAGE.read_text()) if row.name == name)
+    layouts = ["data 2 x ring 2"] if name in SUBSET else ["ulysses 2", "ring 2", "data 2 x ring 2"]
+    found = answer(pools, flow, layouts)
+    assert found["outcome"] == row.outcome, found
+    assert row_of(flow, found).why[:40] == row.why[:40]

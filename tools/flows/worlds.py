@@ -1,0 +1,21 @@
+"""The outcome of a flow: of its run on one device, and of its runs under the strategy in each layout."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from tools.flows.ranks import LAYOUTS, reference, sharded
+from tools.flows.registry import Flow
+from tools.models.outcome import worst
+from tools.models.worlds import Pools, answer_of
+
+
+def answer(pools: Pools, flow: Flow, layouts: Sequence[str] = tuple(LAYOUTS)) -> dict[str, Any]:
+    """Return the outcome of a flow, the worst of all layouts."""
+    with tempfile.TemporaryDirectory(prefix="flows-") as folder:
+        found = answer_of(pools(1), reference, flow, folder)
+        if found["outcome"] != "ran":
+            return found
+        return worst([answer_of(pools(LAYOUTS[layout][0]), sharded, flow, layout, folder) for layout in layouts])

@@ -133,6 +133,12 @@ class SequenceContext:
         self._check_ambiguous(queries, keys)
         return of_queries, of_keys
 
+    def leaves_alone(self, queries: int, keys: int) -> bool:
+        """Return whether attention of so many queries and keys is torch's own in a step: to other tokens, where no sequence is split."""
+        if self.step is None or self.mesh.layout.size > 1:
+            return self.step is None
+        return self._sequence_of_length(queries) is None or self._sequence_of_length(keys) is None
+
     def _check_ambiguous(self, queries: int, keys: int) -> None:
         """Refuse attention that may be to other tokens of the batch, as many as this rank has of the sequence, where nothing tells the two."""
         assert self.step is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.data.batch.entries import batch_entries, named_dims, plain_entries
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_with_whole_parameters
-from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths
+from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths, rebuild_plain
+from lightning_sp.preflight.crops.media import is_of_media
 from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.crops.untouched_batch import untouched_batch
 from lightning_sp.preflight.run import run_preflight
@@ -77,12 +79,10 @@ def try_first_batch(
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop.
     """
-    if not runner.module.automatic_optimization:
-        rank_zero_info(
-            "preflight: skipped, for with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
-        )
-        return
     mesh = runner.context.mesh
+    if why := _why_not(batch, runner, options):
+        rank_zero_info(f"preflight: skipped, for {why}")
+        return
     crop, own = shared_crop(
         batch,
         options,
@@ -108,6 +108,7 @@ def try_first_batch(
             batch=whole.info,
             of_group=(lambda: run_with_whole_parameters(lambda: run(group.batch, group.info)), group.info),
             shorter=_shorter(crop, options, run, runner.device),
+            shorter_text=_shorter_text(crop, options, run, runner.device),
             own=sharded.info,
             # The rows of the groups' crops stand one after the other in the whole one.
             first_row=mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows,
@@ -120,6 +121,16 @@ def try_first_batch(
         runner.start_run()
     if found is not None:
         rank_zero_info(found.describe())
+
+
+def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | None:
+    """Return why a step cannot be tried, or need not be."""
+    if not runner.module.automatic_optimization:
+        return "with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
+    whole = runner.context.mesh.layout.size == 1 and not is_sharded(batch)
+    if whole and not named_dims(batch_entries(batch, options), options):
+        return "the batch holds no sequence, and none is split"
+    return None
 
 
 def _both_runs(
@@ -153,3 +164,14 @@ def _shorter(
         return None
     part = _untouched(crop_batch(crop.batch, options, (crop.rows, *shorter)).batch, options, device)
     return lambda: run_with_whole_parameters(lambda: run(part.batch, part.info)), part.info
+
+
+def _shorter_text(
+    crop: Crop, options: ShardOptions, run: RunStep, device: torch.device
+) -> tuple[Callable[[], Any], SequenceInfo] | None:
+    """Return the same without images, videos and sounds: their placeholders may fill the crop, and none of them can be left out alone."""
+    entries = plain_entries(crop.batch)
+    text = {name: value for name, value in entries.items() if not is_of_media(name, value)}
+    if len(text) == len(entries) or not isinstance(crop.batch, Mapping):
+        return None
+    return _shorter(replace(crop, batch=rebuild_plain(crop.batch, text)), options, run, device)

@@ -3,6 +3,7 @@
 a module's call                    whole crop     shorter crop
 queries and keys follow            64 x 64        48 x 48         the sequence's: on shards
 neither follows                    17 x 17        17 x 17         a tower of images, say: whole on every rank
+                                                  no call         likewise, where the shorter crop had to leave out the images
 the queries alone follow           64 x 17        48 x 17         cross attention to it: each rank's queries over the whole
 the keys alone follow              8 x 64         8 x 48          refused: each rank would see its own keys
 """
@@ -28,7 +29,9 @@ def modules_of_other_tokens(trial: Trial, whole: Outcome) -> list[nn.Module] | N
     Raises:
         SequenceParallelError: a module attends to both kinds of tokens, or from other tokens to the sequence.
     """
-    shorter = trial.attention_of_shorter()
+    shorter, text = trial.attention_of_shorter(), None
+    if shorter is None:
+        shorter = text = trial.attention_of_shorter(text_alone=True)
     if shorter is None or trial.shorter is None:
         return None
     lengths = [tuple(each.length for each in batch.sequences) for batch in (trial.batch, trial.shorter[1])]
@@ -36,6 +39,12 @@ def modules_of_other_tokens(trial: Trial, whole: Outcome) -> list[nn.Module] | N
     for name, pairs in _by_module(whole.attention, shorter).items():
         for one, other in pairs:
             kinds[name].add((_follows(one.queries, other.queries, lengths), _follows(one.keys, other.keys, lengths)))
+    if text is not None:
+        # What text alone does not call attends to what was left out, unless it reads the text too.
+        called = {each.module for each in text}
+        for call in whole.attention:
+            if call.module not in called and not {call.queries, call.keys}.intersection(lengths[0]):
+                kinds[call.module].add(_OTHER)
     found = {name: each for name, each in kinds.items() if each != {_OWN}}
     for name, each in found.items():
         if len(each) > 1 or each == {_KEYS} or not name:

@@ -62,6 +62,7 @@ class Trial:
         batch: what the whole crop holds.
         of_group: runs training_step on the whole crop of this rank's data-parallel group, and what that holds.
         shorter: a shorter crop's runner and what it holds; None where none can be shorter.
+        shorter_text: likewise, without images, videos and sounds; None where the batch has none.
         own: what this rank's group's crop holds.
         first_row: of it, in the whole crop.
         sequence_rank: of this rank.
@@ -76,6 +77,7 @@ class Trial:
     batch: SequenceInfo
     of_group: tuple[Callable[[], Any], SequenceInfo]
     shorter: tuple[Callable[[], Any], SequenceInfo] | None
+    shorter_text: tuple[Callable[[], Any], SequenceInfo] | None
     own: SequenceInfo
     first_row: int
     sequence_rank: int
@@ -115,11 +117,16 @@ class Trial:
                 attention=tuple(calls),
             )
 
-    def attention_of_shorter(self) -> tuple[AttentionCall, ...] | None:
-        """Return the attention calls of a shorter whole crop; None where there is none, or the step fails on it."""
-        if self.shorter is None:
+    def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:
+        """Return the attention calls of a shorter whole crop; None where there is none, or the step fails on it.
+
+        Args:
+            text_alone: of the one without images, videos and sounds.
+        """
+        shorter = self.shorter_text if text_alone else self.shorter
+        if shorter is None:
             return None
-        run, batch = self.shorter
+        run, batch = shorter
         calls: list[AttentionCall] = []
         with (
             self._alone(batch, SEED),
@@ -141,13 +148,28 @@ class Trial:
         """
         try:
             with _together(), isolated(self.module, self.device):
-                output = self.run_sharded()
+                with self._named():
+                    output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 num_sums = 0 if self.context.step is None else self.context.step.num_sums
                 gradients = _backward(self.module, loss)
                 return Outcome(loss=loss, gradients=gradients, buffers=buffers_of(self.module), num_sums=num_sums)
         finally:
             self.context.step = None
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say of an error of the model's own that it comes of shards: whole the same step ran."""
+        try:
+            yield
+        except SequenceParallelError:
+            raise
+        except Exception as error:
+            raise SequenceParallelError(
+                f"preflight: training_step runs on {self.crop} whole, and fails on shards: {type(error).__name__}: {error}; the model compares "
+                "or counts something over all tokens of its input, of which it sees this rank's alone; do that on the whole batch, in the "
+                "collate function say, or with lightning_sp.reductions"
+            ) from error
 
     def traced_whole(self, trace: Trace) -> float | None:
         """Run the whole crop forward, noting its calls, and return its loss; None where it has none, or fails."""

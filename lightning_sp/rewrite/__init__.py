@@ -4,6 +4,7 @@ from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models
+from lightning_sp.rewrite.hugging_face.placement import placeholder_ids
 from lightning_sp.rewrite.sdpa import SdpaInterception
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "SdpaInterception",
     "decoder_inputs",
     "hugging_face_models",
+    "placeholder_ids",
 ]

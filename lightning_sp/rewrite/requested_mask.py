@@ -19,12 +19,15 @@ class RequestedMask:
     Args:
         mask: of the whole sequence.
         says_nothing: whether it hides nothing but later tokens, or nothing at all: then a layer may say whether it is causal.
-        tokens: keys of this rank.
+        shape: what it would have for this rank's tokens, (rows, 1, queries, keys): a model within another asks whether a mask is made already.
         blind_targets: whether a token that sees no key has a target, in a model whose own attention is eager.
     """
 
-    def __init__(self, mask: AttentionMask, *, says_nothing: bool, tokens: int, blind_targets: bool = False) -> None:
-        self.mask, self.says_nothing, self.tokens, self.blind_targets = mask, says_nothing, tokens, blind_targets
+    def __init__(
+        self, mask: AttentionMask, *, says_nothing: bool, shape: tuple[int, int, int, int], blind_targets: bool = False
+    ) -> None:
+        self.mask, self.says_nothing, self.blind_targets = mask, says_nothing, blind_targets
+        self.shape, self.ndim = shape, len(shape)
 
     def __getitem__(self, index: Any) -> RequestedMask:
         parts = index if isinstance(index, tuple) else (index,)
@@ -33,7 +36,7 @@ class RequestedMask:
         return self
 
     def _keeps_all(self, part: slice) -> bool:
-        return part.start in (None, 0) and part.step in (None, 1) and (part.stop is None or part.stop >= self.tokens)
+        return part.start in (None, 0) and part.step in (None, 1) and (part.stop is None or part.stop >= self.shape[3])
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

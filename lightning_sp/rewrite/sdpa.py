@@ -61,7 +61,7 @@ class SdpaInterception(AbstractContextManager[None]):
         enable_gqa: bool = False,
     ) -> Tensor:
         assert self._original is not None
-        if self.context.step is None:
+        if self.context.leaves_alone(query.shape[-2], key.shape[-2]):
             assert not isinstance(attn_mask, RequestedMask)
             if self.context.reference is not None:
                 self.context.note_reference_attention(query.shape[-2], key.shape[-2])
@@ -71,6 +71,7 @@ class SdpaInterception(AbstractContextManager[None]):
             return self._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        assert self.context.step is not None
         if query.dim() == 3:
             # (B x H, S, D), as nn.MultiheadAttention with one head per row may call: there are no heads to exchange.
             raise SequenceParallelError(

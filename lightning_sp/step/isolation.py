@@ -2,7 +2,8 @@
 
 Every plain attribute of every module is put back: tensors, numbers, and what lists, dicts, sets and deques hold, nested ones too. That
 covers buffers, the states of torchmetrics, caches built on first use, and what a step appends. What lies inside objects of other
-classes cannot be known and stays: a step that writes to a file or to an object of the user's has written.
+classes cannot be known and stays: a step that writes to a file or to an object of the user's has written. Hooks that a step registers go:
+transformers registers some on first use, notes so in an attribute, and would register them twice.
 
 Elementwise dropout draws other masks on shards than on the whole, so it is switched off meanwhile.
 """
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 # What torch and Lightning keep in a module for themselves; parameters are FSDP's, and no step of training writes to them.
 _OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
 # The elements of longer lists and dicts, a data set in memory, are not looked into.
 MAX_VISITED = 10_000
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -75,6 +77,8 @@ def _snapshot(root: nn.Module) -> Callable[[], None]:
         undo.append(partial(_restore_attributes, attributes, watched))
         for value in watched.values():
             _remember(value, undo, visited)
+        for name in _HOOKS:
+            undo.append(partial(_remove_new, attributes[name], set(attributes[name])))
 
     def restore() -> None:
         for each in undo:
@@ -127,6 +131,11 @@ def _restore_tensor(value: Tensor, before: Tensor) -> None:
 def _restore_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
     value.clear()
     value.update(before)
+
+
+def _remove_new(hooks: dict[int, Any], before: set[int]) -> None:
+    for each in hooks.keys() - before:
+        del hooks[each]
 
 
 def _restore_set(value: set[Any], before: set[Any]) -> None:

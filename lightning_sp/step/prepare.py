@@ -51,6 +51,7 @@ from lightning_sp.rewrite import (
     SdpaInterception,
     decoder_inputs,
     hugging_face_models,
+    placeholder_ids,
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
 from lightning_sp.rewrite.rebind import rebind_to
@@ -211,6 +212,7 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         balance=config.balance,
         device=device.type,
         decoder_inputs=of_labels,
+        placeholders=placeholder_ids(models),
     )
 
 

@@ -38,6 +38,27 @@ USERS = (
         "tests/trainer/pretrained/test_pretrained.py::test_weights_are_rank_0s_wherever_the_model_is_built",
     ),
     fault(
+        "hooks of a trial that stay, beside those that training registers",
+        "step/isolation.py",
+        "            undo.append(partial(_remove_new, attributes[name], set(attributes[name])))\n",
+        "            pass\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[hidden_states]",
+    ),
+    fault(
+        "tokens of images placed from the first on, on each rank",
+        "rewrite/hugging_face/placement.py",
+        "    own = shard(numbers, sequence.layout, context.mesh.sequence_rank, dim=1)[places]\n",
+        "    own = numbers.flatten()[: int(places.sum())]\n",
+        "tests/rewrite/hugging_face/test_placement.py::test_a_model_with_images_trains_as_on_one_device[one each-strategy0]",
+    ),
+    fault(
+        "positions of images counted on a shard",
+        "rewrite/hugging_face/positions/rope_index.py",
+        "    if step is None or context.mesh.layout.size == 1:\n",
+        "    if True:\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen_vl_images]",
+    ),
+    fault(
         "a user's split split again",
         "data/loaders/same_samples.py",
         "    if can_replace_sampler(loader) and not own_samplers:\n",

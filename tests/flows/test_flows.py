@@ -13,10 +13,11 @@ pytest.importorskip("torchdata")
 pytest.importorskip("trl")
 
 FLOWS = {flow.name: flow for flow in flows()}
-# Of each topic: own samplers and streams, packed documents, parts of a model called alone, two optimizers, adapters; and what is refused.
+# Of each topic: own samplers and streams, packed documents, parts of a model called alone, two optimizers, adapters, images in the text; and
+# what is refused.
 SUBSET = (
     "buckets", "datasets_streaming", "flattening_with_lengths", "several_next_tokens", "dpo", "mean_by_hand", "inputs_embeds", "two_models",
-    "manual_optimization", "lora", "resume",
+    "manual_optimization", "lora", "resume", "hidden_states", "llava_images", "qwen_vl_images", "gemma_images",
 )  # fmt: skip
 
 

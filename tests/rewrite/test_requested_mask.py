@@ -14,7 +14,7 @@ from lightning_sp.rewrite.requested_mask import RequestedMask
 
 @pytest.fixture
 def mask():
-    return RequestedMask(AttentionMask(causal=True), says_nothing=True, tokens=16)
+    return RequestedMask(AttentionMask(causal=True), says_nothing=True, shape=(2, 1, 16, 16))
 
 
 def test_a_cut_that_leaves_all_keys_in_changes_nothing(mask):
@@ -45,6 +45,10 @@ def test_a_cut_that_leaves_all_keys_in_changes_nothing(mask):
 def test_a_model_that_computes_with_it_is_refused(mask, use, what):
     with pytest.raises(SequenceParallelError, match=f"the model {what} the attention mask that it asked for"):
         use(mask)
+
+
+def test_a_model_within_another_sees_that_it_is_made_already(mask):
+    assert (mask.ndim, tuple(mask.shape)) == (4, (2, 1, 16, 16))
 
 
 def test_what_looks_for_protocols_finds_none(mask):

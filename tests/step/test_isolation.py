@@ -25,6 +25,23 @@ class Hoarder(nn.Module):
         raise AssertionError("logged")
 
 
+def test_hooks_that_a_step_registers_go_and_those_that_it_removes_stay_away():
+    module, calls = Hoarder(), []
+    module.forward = lambda: None
+    once = module.register_forward_hook(lambda *_: calls.append("once"))
+    module.register_forward_pre_hook(lambda *_: calls.append("always"))
+    with isolated(module, torch.device("cpu")):
+        once.remove()
+        module.installed = True  # transformers notes so that its hooks are there
+        module.register_forward_hook(lambda *_: calls.append("new"), always_call=True)
+        module.register_forward_pre_hook(lambda *_: calls.append("new"), with_kwargs=True)
+    module()
+    assert calls == ["always"]
+    assert not hasattr(module, "installed")
+    assert not module._forward_hooks_always_called
+    assert not module._forward_pre_hooks_with_kwargs
+
+
 def test_traceless_puts_back_what_a_step_writes():
     module = Hoarder()
     module.weight.grad = torch.full((2,), 5.0)

@@ -20,7 +20,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ulysses 2": (2, {"ulysses_size": 2}),
     "ring 2": (2, {"ring_size": 2}),
     "data 2 x ring 2": (4, {"data_parallel_size": 2, "ring_size": 2}),
+    "data 2": (2, {"data_parallel_size": 2}),
 }
+USUAL = ("ulysses 2", "ring 2", "data 2 x ring 2")
 
 
 def reference(flow: Flow, folder: str) -> dict[str, Any]:

@@ -40,6 +40,12 @@ class Flow:
         """Options of the strategy that the flow needs: `STRATEGY` of the script."""
         return dict(getattr(self._module(), "STRATEGY", {}))
 
+    @property
+    def layouts(self) -> list[str] | None:
+        """The layouts that it is for: `LAYOUTS` of the script; None for the usual ones."""
+        found: list[str] | None = getattr(self._module(), "LAYOUTS", None)
+        return found
+
     def _module(self) -> Any:
         return importlib.import_module(f"tests.flows.{self.topic}.{self.name}")
 

@@ -6,14 +6,15 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from tools.flows.ranks import LAYOUTS, reference, sharded
+from tools.flows.ranks import LAYOUTS, USUAL, reference, sharded
 from tools.flows.registry import Flow
 from tools.models.outcome import worst
 from tools.models.worlds import Pools, answer_of
 
 
-def answer(pools: Pools, flow: Flow, layouts: Sequence[str] = tuple(LAYOUTS)) -> dict[str, Any]:
-    """Return the outcome of a flow, the worst of all layouts."""
+def answer(pools: Pools, flow: Flow, layouts: Sequence[str] = USUAL) -> dict[str, Any]:
+    """Return the outcome of a flow, the worst of all layouts: of its own, where it is for some alone."""
+    layouts = flow.layouts or layouts
     with tempfile.TemporaryDirectory(prefix="flows-") as folder:
         found = answer_of(pools(1), reference, flow, folder)
         if found["outcome"] != "ran":

@@ -35,6 +35,7 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "target_mask": (1, 0),
     "loss_weights": (1, 0.0),
     "seq_idx": (1, 0),
+    "mm_token_type_ids": (1, 0),
     "decoder_input_ids": (1, 0),
     "decoder_inputs_embeds": (1, 0.0),
     "decoder_position_ids": (1, 0),
@@ -80,6 +81,29 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
     Raises:
         SequenceParallelError: there is none, or a declared one that the batch does not have.
     """
+    dims = named_dims(entries, options)
+    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _has_tensors(value)]
+    if not dims and nested:
+        raise SequenceParallelError(
+            f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
+            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, or return one flat dict"
+        )
+    short = [n for n, d in dims.items() if entries[n].dim() <= d]
+    if not dims or short:
+        raise SequenceParallelError(
+            f"the batch has no sequence dimension{f' in {short}' if short else ''}: it holds {shapes_of(entries)}; known names are "
+            f"{', '.join(STANDARD_NAMES)} with the sequence along dim 1; name others by sequence_dims={{'name': dim}} (tuples by index, "
+            "{'0': 1, '1': 1}), shard by hand and pass shard_batch=False, or train without splitting sequences: sequence_parallel_size=1"
+        )
+    return dims
+
+
+def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:
+    """Return the dimension of the sequence in each entry of a known or declared name; empty where there is none.
+
+    Raises:
+        SequenceParallelError: the batch does not have a declared one.
+    """
     known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
     # A mask of queries and keys passes whole: the model hands it to its attention as it is. So do labels of rows: one for each.
     whole = [
@@ -96,19 +120,6 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
                 f"sequence_dims[{name!r}]={dim}: the batch has {shape} there; it has {shapes_of(entries)}"
             )
         dims[name] = dim
-    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _has_tensors(value)]
-    if not dims and nested:
-        raise SequenceParallelError(
-            f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
-            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, or return one flat dict"
-        )
-    short = [n for n, d in dims.items() if entries[n].dim() <= d]
-    if not dims or short:
-        raise SequenceParallelError(
-            f"the batch has no sequence dimension{f' in {short}' if short else ''}: it holds {shapes_of(entries)}; known names are "
-            f"{', '.join(STANDARD_NAMES)} with the sequence along dim 1; name others by sequence_dims={{'name': dim}} (tuples by index, "
-            "{'0': 1, '1': 1}), or shard by hand and pass shard_batch=False"
-        )
     return dims
 
 

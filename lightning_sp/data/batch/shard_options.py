@@ -15,8 +15,9 @@ class ShardOptions:
     """How to find and read the sequence in a batch; see the options of the same names in `config`.
 
     `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
-    `decoder_inputs` makes a Hugging Face decoder's input of whole labels, where the batch has none. `apart` is whether the sequences of an
-    encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does.
+    `decoder_inputs` makes a Hugging Face decoder's input of whole labels, where the batch has none. `placeholders` are ids in whose place
+    a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an encoder-decoder batch are padded to different
+    lengths where they must be told apart, as a step in progress does.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -27,4 +28,5 @@ class ShardOptions:
     device: str = "cpu"
     attention: tuple[AttentionPattern, ...] = ()
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
+    placeholders: tuple[int, ...] = ()
     apart: bool = True

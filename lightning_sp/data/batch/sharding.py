@@ -18,6 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.entries import (
     DECODER,
     batch_entries,
+    named_dims,
     sequence_dims,
     shapes_of,
     split_sequences,
@@ -33,7 +34,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     """Return this rank's part of a whole batch, and what was whole.
 
     Args:
-        batch: a mapping, tuple or list of tensors; tensors without the sequence pass as they are.
+        batch: a mapping, tuple or list of tensors; tensors without the sequence pass as they are. So does a batch without one, where nothing
+            is split.
         layout: the degrees, and the layout unless `options.balance` asks for one that suits the batch's documents: the second result has it.
         rank: this rank's among those that share the sequence.
         options: names, dims and labels.
@@ -45,6 +47,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         SequenceParallelError: no sequence found, lengths that differ, labels of unknown shift, a mask that hides tokens.
     """
     entries = batch_entries(batch, options)
+    if layout.size == 1 and not named_dims(entries, options):
+        return batch, _without_sequence(entries)
     dims = sequence_dims(entries, options)
     own, encoder = split_sequences(dims)
     sequence = BatchSequence(entries=entries, dims=own, others=encoder, prefix=DECODER if encoder else "")
@@ -66,6 +70,14 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     elif info.shift_labels is not None and options.model_shifts_labels and not encoder:
         local["shift_labels"] = info.shift_labels
     return rebuild(batch, {**given, **local}), info
+
+
+def _without_sequence(entries: Mapping[str, Any]) -> SequenceInfo:
+    """Return what a batch holds whose rows are of no sequence, images say: each of them counts as one token."""
+    sizes = [int(value.shape[0]) for value in entries.values() if isinstance(value, Tensor) and value.dim() > 0]
+    return SequenceInfo(
+        rows=sizes[0] if sizes else 1, length=1, padded_length=1, boundaries=None, position_ids=None, shift_labels=None
+    )
 
 
 def _other_inputs(given: Mapping[str, Any], info: SequenceInfo) -> tuple[str, ...]:

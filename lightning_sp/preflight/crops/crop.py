@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.targets import batch_targets
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.preflight.crops.media import has_rows_of_its_own, placeholders
 
 # Two rows, so that what mixes rows shows; more would only cost.
 ROWS = 2
@@ -54,15 +55,40 @@ def crop_extent(
 ) -> tuple[int, ...]:
     """Return the (rows, tokens) of a whole batch's crops, and the tokens of the encoder's where it holds two sequences."""
     entries = batch_entries(batch, options)
-    own, encoder = split_sequences(sequence_dims(entries, options))
-    rows, length = extent(entries, own, encoder)
-    lengths = [length, *([extent(entries, encoder, own)[1]] if encoder else [])]
+    rows, *lengths = whole_extent(batch, options)
+    span = placeholders(entries, options)
+    if span is not None:
+        least = span[1] - span[0]
+        wanted = max(wanted or max(8 * layout.multiple, LEAST_TOKENS), least + layout.multiple)
     tokens = [crop_tokens(each, layout, wanted) for each in lengths]
     others = other_lengths(batch, options)
     while not others.isdisjoint(tokens) and tokens != lengths:
         # A crop as long as another entry would be taken for it.
         tokens = [min(whole, each + layout.multiple) for whole, each in zip(lengths, tokens, strict=True)]
-    return min(rows, ROWS), *tokens
+    return rows if has_rows_of_its_own(entries, rows) else min(rows, ROWS), *tokens
+
+
+def whole_extent(batch: Any, options: ShardOptions) -> tuple[int, ...]:
+    """Return the (rows, tokens) of a whole batch, and the tokens of the encoder's sequence where it holds two."""
+    entries = batch_entries(batch, options)
+    own, encoder = split_sequences(sequence_dims(entries, options))
+    return *extent(entries, own, encoder), *([extent(entries, encoder, own)[1]] if encoder else [])
+
+
+def common_extent(
+    extents: Sequence[tuple[int, ...]], wholes: Sequence[tuple[int, ...]], holds_media: Sequence[bool]
+) -> tuple[int, ...]:
+    """Return the extent of a crop that all groups can give, and that holds what each needs if it can.
+
+    Args:
+        extents: of each group's crop.
+        wholes: of each group's batch.
+        holds_media: whether a group's crop must hold placeholders.
+    """
+    least = tuple(min(each) for each in zip(*extents, strict=True))
+    largest = tuple(max(each) for each in zip(*extents, strict=True))
+    possible = all(n <= min(each) for n, each in zip(largest, zip(*wholes, strict=True), strict=True))
+    return largest if any(holds_media) and possible else least
 
 
 def other_lengths(batch: Any, options: ShardOptions) -> set[int]:
@@ -89,11 +115,14 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
     height, tokens, *encoder_tokens = size
     labels = batch_targets(entries, options)
     position_ids = entries.get("position_ids") if not encoder else None
+    span = placeholders(entries, options)
     first: Crop | None = None
     for last in (min(rows, row + height) for row in range(0, rows, height)):
         row = last - height
         read = _encoder_window(entries, encoder, (row, last), encoder_tokens[0]) if encoder else None
-        for start in _starts(position_ids[row:last] if isinstance(position_ids, Tensor) else None, length, tokens):
+        for start in _starts(
+            position_ids[row:last] if isinstance(position_ids, Tensor) else None, length, tokens, span
+        ):
             targets = None if labels is None else labels[row:last, start : start + tokens]
             count = None if targets is None else int((targets != IGNORE_INDEX).sum())
             if count == 0 and first is not None:
@@ -128,7 +157,12 @@ def _encoder_window(
     return length, (max(starts, key=lambda start: int(left[:, start : start + tokens].sum(1).min())), tokens)
 
 
-def _starts(position_ids: Tensor | None, length: int, tokens: int) -> Iterator[int]:
+def _starts(position_ids: Tensor | None, length: int, tokens: int, span: tuple[int, int] | None) -> Iterator[int]:
+    """Yield where a window may start: with a span that it must hold, there alone if it can."""
+    if span is not None and span[1] - span[0] <= tokens:
+        yield min(max(0, span[1] - tokens), length - tokens)
+        yield min(span[0], length - tokens)
+        return
     boundaries = None if position_ids is None or position_ids.dim() != 2 else boundaries_from_positions(position_ids)
     if boundaries is not None:
         edge = min(int(e) for e in boundaries.flatten() if e > 0)

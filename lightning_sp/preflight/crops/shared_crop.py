@@ -14,7 +14,16 @@ from lightning_sp.data.batch.entries import plain_entries, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
-from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, has_rows, rebuild_plain
+from lightning_sp.preflight.crops.crop import (
+    Crop,
+    common_extent,
+    crop_batch,
+    crop_extent,
+    has_rows,
+    rebuild_plain,
+    whole_extent,
+)
+from lightning_sp.preflight.crops.media import is_of_media, placeholders
 
 # Groups whose crops differ: each adds its rows to what every rank runs whole.
 MOST_GROUPS = 8
@@ -63,9 +72,16 @@ def shared_crop(
     """
     if hand_sharded:
         batch = whole_batch(batch, options, layout, sequence_group)
-    # The groups' batches may have other lengths; their crops are as large as all can give.
-    extents = comm.gather_objects(crop_extent(batch, options, layout, wanted), control_group)
-    own = crop_batch(batch, options, tuple(min(each) for each in zip(*extents, strict=True)))
+    # The groups' batches may have other lengths and images at other places; one crop suits all.
+    extents = comm.gather_objects(
+        (
+            crop_extent(batch, options, layout, wanted),
+            whole_extent(batch, options),
+            placeholders(plain_entries(batch), options) is not None,
+        ),
+        control_group,
+    )
+    own = crop_batch(batch, options, common_extent(*zip(*extents, strict=True)))
     gathered = comm.gather_objects(own if sequence_rank == 0 else None, control_group)
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
     # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
@@ -84,7 +100,7 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
         return first
     entries_of = [plain_entries(crop.batch) for crop in crops]
     dims = sequence_dims(entries_of[0], options)
-    kinds = [{name: _kind(value) for name, value in entries.items()} for entries in entries_of]
+    kinds = [{name: _kind(name, value) for name, value in entries.items()} for entries in entries_of]
     for group, other in enumerate(kinds):
         if other != kinds[0]:
             raise SequenceParallelError(
@@ -98,7 +114,10 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
             "sequence along dim 0 and have no rows; put the rows first, or preflight=False trains without the check"
         )
     joined = {
-        name: _join([entries[name] for entries in entries_of], dims.get(name), first.rows) for name in entries_of[0]
+        name: _join(
+            [entries[name] for entries in entries_of], dims.get(name), first.rows, of_media=is_of_media(name, value)
+        )
+        for name, value in entries_of[0].items()
     }
     counts = [crop.num_targets for crop in crops if crop.num_targets is not None]
     targets = sum(counts) if len(counts) == len(crops) else None
@@ -110,14 +129,17 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
     )
 
 
-def _kind(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def _kind(name: str, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    # Groups may have other numbers of images.
+    return f"{value.dtype} {('any', *value.shape[1:]) if is_of_media(name, value) else tuple(value.shape)}"
 
 
-def _join(values: list[Any], dim: int | None, rows: int) -> Any:
+def _join(values: list[Any], dim: int | None, rows: int, *, of_media: bool) -> Any:
     if dim is not None and values[0].shape[0] == 1:  # one row for all, as position_ids may be
         values = [value.expand(rows, *value.shape[1:]) for value in values]
-    if not all(has_rows(value, dim, rows) for value in values):
+    if not of_media and not all(has_rows(value, dim, rows) for value in values):
         return values[0]
     if isinstance(values[0], Tensor):
         return torch.cat(values)

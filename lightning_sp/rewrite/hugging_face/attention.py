@@ -29,11 +29,12 @@ def attention_forward(
 
     Shapes: query (B, H, s, D), key and value (B, K, s, D) -> (B, s, H, D).
     """
-    if context.step is None:
+    if context.leaves_alone(query.shape[2], key.shape[2]):
         result: tuple[Tensor, None] = original(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return result
+    assert context.step is not None
     layer = type(module).__name__
     queries, keys = context.sequences(query.shape[2], key.shape[2])
     mask, bias = _given_mask(context, attention_mask, queries, keys, layer)

@@ -22,15 +22,18 @@ from lightning_sp.rewrite.hugging_face.balance_loss import wrap_balance_loss
 from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
+from lightning_sp.rewrite.hugging_face.image_runs import number_runs_of_whole_sequence
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
+from lightning_sp.rewrite.hugging_face.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
 from lightning_sp.rewrite.hugging_face.positions.position_embeddings import pass_positions_to_embeddings, sums_ids
 from lightning_sp.rewrite.hugging_face.positions.position_ids import pass_position_ids
 from lightning_sp.rewrite.hugging_face.positions.relative_bias import wrap_relative_bias
+from lightning_sp.rewrite.hugging_face.positions.rope_index import count_on_whole_sequence
 from lightning_sp.rewrite.hugging_face.positions.rotary import wrap_rotary
 from lightning_sp.rewrite.hugging_face.positions.temperature import wrap_temperature
 
@@ -66,6 +69,10 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             wrap_rotary(model, self.context, self._undo)
             wrap_temperature(model, self.context, self._undo)
             wrap_relative_bias(model, self.context, self._undo)
+            count_on_whole_sequence(model, self.context, self._undo)
+            number_runs_of_whole_sequence(model, self.context, self._undo)
+        if any([count_placeholders_of_all_ranks(model, self.context, self._undo) for model in self.models]):
+            place_by_whole_sequence(self.context, self._undo)
         counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]
         summed = [sums_ids(model) for model in self.models if is_encoder_decoder(model)]
         if any(PositionCount.BY_CUMSUM in each for each in counts) or any(summed):

@@ -18,11 +18,12 @@ from lightning_sp import comm
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.context.masks import build_mask
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.context.step import SequenceContext
+from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import shard
 from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens
+from lightning_sp.rewrite.hugging_face.image_runs import with_whole_flags
 from lightning_sp.rewrite.requested_mask import RequestedMask
 
 # Transformers' names of them. Documents come from the whole batch's positions and not from a shard's, so their own functions are skipped.
@@ -59,6 +60,10 @@ def requested_mask(
     step = context.step
     if step is None:
         return original(*args, **kwargs)
+    if isinstance(made := kwargs.get("attention_mask"), RequestedMask):
+        return made
+    if _is_of_other_tokens(context, step, int(kwargs["q_length"])):
+        return original(*args, **kwargs)
     queries, batch = step.batch, step.batch
     if batch.encoder is not None:
         queries, batch = context.sequences(int(kwargs["q_length"]), int(kwargs["kv_length"]))
@@ -90,9 +95,16 @@ def requested_mask(
         queries, batch, causal=causal, window_size=window, chunk_size=sizes.get(_CHUNKS), hides_padding=hides
     )
     mask = replace(mask, mask_mod=_all_of(functions)) if functions else mask
+    shape = (batch.rows, 1, context.local_tokens(queries), context.local_tokens(batch))
     says_nothing = not sizes and not hides and not functions
     blind = implementation == "eager" and causal and hides and queries is batch and _has_blind_targets(context, batch)
-    return RequestedMask(mask, says_nothing=says_nothing, blind_targets=blind, tokens=context.local_tokens(batch))
+    return RequestedMask(mask, says_nothing=says_nothing, blind_targets=blind, shape=shape)
+
+
+def _is_of_other_tokens(context: SequenceContext, step: Step, queries: int) -> bool:
+    """Return whether a mask is made in the step for a tower that runs whole."""
+    runs_whole = context.unsharded.known or context.mesh.layout.size == 1
+    return runs_whole and queries not in {context.local_tokens(each) for each in step.batch.sequences}
 
 
 def _mask_function(
@@ -113,12 +125,13 @@ def _mask_function(
         raise SequenceParallelError(
             f"the model asks for a mask made of {part.name} of unknown size: it cannot be carried; without it the model would be silently wrong"
         )
-    check_whole_tensors(context, part.function, f"the model's mask function {part.name}")
+    function: _MaskFunction = with_whole_flags(context, part.function, batch)
+    check_whole_tensors(context, function, f"the model's mask function {part.name}")
     if origin is None or batch.has_attention_mask or part.name in _KNOWN:
-        return clamp_to_real_tokens(part.function, queries, batch)
+        return clamp_to_real_tokens(function, queries, batch)
     start = origin.to(_device(batch))
     return clamp_to_real_tokens(
-        lambda row, head, query, key: part.function(row, head, query - start[row, query], key - start[row, key]),
+        lambda row, head, query, key: function(row, head, query - start[row, query], key - start[row, key]),
         queries,
         batch,
     )

@@ -1,4 +1,4 @@
-"""A ViT classifies images: no sequence in the batch."""
+"""A ViT classifies images: no sequence in the batch to split."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """How a Hugging Face model counts the positions of its tokens when it is given none: found by experiment, on 2 rows of 22 tokens.
 
     BY_ORDER       0, 1, 2, ... whatever the tokens are                          -> it is handed each rank's global positions
+    FROM_ONE       1, 2, 3, ... likewise (PaliGemma)                             -> it is handed them, and 1 more
     BY_CUMSUM      by a cumulative sum of its ids or of its mask (RoBERTa, OPT)  -> it counts itself, over the whole sequence
     OWN_WAY        otherwise                                                     -> refused where its tokens are on several ranks
 
@@ -36,6 +37,7 @@ class PositionCount(Enum):
     """How a model counts the positions of its tokens."""
 
     BY_ORDER = "by their order"
+    FROM_ONE = "by their order, from 1"
     BY_CUMSUM = "itself, by cumulative sums if at all"
     OWN_WAY = "in a way of its own"
 
@@ -75,10 +77,14 @@ def _count(
     ]
     runs = [(each, *_run(model, each, _Cumsums())) for each in inputs_taken]
     takes_positions = "position_ids" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
-    ways = ({"position_ids": torch.arange(_TOKENS).expand(_ROWS, -1)}, {}) if takes_positions else ({},)
-    for handed in ways:
+    by_order = torch.arange(_TOKENS).expand(_ROWS, -1)
+    ways: dict[PositionCount, dict[str, Tensor]] = {PositionCount.BY_CUMSUM: {}}
+    if takes_positions:
+        from_one = {PositionCount.FROM_ONE: {"position_ids": by_order + 1}}
+        ways = {PositionCount.BY_ORDER: {"position_ids": by_order}, **ways, **from_one}
+    for way, handed in ways.items():
         if all(_halves_agree(model, {**given, **handed}, whole, sums) for given, whole, sums in runs):
-            return PositionCount.BY_ORDER if handed else PositionCount.BY_CUMSUM
+            return way
     return PositionCount.OWN_WAY
 
 

@@ -7,6 +7,7 @@ reference, except for the documents that the user declared.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_sp.layout import positions
 from lightning_sp.rewrite.hugging_face.encoder_decoder import check_encoder_decoder, is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.models import own_class
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts
+from lightning_sp.rewrite.hugging_face.positions.rope_index import counts_in_rows
 
 
 def pass_position_ids(
@@ -34,22 +36,27 @@ def pass_position_ids(
     if context.step is None:
         return _declared_documents(context.reference, module, args, kwargs)
     batch = context.step.batch
+    if counts_in_rows(module, kwargs) and _given_by_loader(batch, kwargs) is None:
+        return args, {**kwargs, "position_ids": None, "use_cache": False}
     count = counts.of_ids if kwargs.get("inputs_embeds") is None else counts.of_embeddings
     like = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
     _check_documents(module, batch, args, kwargs)
     named = {"position_ids": _sequence_read(context, batch, like)}
+    if count is PositionCount.FROM_ONE and "position_ids" in kwargs:
+        kwargs["position_ids"] = _given_by_loader(batch, kwargs)
     if is_encoder_decoder(module):
         signature = inspect.signature(module.forward)
         check_encoder_decoder(module, batch, signature.bind_partial(*args, **kwargs).arguments)
         both = {"position_ids": batch.encoder or batch, "decoder_position_ids": batch}
         named = {name: sequence for name, sequence in both.items() if name in signature.parameters}
-    elif count is not PositionCount.BY_ORDER and batch.boundaries is None:
+    elif count not in (PositionCount.BY_ORDER, PositionCount.FROM_ONE) and batch.boundaries is None:
         kwargs = _counted_by_itself(context, count, module, batch, kwargs)
         named = {}
     for name, sequence in named.items():
         if kwargs.get(name) is None and sequence.position_ids is not None:
             # The batch's own are of a user who hands them on; where they mean documents they are part of the declaration.
             own = sequence.position_ids if sequence.boundaries is not None else _by_order(context, sequence)
+            own = own + 1 if count is PositionCount.FROM_ONE else own
             kwargs[name] = own if like is None else own.to(like.device)
     # With a cache Hugging Face keeps every layer's keys and drops the documents of packed rows. A head of an encoder-decoder that does not
     # name the option sets it itself (T5Gemma 2's for tokens).
@@ -103,10 +110,8 @@ def _counted_by_itself(
     context: SequenceContext, count: PositionCount, module: nn.Module, batch: SequenceInfo, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Leave a model to its own count; positions of the batch that its loader did not give are ours, and would replace it."""
-    given = kwargs.get("position_ids")
-    if given is not None and not batch.positions_given and batch.position_ids is not None:
-        ours = batch.position_ids.to(given.device)
-        given = None if given.shape == ours.shape and bool(torch.equal(given, ours)) else given
+    given = _given_by_loader(batch, kwargs)
+    if "position_ids" in kwargs:
         kwargs["position_ids"] = given
     if "position_ids" not in inspect.signature(module.forward).parameters:
         kwargs.pop("position_ids", None)
@@ -120,6 +125,15 @@ def _counted_by_itself(
             "batch, or use a model that counts by order, or from its ids or its mask"
         )
     return kwargs
+
+
+def _given_by_loader(batch: SequenceInfo, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the positions that a model was handed, None where they are those that sharding adds to every batch."""
+    given: Tensor | None = kwargs.get("position_ids")
+    if given is None or batch.positions_given or batch.position_ids is None:
+        return given
+    ours = batch.position_ids.to(given.device)
+    return None if given.shape == ours.shape and bool(torch.equal(given, ours)) else given
 
 
 def _sequence_read(context: SequenceContext, batch: SequenceInfo, like: Tensor | None) -> SequenceInfo:

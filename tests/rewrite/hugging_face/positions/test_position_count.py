@@ -38,6 +38,7 @@ class Counting(PreTrainedModel):
         if position_ids is None:
             position_ids = {
                 "order": torch.arange(input_ids.shape[1]),
+                "from one": torch.arange(input_ids.shape[1]) + 1,
                 "behind": torch.arange(input_ids.shape[1]) + 2,
                 "mask": (mask.cumsum(-1) - 1).clamp(min=0),
                 "filled": (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1),
@@ -65,6 +66,7 @@ def test_models_of_transformers(name, count):
     ("way", "count"),
     [
         ("order", PositionCount.BY_ORDER),
+        ("from one", PositionCount.FROM_ONE),
         ("behind", PositionCount.OWN_WAY),
         ("mask", PositionCount.BY_CUMSUM),
         ("filled", PositionCount.BY_CUMSUM),

@@ -1,0 +1,119 @@
+"""Tokens of images, videos or sounds that a model places into its text, wherever in the sequence their placeholders lie.
+
+    input_ids       t t <image> <image> | <image> t t t        two ranks of one sequence
+    image tokens    0 1 2                                      whole on every rank: the tower runs on whole images
+    placed          . . 0 1             | 2 . . .              the r-th placeholder of the batch gets the r-th token
+
+A model counts placeholders on what it is given, and `masked_scatter` takes tokens from the first on: both would be a shard's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import merge, shard
+from lightning_sp.rewrite.hugging_face.generation import delete_attribute
+from lightning_sp.rewrite.hugging_face.models import own_class
+
+# What a modeling file calls to compare the numbers of placeholders and of tokens.
+_CHECK = "torch_compilable_check"
+_PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
+
+
+def placeholder_ids(models: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ids in whose place models put tokens of images, videos or sounds."""
+    found = {getattr(model.config, name, None) for model in models for name in _PLACEHOLDERS}
+    return tuple(sorted(each for each in found if isinstance(each, int)))
+
+
+def count_placeholders_of_all_ranks(model: Any, context: SequenceContext, undo: ExitStack) -> bool:
+    """Let a model compare its tokens of images with the placeholders of the whole sequence; return whether it has any.
+
+    Args:
+        model: the outermost Hugging Face model.
+        context: of the step.
+        undo: takes it back.
+    """
+    found = [each for each in model.modules() if hasattr(each, "get_placeholder_mask")]
+    for each in found:
+        each.get_placeholder_mask = partial(_placeholder_mask, context, each, each.get_placeholder_mask)
+        undo.callback(delete_attribute, each, "get_placeholder_mask")
+    return bool(found)
+
+
+def place_by_whole_sequence(context: SequenceContext, undo: ExitStack) -> None:
+    """Make `masked_scatter` into a step's (rows, tokens, width) take the source's rows by the placeholders of the whole sequence.
+
+    Communicates: one all_gather of a byte for each token, in each call.
+    """
+    function, method = torch.masked_scatter, Tensor.masked_scatter
+    torch.masked_scatter = partial(_masked_scatter, context, function)
+
+    def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        return _masked_scatter(context, method, self, mask, source)
+
+    Tensor.masked_scatter = masked_scatter  # type: ignore[method-assign, assignment]
+    undo.callback(setattr, torch, "masked_scatter", function)
+    undo.callback(delattr, Tensor, "masked_scatter")
+
+
+def _placeholder_mask(
+    context: SequenceContext, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if context.step is None or context.mesh.layout.size == 1:
+        return original(*args, **kwargs)
+    names = inspect.unwrap(getattr(original, "__func__", original)).__globals__
+    if _CHECK not in names:
+        return original(*args, **kwargs)
+    with patch.dict(names, {_CHECK: lambda *_: None}):
+        found = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    width = given["inputs_embeds"].shape[-1]
+    features = [value for name, value in given.items() if name.endswith("_features")]
+    for mask, tokens in zip(found if isinstance(found, tuple) else (found,), features, strict=False):
+        if tokens is None:
+            continue
+        count = int(comm.reduce_sum(mask[..., 0].sum(), context.mesh.sequence_group))
+        if count * width != tokens.numel():
+            raise SequenceParallelError(
+                f"{own_class(model).__name__}: the batch has {count} placeholders for images, videos or sounds in its text, and "
+                f"{tokens.numel() // width} tokens of them to place: give one placeholder for each"
+            )
+    return found
+
+
+def _masked_scatter(
+    context: SequenceContext, original: Callable[..., Tensor], self: Tensor, mask: Tensor, source: Tensor
+) -> Tensor:
+    sequence = _sequence_of(context, self)
+    if sequence is None or mask.dim() not in (2, 3):
+        return original(self, mask, source)
+    places = mask if mask.dim() == 2 else mask.expand(self.shape)[..., 0]
+    whole = merge(comm.gather(places.to(torch.uint8), context.mesh.sequence_group), sequence.layout, dim=1)
+    width = self.shape[-1]
+    if source.numel() < int(whole.sum()) * width:  # a shard's own tokens
+        return original(self, mask, source)
+    numbers = (whole.flatten().cumsum(0, dtype=torch.int64) - 1).view(whole.shape)
+    own = shard(numbers, sequence.layout, context.mesh.sequence_rank, dim=1)[places]
+    return original(self, mask, source.reshape(-1, width).index_select(0, own))
+
+
+def _sequence_of(context: SequenceContext, tensor: Tensor) -> SequenceInfo | None:
+    """Return the sequence of which a tensor holds this rank's tokens, where ranks share one."""
+    if context.step is None or context.mesh.layout.size == 1 or tensor.dim() != 3:
+        return None
+    return next(
+        (s for s in context.step.batch.sequences if tensor.shape[:2] == (s.rows, context.local_tokens(s))), None
+    )

@@ -32,5 +32,5 @@ def test_a_batch_without_a_sequence_passes_whole_where_none_is_split():
     local, info = shard_batch(IMAGES, SequenceLayout(), 0, ShardOptions())
     assert local is IMAGES
     assert (info.rows, info.length, info.position_ids) == (2, 1, None)
-    with pytest.raises(SequenceParallelError, match="no sequence dimension.*or train without splitting sequences"):
+    with pytest.raises(SequenceParallelError, match=r"no sequence dimension.*or train without splitting sequences"):
         shard_batch(IMAGES, SequenceLayout(2, 1), 0, ShardOptions())

@@ -263,12 +263,12 @@ def peak_bytes(ulysses, ring, length, lengths):
 def settled_peak_bytes(ulysses, ring, heads, length, dim):
     """Return the growth of this rank's memory over a forward and backward.
 
-    The least of three, after one that makes the libraries resident: what the step needs is always there, what else the process does only adds.
+    The least of six, after one that makes the libraries resident: what the step needs is always there, what else the process does only adds.
     """
     mesh = mesh_of(ulysses, ring)
     qkv, grad = local_inputs(mesh, heads, heads, length, dim, torch.float32)
     peaks = []
-    for _ in range(4):
+    for _ in range(7):
         for t in qkv:
             t.grad = None
         dist.barrier()

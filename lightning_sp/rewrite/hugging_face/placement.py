@@ -79,9 +79,11 @@ def _placeholder_mask(
         return original(*args, **kwargs)
     with patch.dict(names, {_CHECK: lambda *_: None}):
         found = original(*args, **kwargs)
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    signature = inspect.signature(original)
+    given = signature.bind(*args, **kwargs).arguments
     width = given["inputs_embeds"].shape[-1]
-    features = [value for name, value in given.items() if name.endswith("_features")]
+    # One mask for each kind, in the order of the arguments, be they given or not.
+    features = [given.get(name) for name in signature.parameters if name.endswith("_features")]
     for mask, tokens in zip(found if isinstance(found, tuple) else (found,), features, strict=False):
         if tokens is None:
             continue

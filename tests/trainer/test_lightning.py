@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 from lightning.pytorch import callbacks
 
@@ -27,6 +29,8 @@ FEATURES = {
     "max_time": dict(max_time={"hours": 1}),
 }  # fmt: skip
 
+LAYOUTS = [dict(ring_size=2), dict(ulysses_size=2)]
+
 
 def logged(actual, expected, name):
     assert set(actual) == set(expected), name
@@ -47,12 +51,22 @@ def same(actual, expected, name):
         assert max_error(actual["weights"][parameter], weight) < 1e-10, (name, parameter)
 
 
-@pytest.mark.parametrize("strategy", [dict(ring_size=2), dict(ulysses_size=2)], ids=str)
-def test_a_feature_of_the_trainer_is_as_on_one_device(pools, strategy):
-    alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **f) for f in FEATURES.values()])[0]
-    for answers in pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, **f) for f in FEATURES.values()]):
-        for name, actual, expected in zip(FEATURES, answers, alone, strict=True):
+def hold_features(pools, names, strategies):
+    alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **FEATURES[n]) for n in names])[0]
+    runs = [dict(strategy=s, world=2, **FEATURES[n]) for n, s in zip(names, cycle(strategies), strict=False)]
+    for answers in pools(2).run(ranks.runs, runs):
+        for name, actual, expected in zip(names, answers, alone, strict=True):
             same(actual, expected, name)
+
+
+def test_a_feature_of_the_trainer_is_as_on_one_device(pools):
+    """A feature runs in one layout, the next one in the other: what it does to a step does not depend on it."""
+    hold_features(pools, list(FEATURES), LAYOUTS)
+
+
+@pytest.mark.slow
+def test_a_feature_in_the_other_layout(pools):
+    hold_features(pools, list(FEATURES), LAYOUTS[::-1])
 
 
 @pytest.mark.parametrize("positions", ["restarting", "jumping"])

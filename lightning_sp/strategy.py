@@ -33,7 +33,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import check_same_gradients
+from lightning_sp.parallelize import drop_unused_gradients
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
@@ -308,7 +308,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def weighted() -> Any:
             result = closure()
-            check_same_gradients(self._module, self._groups.world)
+            drop_unused_gradients(self._module, self._groups.world)
             factor = self._window.close(self._accumulate)
             if factor is not None:
                 # After the backward, before Lightning clips.

@@ -5,7 +5,6 @@ from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     check_layout,
-    check_same_gradients,
     check_unsharded,
     make_fsdp_root,
     parameter_layout,
@@ -26,6 +25,7 @@ from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
 from lightning_sp.parallelize.supported_parameters import check_adapters, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
+from lightning_sp.parallelize.unused_parameters import drop_unused_gradients
 
 __all__ = [
     "MetaDevice",
@@ -34,10 +34,10 @@ __all__ = [
     "check_adapters",
     "check_layout",
     "check_parameters",
-    "check_same_gradients",
     "check_unsharded",
     "checkpoint_blocks",
     "compile_blocks",
+    "drop_unused_gradients",
     "is_compiled",
     "make_fsdp_root",
     "materialize_meta",

@@ -8,15 +8,12 @@ mesh; `loss` undoes exactly that factor.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -26,12 +23,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.model_parts import gather_for_parts
 from lightning_sp.parallelize.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
+from lightning_sp.parallelize.unused_parameters import complete_gradients
 
 # The attribute of a module that an earlier Trainer has sharded.
 _LAYOUT = "_lightning_sp_layout"
@@ -118,6 +115,7 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
     use_all_pairs_collectives(fsdp_modules(root), mesh)
     find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)
+    complete_gradients(root, fsdp_modules(root))
     for name in STEPS:
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.
         if callable(getattr(root, name, None)):
@@ -185,36 +183,6 @@ def without_gradient_sync(root: nn.Module) -> Iterator[None]:
     finally:
         for each in modules:
             each.set_requires_gradient_sync(True, recurse=False)
-
-
-def check_same_gradients(root: nn.Module | None, group: ProcessGroup | None) -> None:
-    """Refuse gradients that some ranks have and others lack, before the optimizer sees them. Every rank must call it.
-
-    FSDP2 reduces the gradients of a unit as one buffer of those that exist. Where an expert got tokens on some ranks only, gradients of
-    different parameters would be added up.
-
-    Args:
-        root: the sharded module.
-        group: the world, on a backend for host tensors.
-
-    Communicates: one all_reduce of 16 bytes.
-
-    Raises:
-        SequenceParallelError: with the parameters.
-    """
-    if root is None or comm.size_of(group or comm.world()) == 1:
-        return
-    missing = [name for name, p in root.named_parameters() if p.requires_grad and p.grad is None]
-    digest = int.from_bytes(hashlib.blake2b("\n".join(missing).encode(), digest_size=7).digest(), "big")
-    if comm.all_equal(torch.tensor(digest), group):
-        return
-    per_rank = comm.gather_objects(missing, group)
-    uneven = sorted(set.union(*map(set, per_rank)) - set.intersection(*map(set, per_rank)))
-    raise SequenceParallelError(
-        f"{len(uneven)} parameters ({', '.join(uneven[:3])}, ...) got a gradient on some ranks and none on others: they were used for parts of "
-        "the sequence only (experts without a token on a rank, say), and FSDP adds up gradients of different parameters then; let every rank "
-        "run every expert, on no tokens if need be (Hugging Face's grouped experts do), or add 0 * parameter.sum() to the loss"
-    )
 
 
 def make_fsdp_root(root: nn.Module) -> None:

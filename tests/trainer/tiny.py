@@ -77,7 +77,7 @@ class Plain(pl.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.raw_grads.append({n: _full(p.grad).clone() for n, p in self.named_parameters()})
+        self.raw_grads.append({n: _full(p.grad).clone() for n, p in self.named_parameters() if p.grad is not None})
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)

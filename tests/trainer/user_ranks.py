@@ -124,17 +124,17 @@ def shared_block() -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Two experts, one for low tokens and one for high; each runs only if it has a token."""
+    """Three experts, one for low tokens, one for high and one for none; each runs only if it has a token."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = tiny_gpt()
-        self.experts = nn.ModuleList(nn.Linear(VOCAB, VOCAB) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(VOCAB, VOCAB) for _ in range(3))
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits = self.body(ids, positions)
         for index, expert in enumerate(self.experts):
-            chosen = (ids >= VOCAB // 2) == bool(index)
+            chosen = (ids >= VOCAB // 2).long() == index
             if chosen.any():
                 logits = logits + torch.zeros_like(logits).index_put((chosen,), expert(logits[chosen]))
         return logits

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import batch_entries, named_dims, plain_entries
+from lightning_sp.data.batch.entries import batch_entries, inferred_dims, named_dims, plain_entries
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
@@ -121,6 +121,7 @@ def try_first_batch(
         runner.start_run()
     if found is not None:
         rank_zero_info(found.describe())
+    _say_inferred(batch, options)
 
 
 def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | None:
@@ -131,6 +132,16 @@ def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | Non
     if whole and not named_dims(batch_entries(batch, options), options):
         return "the batch holds no sequence, and none is split"
     return None
+
+
+def _say_inferred(batch: Any, options: ShardOptions) -> None:
+    """Name the entries that are taken for sequences by their shapes alone."""
+    entries = batch_entries(batch, options)
+    if inferred := sorted(inferred_dims(entries, named_dims(entries, replace(options, infer_sequences=False)))):
+        rank_zero_info(
+            f"preflight: {', '.join(inferred)} of the batch are split along dim 1, for they have as many rows and tokens as the sequence; "
+            "sequence_dims={'name': dim} says otherwise"
+        )
 
 
 def _both_runs(

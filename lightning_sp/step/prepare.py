@@ -206,6 +206,7 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         shifted = True  # the decoder's inputs are shifted instead
     return ShardOptions(
         sequence_dims=dict(config.sequence_dims or {}),
+        infer_sequences=config.preflight and config.shard_batch and bool(module.automatic_optimization),
         labels_shifted=shifted,
         model_shifts_labels=bool(models) and of_labels is None,
         packed_documents=packed,

@@ -174,7 +174,9 @@ BUILDS: dict[str, Any] = {
     "mistral": partial(hf, "mistral", **LLAMA, sliding_window=None),
     "mistral window": partial(hf, "mistral", **LLAMA, sliding_window=16),
     "gemma2": partial(hf, "gemma2", **GEMMA2, attn_logit_softcapping=None),
-    "gemma2 softcap": partial(hf, "gemma2", **GEMMA2, attn_logit_softcapping=0.01),
+    # Before transformers 5.23 torch's function is its default, which drops the softcap: one device then trains another model, and the
+    # preflight says so.
+    "gemma2 softcap": partial(hf, "gemma2", **GEMMA2, attn_logit_softcapping=0.01, attn_implementation="eager"),
     "gptj": partial(hf, "gptj", n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=128),
     "encoder": partial(TorchEncoder, True),
     "full encoder": partial(TorchEncoder, False),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -102,6 +103,8 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
 def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:
     """Return the dimension of the sequence in each entry of a known or declared name; empty where there is none.
 
+    Others come with them where `options.infer_sequences` allows.
+
     Raises:
         SequenceParallelError: the batch does not have a declared one.
     """
@@ -123,7 +126,29 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
                 f"sequence_dims[{name!r}]={dim}: the batch has {shape} there; it has {shapes_of(entries)}"
             )
         dims[name] = dim
-    return dims
+    return {**dims, **inferred_dims(entries, dims)} if options.infer_sequences else dims
+
+
+def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
+    """Return the dimension of the sequence in entries of other names, tuples' too: those of as many rows and tokens as the known ones.
+
+    Where none is known, the first integers of (rows, tokens) are the sequence. What has the tokens in a further dimension too is a mask of
+    queries and keys, say, and stays unknown. So does everything beside a decoder's sequence, for it may belong to either.
+
+    Args:
+        entries: of the batch.
+        known: those of known and declared names.
+    """
+    if any(name.startswith(DECODER) for name in known):
+        return {}
+    others = {n: t for n, t in entries.items() if n not in STANDARD_NAMES and n not in known and isinstance(t, Tensor)}
+    leading = [entries[name] for name, dim in known.items() if dim == 1 and entries[name].dim() > 1]
+    if not known:
+        leading = [t for t in others.values() if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]
+    if not leading or leading[0].shape[1] == 1:
+        return {}
+    rows, length = leading[0].shape[:2]
+    return {n: 1 for n, t in others.items() if tuple(t.shape[:2]) == (rows, length) and length not in t.shape[2:]}
 
 
 def split_sequences(dims: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:

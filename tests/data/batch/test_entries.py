@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.data.batch.entries import sequence_dims
+from lightning_sp.data.batch.entries import named_dims, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
@@ -34,3 +34,21 @@ def test_a_batch_without_a_sequence_passes_whole_where_none_is_split():
     assert (info.rows, info.length, info.position_ids) == (2, 1, None)
     with pytest.raises(SequenceParallelError, match=r"no sequence dimension.*or train without splitting sequences"):
         shard_batch(IMAGES, SequenceLayout(2, 1), 0, ShardOptions())
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"0": IDS, "1": IDS}, {"0": 1, "1": 1}),
+        ({"x": torch.zeros(2, 6, 4), "y": IDS, "keep": IDS > 3}, {"x": 1, "y": 1, "keep": 1}),
+        ({"input_ids": IDS, "weights": torch.ones(2, 6), "row": torch.ones(2, 5)}, {"input_ids": 1, "weights": 1}),
+        # A mask of queries and keys; images; a decoder's sequence, or the encoder's.
+        ({"input_ids": IDS, "mask": torch.ones(2, 6, 6)}, {"input_ids": 1}),
+        (IMAGES, {}),
+        ({"input_ids": IDS, "decoder_input_ids": IDS, "x": IDS}, {"input_ids": 1, "decoder_input_ids": 1}),
+    ],
+)
+def test_other_names_are_inferred_by_shape_where_a_preflight_tries_them(batch, found):
+    assert named_dims(batch, ShardOptions(infer_sequences=True)) == found
+    known = {name: dim for name, dim in found.items() if name.endswith("input_ids")}
+    assert named_dims(batch, ShardOptions()) == known

@@ -6,12 +6,32 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.flows.tiny import Tuned, rows, sizes
 
 
 def main(batch_size: int, **options: Any) -> Any:
+    torch.manual_seed(6)
+    samples = [with_image(row) for row in rows(length=24)]
+    module = Tuned(model())
+    pl.Trainer(max_epochs=1, **options).fit(module, DataLoader(samples, batch_size=batch_size))
+    return module
+
+
+def with_image(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = row["input_ids"].clone()
+    ids[4:13] = 3
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == 3, -100),
+        "pixel_values": torch.randn(3, 12, 12),
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def model() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     text = LlamaConfig(**sizes())
@@ -32,20 +52,4 @@ def main(batch_size: int, **options: Any) -> Any:
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
     )
-    torch.manual_seed(6)
-    samples = []
-    for row in rows(length=24):
-        ids = row["input_ids"].clone()
-        ids[4:13] = 3
-        labels = ids.masked_fill(ids == 3, -100)
-        samples.append(
-            {
-                "input_ids": ids,
-                "labels": labels,
-                "pixel_values": torch.randn(3, 12, 12),
-                "attention_mask": torch.ones_like(ids),
-            }
-        )
-    module = Tuned(LlavaForConditionalGeneration(config))
-    pl.Trainer(max_epochs=1, **options).fit(module, DataLoader(samples, batch_size=batch_size))
-    return module
+    return LlavaForConditionalGeneration(config)

@@ -302,7 +302,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._module.automatic_optimization:
-            self._steps.end()
+            self._steps.end(after_backward=True)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

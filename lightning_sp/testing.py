@@ -6,6 +6,7 @@ No rank outlives the process that started it, whatever the rank does and however
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import queue
@@ -174,12 +175,16 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, result
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     while (task := tasks.get()) is not None:
         function, args = task
+        # Before the call is given up: where each thread stands says why there is no answer.
+        faulthandler.dump_traceback_later(timeout_s + _START_S / 2)
         try:
             value = function(*args)
             ForkingPickler.dumps(value)  # in the queue's own thread a failure would be a silence
             results.put((rank, True, value))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 

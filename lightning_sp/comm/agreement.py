@@ -100,6 +100,7 @@ class _RankReport(NamedTuple):
     digest: int
     data_parallel_rank: int
     num_ring_passes: int
+    media: int
 
 
 def check_same_batch(
@@ -108,8 +109,9 @@ def check_same_batch(
     digest: int,
     data_parallel_rank: int,
     num_ring_passes: int,
+    media: int = 0,
     group: ProcessGroup | None = None,
-) -> None:
+) -> bool:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
 
     Args:
@@ -118,15 +120,20 @@ def check_same_batch(
         data_parallel_rank: of this rank; ranks with equal ones share their sequences.
         num_ring_passes: passes of the ring that this rank has begun. A rank that failed before its pass and went on stays behind the others,
             and would use the keys of one pass for those of another.
+        media: a number that tells which kinds of images, videos and sounds the batch holds.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_gather of 32 bytes a rank, on the host.
+    Returns:
+        Whether ranks differ in `media`.
+
+    Communicates: one all_gather of 40 bytes a rank, on the host.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
-        return
-    own = torch.tensor(_RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes), dtype=torch.int64)
+        return False
+    report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, media)
+    own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
     reports = [_RankReport(*row.tolist()) for row in rows]
@@ -134,6 +141,7 @@ def check_same_batch(
         agree(error, group)
     _check_passes(reports)
     _check_digests(reports)
+    return len({report.media for report in reports}) > 1
 
 
 def _check_passes(reports: list[_RankReport]) -> None:

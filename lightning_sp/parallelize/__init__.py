@@ -23,6 +23,7 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
+from lightning_sp.parallelize.optional_units import gathered, optional_units
 from lightning_sp.parallelize.supported_parameters import check_adapters, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 from lightning_sp.parallelize.unused_parameters import drop_unused_gradients
@@ -38,9 +39,11 @@ __all__ = [
     "checkpoint_blocks",
     "compile_blocks",
     "drop_unused_gradients",
+    "gathered",
     "is_compiled",
     "make_fsdp_root",
     "materialize_meta",
+    "optional_units",
     "own_checkpointing",
     "parameter_layout",
     "refuse_live_saves",

@@ -27,6 +27,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.model_parts import gather_for_parts
 from lightning_sp.parallelize.object_outputs import find_outputs_in_objects
+from lightning_sp.parallelize.optional_units import find_optional_units
 from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
 from lightning_sp.parallelize.unused_parameters import complete_gradients
 
@@ -99,7 +100,10 @@ def check_layout(before: ParameterLayout, wanted: ParameterLayout) -> None:
 
 
 def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place."""
+    """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place.
+
+    Before each step of the optimizer call `drop_unused_gradients`.
+    """
     children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
     units = [
@@ -116,6 +120,7 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
     find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)
     complete_gradients(root, fsdp_modules(root))
+    find_optional_units(root)
     for name in STEPS:
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.
         if callable(getattr(root, name, None)):

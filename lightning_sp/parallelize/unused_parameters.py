@@ -4,7 +4,7 @@ FSDP2 reduces the gradients of a unit as one buffer of those that exist. Where r
 a hang, or gradients of different parameters are added up. Here a rank without a gradient gives zeros. What no rank has used has none in
 the end, as on one device, where an optimizer leaves it as it is.
 
-A unit must run on all ranks or on none: its parameters are gathered from all of them.
+A unit must run on all ranks or on none, for its parameters are gathered from all of them; `optional_units` are the exception.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp import comm
+from lightning_sp.parallelize.parameter_groups import parameter_groups
 
 _ATTRIBUTE = "_lightning_sp_unused_parameters"
 
@@ -31,7 +32,13 @@ def complete_gradients(root: nn.Module, units: Iterable[FSDPModule]) -> None:
         root: remembers which ones were used, for `drop_unused_gradients`.
         units: the sharded modules.
     """
-    setattr(root, _ATTRIBUTE, _UsedParameters(group for unit in units for group in _parameter_groups(unit)))
+    setattr(root, _ATTRIBUTE, _UsedParameters(parameter_groups(units)))
+
+
+def expect_gradients(root: nn.Module, groups: Iterable[Any]) -> None:
+    """Let parameter groups reduce zeros until the next optimizer step though they did not run here: they did on another rank."""
+    used: _UsedParameters = getattr(root, _ATTRIBUTE)
+    used.ran.update(number for number, each in enumerate(used.groups) if each in set(groups))
 
 
 def drop_unused_gradients(root: nn.Module | None, group: ProcessGroup | None) -> None:
@@ -74,7 +81,7 @@ class _UsedParameters:
         for index, each in enumerate(group.fsdp_params, first):
             if _gradient(each) is not None:
                 self.used.add(index)
-            # A unit that has not run here has run nowhere, and nobody waits for its gradients.
+            # A unit that has not run here has run nowhere, unless it is optional: nobody waits for its gradients.
             elif group.reduce_grads and number in self.ran and each.sharded_param.requires_grad:
                 if each.sharded_param.grad is None:
                     self.zeros.add(index)
@@ -109,11 +116,3 @@ def _gradient(parameter: Any) -> Any:
     if parameter.unsharded_accumulated_grad is not None:
         return parameter.unsharded_accumulated_grad
     return parameter.unsharded_param.grad
-
-
-def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    state: Any = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    # torch before 2.13 has one.
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -13,6 +13,7 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.entries import batch_entries, inferred_dims, named_dims, plain_entries
+from lightning_sp.data.batch.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
@@ -20,7 +21,6 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths, rebuild_plain
-from lightning_sp.preflight.crops.media import is_of_media
 from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.crops.untouched_batch import untouched_batch
 from lightning_sp.preflight.run import run_preflight
@@ -151,7 +151,9 @@ def _both_runs(
     # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
     local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
-    info = replace(info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True)).to(device)
+    info = replace(
+        info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True), uneven_media=own.uneven_media
+    ).to(device)
     return _untouched(crop.batch, options, device), Run(local, info)
 
 

@@ -18,7 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
-from lightning_sp.parallelize import without_checkpoints
+from lightning_sp.parallelize import gathered, optional_units, without_checkpoints
 from lightning_sp.preflight.comparison import buffers_of, plain_name
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
@@ -147,7 +147,7 @@ class Trial:
             SequenceParallelError: it fails; on all ranks together.
         """
         try:
-            with _together(), isolated(self.module, self.device):
+            with _together(), isolated(self.module, self.device), gathered(self.module, self.own.uneven_media):
                 with self._named():
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -181,7 +181,13 @@ class Trial:
     def traced_sharded(self, trace: Trace) -> float | None:
         """Run this rank's part forward, noting its calls, and return its loss; None where it has none, or a rank fails."""
         try:
-            with suppress(Exception), _together(), isolated(self.module, self.device), traced(self.module, trace):
+            with (
+                suppress(Exception),
+                _together(),
+                isolated(self.module, self.device),
+                gathered(self.module, self.own.uneven_media),
+                traced(self.module, trace),
+            ):
                 output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 return None if loss is None else float(loss)
@@ -194,6 +200,7 @@ class Trial:
         """Let a whole crop run as on one device."""
         with (
             isolated(self.module, self.device),
+            gathered(self.module, self.own.uneven_media),
             self.context.inactive(batch),
             without_checkpoints(self.module),
             _same_stream_everywhere(self.device, seed),
@@ -228,6 +235,8 @@ def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None
     """Return this rank's shard of every gradient, and leave none behind."""
     if loss is not None and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
+        optional_units(module).reduce()
+    optional_units(module).release()
     gradients = {}
     for name, parameter in module.named_parameters():
         grad, parameter.grad = parameter.grad, None

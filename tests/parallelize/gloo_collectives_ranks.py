@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import make_fsdp_root, shard_model, without_gradient_sync
+from lightning_sp.parallelize import drop_unused_gradients, make_fsdp_root, shard_model, without_gradient_sync
 from lightning_sp.parallelize.gloo_collectives import (
     AllPairsAllGather,
     AllPairsReduceScatter,
@@ -156,6 +156,7 @@ def train(model, steps, ranks, dtype, accumulate):
                     backward()
             else:
                 backward()
+        drop_unused_gradients(model, None)
         gradients.append(whole_gradients(model))
         optimizer.step()
     return gradients
@@ -248,9 +249,8 @@ def traffic(shape, *, through_shard_model):
     shard_size = shape[-1]
     units = [[p for p in each.parameters()] for each in model.blocks] + [[*model.first.parameters()]]
     shards = [sum(-(-p.shape[0] // shard_size) * p[0].numel() * 4 for p in unit) for unit in units]
-    # FSDP2 reduces what has a gradient, and the root stays gathered between forward and backward.
-    unused = -(-3 // shard_size) * 4
-    expected = (shard_size - 1) * (3 * sum(shards) - shards[-1] - len(model.blocks) * unused)
+    # All are gathered twice and reduced once, zeros for what is not used here; the root stays gathered between forward and backward.
+    expected = (shard_size - 1) * (3 * sum(shards) - shards[-1])
     if through_shard_model:
         shard_model(model, list(model.blocks), mesh)
     else:

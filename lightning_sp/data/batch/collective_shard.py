@@ -11,6 +11,7 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
+from lightning_sp.data.batch.media import media_digest
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import FillerBatch, is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
@@ -48,14 +49,15 @@ def collective_shard(
     error = str(fault) if named else f"{type(fault).__name__}: {fault}"
     whole = digest(batch) if fault is None and local is not batch else 0
     try:
-        comm.check_same_batch(
+        uneven = comm.check_same_batch(
             error if fault else None,
             digest=whole,
             data_parallel_rank=mesh.data_parallel_rank,
             num_ring_passes=mesh.num_ring_passes,
+            media=media_digest(batch),
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    return local, replace(info, is_filler=isinstance(batch, FillerBatch))
+    return local, replace(info, is_filler=isinstance(batch, FillerBatch), uneven_media=uneven)

@@ -1,4 +1,4 @@
-"""Images, videos and sounds of a batch: which rows they belong to is not known, and a crop must hold all their placeholders."""
+"""Images, videos and sounds of a crop: it must hold all their placeholders."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sp.data.batch.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
-
-# How Hugging Face's processors name what is made of images, videos and sounds.
-_NAMES = ("pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_", "second_per_grid")
-
-
-def is_of_media(name: str, value: Any) -> bool:
-    """Return whether an entry of a batch is made of images, videos or sounds, whose rows need not be the batch's."""
-    return isinstance(value, Tensor) and value.dim() > 0 and name.startswith(_NAMES)
 
 
 def has_rows_of_its_own(entries: Mapping[str, Any], rows: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.data.batch.entries import plain_entries, sequence_dims
+from lightning_sp.data.batch.media import is_of_media, media_digest
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
@@ -23,7 +25,7 @@ from lightning_sp.preflight.crops.crop import (
     rebuild_plain,
     whole_extent,
 )
-from lightning_sp.preflight.crops.media import is_of_media, placeholders
+from lightning_sp.preflight.crops.media import placeholders
 
 # Groups whose crops differ: each adds its rows to what every rank runs whole.
 MOST_GROUPS = 8
@@ -86,7 +88,9 @@ def shared_crop(
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
     # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
     num_groups = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
-    return join_crops(crops[:num_groups], options), crops[data_parallel_rank % num_groups]
+    uneven = len({media_digest(crop.batch) for crop in crops}) > 1
+    joined, own = join_crops(crops[:num_groups], options), crops[data_parallel_rank % num_groups]
+    return replace(joined, uneven_media=uneven), replace(own, uneven_media=uneven)
 
 
 def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
@@ -100,7 +104,12 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
         return first
     entries_of = [plain_entries(crop.batch) for crop in crops]
     dims = sequence_dims(entries_of[0], options)
-    kinds = [{name: _kind(name, value) for name, value in entries.items()} for entries in entries_of]
+    # A group may hold no images at all.
+    media = {name: value for entries in entries_of for name, value in entries.items() if is_of_media(name, value)}
+    kinds = [
+        {name: _kind(name, media.get(name) if value is None else value) for name, value in {**media, **entries}.items()}
+        for entries in entries_of
+    ]
     for group, other in enumerate(kinds):
         if other != kinds[0]:
             raise SequenceParallelError(
@@ -115,9 +124,12 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
         )
     joined = {
         name: _join(
-            [entries[name] for entries in entries_of], dims.get(name), first.rows, of_media=is_of_media(name, value)
+            [entries[name] for entries in entries_of if name not in media or is_of_media(name, entries.get(name))],
+            dims.get(name),
+            first.rows,
+            of_media=name in media,
         )
-        for name, value in entries_of[0].items()
+        for name in {**entries_of[0], **media}
     }
     counts = [crop.num_targets for crop in crops if crop.num_targets is not None]
     targets = sum(counts) if len(counts) == len(crops) else None

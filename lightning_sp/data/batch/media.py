@@ -1,0 +1,23 @@
+"""Images, videos and sounds of a batch, known by name: which rows they belong to is not known, and a batch may have none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+# How Hugging Face's processors name what is made of them.
+_NAMES = ("pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_", "second_per_grid")
+
+
+def is_of_media(name: str, value: Any) -> bool:
+    """Return whether an entry of a batch is made of images, videos or sounds, whose rows need not be the batch's."""
+    return isinstance(value, Tensor) and value.dim() > 0 and name.startswith(_NAMES)
+
+
+def media_digest(batch: Any) -> int:
+    """Return a number that tells which kinds of them a batch holds; 0 for none."""
+    names = sorted(n for n, v in batch.items() if is_of_media(str(n), v)) if isinstance(batch, Mapping) else []
+    return int.from_bytes(hashlib.blake2b(",".join(names).encode(), digest_size=7).digest(), "big") if names else 0

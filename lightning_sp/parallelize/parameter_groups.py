@@ -1,0 +1,21 @@
+"""FSDP2's parameter groups, which have no public name: what is gathered and reduced at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+
+def parameter_groups(units: Iterable[FSDPModule]) -> list[Any]:
+    """Return the groups of sharded modules, in their order."""
+    return [group for unit in units for group in _groups(unit)]
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch before 2.13 has one.
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

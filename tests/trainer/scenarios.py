@@ -262,6 +262,7 @@ def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
         data = [{"values": torch.zeros(3)} for _ in range(4)]
     if change == "unnamed sequence":
         data = [{**TokenDataset(4)[i], "mystery": torch.zeros(32)} for i in range(4)]
+        strategy = {**strategy, "preflight": False}
     if change == "labels":
         data = [
             {"input_ids": TokenDataset(4)[i]["input_ids"], "labels": TokenDataset(4)[i]["input_ids"]} for i in range(4)

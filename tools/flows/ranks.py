@@ -64,11 +64,24 @@ def sharded(flow: Flow, layout: str, folder: str) -> dict[str, Any]:
     return compare(after, [0.0], {**expected, "losses": [0.0]})
 
 
+def alarm(flow: Flow, layout: str, folder: str, precision: str) -> dict[str, Any]:
+    """Run a flow under the strategy in a precision in which rounding differs, one device's too; return whether it is refused, and why."""
+    num_ranks, options = LAYOUTS[layout]
+    strategy = SequenceParallelStrategy(**options, **flow.strategy_options)  # type: ignore[arg-type]
+    rows = ROWS // options.get("data_parallel_size", 1)
+    try:
+        _run(flow, rows, folder, strategy=strategy, devices=num_ranks, precision=precision)
+    except SequenceParallelError as error:
+        return {"outcome": "refused", "why": first_line(error)}
+    return {"outcome": "ran"}
+
+
 def _run(flow: Flow, rows: int, folder: str, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     quiet()
     torch.manual_seed(3)
+    options = {"precision": "64-true", **options}
     found = flow.main(
-        rows, accelerator="cpu", precision="64-true", default_root_dir=folder, logger=False, enable_progress_bar=False,
+        rows, accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, **options,
     )  # fmt: skip
     module, numbers = found if isinstance(found, tuple) else (found, {})

@@ -17,7 +17,6 @@ from lightning_sp import ShardOptions, shard_batch
 from lightning_sp.comm import host_groups
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.parallelize import drop_unused_gradients
 from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model
 from lightning_sp.step.runner import StepRunner
 
@@ -38,7 +37,7 @@ def train(fabric: Fabric, config: StrategyConfig, max_steps: int) -> list[float]
     sampler = DistributedSampler(tokens, mesh.data_parallel_size, mesh.data_parallel_rank)  # type: ignore[arg-type]
     loader = DataLoader(tokens, batch_size=4 // mesh.data_parallel_size, sampler=sampler)  # type: ignore[arg-type]
 
-    lay_out_model(model, config, mesh, fabric.device)  # FSDP2, in place
+    lay_out_model(model, config, mesh, fabric.device, groups.world)  # FSDP2, in place
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     context = SequenceContext(mesh, config.attention)
     steps = StepRunner(model, context, groups=groups, device=fabric.device)
@@ -50,8 +49,7 @@ def train(fabric: Fabric, config: StrategyConfig, max_steps: int) -> list[float]
             local, info = fabric.to_device(local), info.to(fabric.device)
             loss = steps.train(info, lambda local=local: model(**local).loss)
             loss.backward()
-            steps.end(after_backward=True)
-            drop_unused_gradients(model, groups.world)
+            steps.end()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))

@@ -33,7 +33,6 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import drop_unused_gradients
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
@@ -184,7 +183,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         context = SequenceContext(self._mesh, self.config.attention)
         self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
         self.model = self.precision_plugin.convert_module(module)
-        lay_out_model(module, self.config, self._mesh, self.root_device)
+        lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
         self._prepared = module
 
     # ---- batch
@@ -209,11 +208,16 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         assert self._mesh is not None
-        options = replace(self._shard_options, attention=self._steps.context.last_attention_patterns)
+        trainer = self._module.trainer
+        tried = self._first_batch.is_due(training=trainer.training or trainer.sanity_checking)
+        options = replace(
+            self._shard_options,
+            attention=self._steps.context.last_attention_patterns,
+            infer_sequences=tried and self._infers,
+        )
         local, info = collective_shard(
             batch, self._mesh, options, self._groups.world, by_hand=not self.config.shard_batch
         )
-        trainer = self._module.trainer
         self._first_batch.offer(batch, training=trainer.training)
         self._evaluated.advance(trainer, dataloader_idx)
         local = super().batch_to_device(local, device, dataloader_idx)
@@ -223,6 +227,12 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         return local
 
     # ---- preflight
+
+    @property
+    def _infers(self) -> bool:
+        """Whether entries of the first batch may be split by their shapes: the preflight tries that."""
+        assert self._mesh is not None
+        return self._mesh.layout.size > 1 and self.config.shard_batch and self._module.automatic_optimization
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -240,7 +250,9 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
         try:
             with without_loggers(trainer):
-                try_first_batch(first, self._steps, run, config=self.config, options=self._shard_options)
+                options = replace(self._shard_options, infer_sequences=self._infers)
+                inferred = try_first_batch(first, self._steps, run, config=self.config, options=options)
+                self._shard_options = replace(self._shard_options, inferred_dims=inferred)
         finally:
             self._batch = before
 
@@ -302,13 +314,12 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._module.automatic_optimization:
-            self._steps.end(after_backward=True)
+            self._steps.end()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def weighted() -> Any:
             result = closure()
-            drop_unused_gradients(self._module, self._groups.world)
             factor = self._window.close(self._accumulate)
             if factor is not None:
                 # After the backward, before Lightning clips.

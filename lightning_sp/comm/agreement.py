@@ -100,7 +100,7 @@ class _RankReport(NamedTuple):
     digest: int
     data_parallel_rank: int
     num_ring_passes: int
-    media: int
+    entries: int
 
 
 def check_same_batch(
@@ -109,7 +109,7 @@ def check_same_batch(
     digest: int,
     data_parallel_rank: int,
     num_ring_passes: int,
-    media: int = 0,
+    entries: int = 0,
     group: ProcessGroup | None = None,
 ) -> bool:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
@@ -120,11 +120,11 @@ def check_same_batch(
         data_parallel_rank: of this rank; ranks with equal ones share their sequences.
         num_ring_passes: passes of the ring that this rank has begun. A rank that failed before its pass and went on stays behind the others,
             and would use the keys of one pass for those of another.
-        media: a number that tells which kinds of images, videos and sounds the batch holds.
+        entries: a number that tells which entries the batch holds.
         group: a CPU-capable group over the world.
 
     Returns:
-        Whether ranks differ in `media`.
+        Whether ranks differ in `entries`.
 
     Communicates: one all_gather of 40 bytes a rank, on the host.
     """
@@ -132,7 +132,7 @@ def check_same_batch(
         if error:
             raise SequenceParallelError(error)
         return False
-    report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, media)
+    report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries)
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -141,7 +141,7 @@ def check_same_batch(
         agree(error, group)
     _check_passes(reports)
     _check_digests(reports)
-    return len({report.media for report in reports}) > 1
+    return len({report.entries for report in reports}) > 1
 
 
 def _check_passes(reports: list[_RankReport]) -> None:

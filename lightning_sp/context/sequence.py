@@ -34,7 +34,7 @@ class SequenceInfo:
         balance: how that compares to zigzag; None for one document a row, or where nothing was compared.
         dropout: what attention dropout is drawn from; None in evaluation.
         other_inputs: names and shapes of what else the batch holds and attention may be made of (images, audio).
-        uneven_media: data-parallel groups hold other kinds of images, videos or sounds, and some perhaps none.
+        uneven_entries: data-parallel groups hold other entries: images in some alone, say.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
     """
@@ -54,7 +54,7 @@ class SequenceInfo:
     balance: Balance | None = None
     dropout: DropoutSource | None = None
     other_inputs: tuple[str, ...] = ()
-    uneven_media: bool = False
+    uneven_entries: bool = False
     is_filler: bool = False
     encoder: SequenceInfo | None = None
 

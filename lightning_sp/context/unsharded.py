@@ -22,11 +22,12 @@ class UnshardedModules:
         self._undo = ExitStack()
         self._suspended: list[Any] = []
         self.known = False
+        self.found_any = False
 
     def set(self, modules: Sequence[nn.Module] | None) -> None:
         """Let these modules, and what they hold, run whole on every rank; None where nothing is known of the model."""
         self._undo.close()
-        self.known = modules is not None
+        self.known, self.found_any = modules is not None, bool(modules)
         # What they hold, too: a checkpointed block is recomputed by itself.
         for module in {each for root in modules or () for each in root.modules()}:
             self._undo.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)

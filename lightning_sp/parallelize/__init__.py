@@ -26,7 +26,7 @@ from lightning_sp.parallelize.meta_device import MetaDevice
 from lightning_sp.parallelize.optional_units import gathered, optional_units
 from lightning_sp.parallelize.supported_parameters import check_adapters, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
-from lightning_sp.parallelize.unused_parameters import drop_unused_gradients
+from lightning_sp.parallelize.unused_parameters import used_parameters
 
 __all__ = [
     "MetaDevice",
@@ -38,7 +38,6 @@ __all__ = [
     "check_unsharded",
     "checkpoint_blocks",
     "compile_blocks",
-    "drop_unused_gradients",
     "gathered",
     "is_compiled",
     "make_fsdp_root",
@@ -53,6 +52,7 @@ __all__ = [
     "shard_model",
     "tied_parameters",
     "transformer_blocks",
+    "used_parameters",
     "whole_bytes_elsewhere",
     "whole_state",
     "without_checkpoints",

@@ -100,10 +100,7 @@ def check_layout(before: ParameterLayout, wanted: ParameterLayout) -> None:
 
 
 def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place.
-
-    Before each step of the optimizer call `drop_unused_gradients`.
-    """
+    """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place."""
     children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
     units = [

@@ -12,18 +12,25 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+# What FSDP2 notes of a unit has no public name.
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
 from lightning_sp.parallelize.parameter_groups import parameter_groups
-from lightning_sp.parallelize.unused_parameters import expect_gradients
+from lightning_sp.parallelize.unused_parameters import used_parameters
 
 _ATTRIBUTE = "_lightning_sp_optional_units"
 
 
 def find_optional_units(root: nn.Module) -> None:
-    """Remember the units of a sharded module's towers."""
-    setattr(root, _ATTRIBUTE, OptionalUnits(root))
+    """Remember the units of a sharded module's towers; a backward of it reduces and frees those that are whole then."""
+    found = OptionalUnits(root)
+    setattr(root, _ATTRIBUTE, found)
+    if (used := used_parameters(root)) is not None:
+        used.before_end = found.reduce
 
 
 def optional_units(root: nn.Module) -> OptionalUnits:
@@ -56,8 +63,9 @@ class OptionalUnits:
 
     def __init__(self, root: nn.Module) -> None:
         towers = [each for each in root.modules() if _is_tower(each)]
-        units = dict.fromkeys(unit for tower in towers for unit in tower.modules() if isinstance(unit, FSDPModule))
-        self._root, self.units = root, list(units)
+        within = {unit for tower in towers for unit in tower.modules()}
+        units = [each for each in root.modules() if isinstance(each, FSDPModule) and each is not root]
+        self._root, self.units = root, [each for each in units if each in within or _holds_towers_alone(each)]
         self._syncs: list[bool] | None = None
 
     def gather(self) -> None:
@@ -69,7 +77,8 @@ class OptionalUnits:
             return
         groups = parameter_groups(self.units)
         self._syncs = [group.reduce_grads for group in groups]
-        expect_gradients(self._root, groups)
+        if (used := used_parameters(self._root)) is not None and torch.is_grad_enabled():
+            used.expect(groups)
         for unit in self.units:
             unit.unshard()
             self._keep_whole(unit, True)
@@ -77,7 +86,7 @@ class OptionalUnits:
             group.reduce_grads = False
 
     def reduce(self) -> None:
-        """Reduce their gradients, zeros where this rank has none; nothing where they are not gathered. Every rank must call it.
+        """Reduce their gradients, zeros where this rank has none, and release; nothing where they are not gathered. Every rank must call it.
 
         Communicates: a reduce-scatter for each, unless gradients accumulate without communication.
         """
@@ -85,7 +94,9 @@ class OptionalUnits:
             group.reduce_grads = sync
             group.post_backward()
             group.finalize_backward()
-            group.reduce_grads = False
+            # A later backward in which it does not run ends it too.
+            group._training_state = TrainingState.IDLE
+        self.release()
 
     def release(self) -> None:
         """Free their parameters."""
@@ -105,6 +116,12 @@ class OptionalUnits:
 
     def __len__(self) -> int:
         return len(self.units)
+
+
+def _holds_towers_alone(module: nn.Module) -> bool:
+    """Return whether the Hugging Face models in a module are towers, and there is one: a user's own around it."""
+    models = [each for each in module.modules() if hasattr(each, "main_input_name")]
+    return bool(models) and all(_is_tower(each) for each in models)
 
 
 def _is_tower(module: nn.Module) -> bool:

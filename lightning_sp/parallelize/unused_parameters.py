@@ -1,8 +1,8 @@
 """Parameters that a step uses on some ranks only: experts without a token there, a part of the model that a group's batch does not need.
 
 FSDP2 reduces the gradients of a unit as one buffer of those that exist. Where ranks differ in which exist, buffers of different sizes meet:
-a hang, or gradients of different parameters are added up. Here a rank without a gradient gives zeros. What no rank has used has none in
-the end, as on one device, where an optimizer leaves it as it is.
+a hang, or gradients of different parameters are added up. Here a rank without a gradient gives zeros. When a backward has ended, what no rank
+used has none, as on one device, where an optimizer leaves it as it is.
 
 A unit must run on all ranks or on none, for its parameters are gathered from all of them; `optional_units` are the exception.
 """
@@ -10,7 +10,7 @@ A unit must run on all ranks or on none, for its parameters are gathered from al
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,88 +20,114 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.parameter_groups import parameter_groups
 
 _ATTRIBUTE = "_lightning_sp_unused_parameters"
 
 
-def complete_gradients(root: nn.Module, units: Iterable[FSDPModule]) -> None:
+def complete_gradients(root: nn.Module, units: Sequence[FSDPModule]) -> None:
     """Let each unit of FSDP reduce a gradient for every parameter, zeros where this rank has none.
 
     Args:
-        root: remembers which ones were used, for `drop_unused_gradients`.
+        root: of the units.
         units: the sharded modules.
     """
-    setattr(root, _ATTRIBUTE, _UsedParameters(parameter_groups(units)))
+    setattr(root, _ATTRIBUTE, UsedParameters(units))
 
 
-def expect_gradients(root: nn.Module, groups: Iterable[Any]) -> None:
-    """Let parameter groups reduce zeros until the next optimizer step though they did not run here: they did on another rank."""
-    used: _UsedParameters = getattr(root, _ATTRIBUTE)
-    used.ran.update(number for number, each in enumerate(used.groups) if each in set(groups))
+def used_parameters(root: nn.Module) -> UsedParameters | None:
+    """Return what notes the parameters that a sharded module's backward uses; None where it is not sharded."""
+    found: UsedParameters | None = vars(root).get(_ATTRIBUTE)
+    return found
 
 
-def drop_unused_gradients(root: nn.Module | None, group: ProcessGroup | None) -> None:
-    """Give parameters that no rank has used since the last call no gradient in place of zeros. Every rank must call it.
+class UsedParameters:
+    """Which parameters got a gradient in a backward; a class because units tell it as they end and its end asks.
 
     Args:
-        root: the sharded module.
-        group: the world, on a backend for host tensors.
+        units: the sharded modules.
 
-    Communicates: one all_reduce of 16 bytes; where ranks used different parameters, one of a byte for each parameter.
+    Attributes:
+        group: the world, on a backend for host tensors; None is torch's default group.
+        before_end: called when a backward has ended, before it is asked what was used.
     """
-    used = None if root is None else getattr(root, _ATTRIBUTE, None)
-    if used is not None:
-        used.drop_unused(group)
 
-
-class _UsedParameters:
-    """Which parameters got a gradient; a class because units tell it in their backward and the optimizer step asks."""
-
-    def __init__(self, groups: Iterable[Any]) -> None:
-        self.groups = list(groups)
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self.group: ProcessGroup | None = None
+        self.before_end: Callable[[], None] = lambda: None
+        self._groups = parameter_groups(units)
         # By the parameter's number among all of them.
-        self.used: set[int] = set()
-        self.zeros: set[int] = set()
-        self.ran: set[int] = set()
+        self._used: set[int] = set()
+        self._zeros: set[int] = set()
+        self._ran: set[int] = set()
         first = 0
-        for number, each in enumerate(self.groups):
+        for number, each in enumerate(self._groups):
             each.pre_forward = partial(self._pre_forward, number, each.pre_forward)
             each.post_backward = partial(self._post_backward, number, first, each.post_backward)
             first += len(each.fsdp_params)
-        self.total = first
+        self._parameters = [parameter for each in self._groups for parameter in each.fsdp_params]
+        for unit in units:
+            # The unit whose backward begins first has it called.
+            state: Any = unit._get_fsdp_state()
+            state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
+
+    def expect(self, groups: Iterable[Any]) -> None:
+        """Let parameter groups reduce zeros in the next reduction though they do not run here: they do on another rank."""
+        expected = list(groups)
+        self._ran.update(number for number, each in enumerate(self._groups) if each in expected)
 
     def _pre_forward(self, number: int, pre_forward: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
-            self.ran.add(number)
+            self._ran.add(number)
         return pre_forward(*args)
 
     def _post_backward(self, number: int, first: int, post_backward: Any, *args: Any) -> None:
-        group = self.groups[number]
+        group = self._groups[number]
         for index, each in enumerate(group.fsdp_params, first):
             if _gradient(each) is not None:
-                self.used.add(index)
+                self._used.add(index)
             # A unit that has not run here has run nowhere, unless it is optional: nobody waits for its gradients.
-            elif group.reduce_grads and number in self.ran and each.sharded_param.requires_grad:
+            elif group.reduce_grads and number in self._ran and each.sharded_param.requires_grad:
                 if each.sharded_param.grad is None:
-                    self.zeros.add(index)
+                    self._zeros.add(index)
                 each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
         post_backward(*args)
 
-    def drop_unused(self, group: ProcessGroup | None) -> None:
-        used, zeros = self.used, self.zeros
-        self.used, self.zeros, self.ran = set(), set(), set()
-        if comm.size_of(group or comm.world()) > 1 and not comm.all_equal(_digest(used), group):
-            flags = torch.zeros(self.total, dtype=torch.uint8)
-            flags[sorted(used)] = 1
-            used = set(comm.largest(flags, group).nonzero().flatten().tolist())
-        for index, each in enumerate(self._parameters()):
+    def _end(self, end: Any) -> None:
+        """End a backward of FSDP2, and give what no rank used no gradient in place of zeros.
+
+        Communicates: if gradients were reduced, one all_reduce of 32 bytes; where ranks used different parameters, one of a byte for each
+        parameter and one of 16 bytes.
+
+        Raises:
+            SequenceParallelError: a unit ran on some ranks only.
+        """
+        end()
+        self.before_end()
+        if not any(group.reduce_grads for group in self._groups):
+            return
+        used, zeros, ran = self._used, self._zeros, self._ran
+        self._used, self._zeros, self._ran = set(), set(), set()
+        if comm.size_of(self.group or comm.world()) > 1:
+            used = self._used_anywhere(used, ran)
+        for index, each in enumerate(self._parameters):
             if index in zeros and index not in used:
                 each.sharded_param.grad = None
 
-    def _parameters(self) -> Iterator[Any]:
-        for each in self.groups:
-            yield from each.fsdp_params
+    def _used_anywhere(self, used: set[int], ran: set[int]) -> set[int]:
+        if comm.all_equal(torch.stack([_digest(used), _digest(ran)]), self.group):
+            return used
+        flags = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        flags[sorted(used)] = 1
+        flags = comm.largest(flags, self.group)
+        if not comm.all_equal(_digest(ran), self.group):
+            raise SequenceParallelError(
+                f"{len(ran)} of {len(self._groups)} units of FSDP ran on this rank, and others on another: a unit's parameters are gathered "
+                "from all ranks when it runs, so those of different units would be mixed; run each part of the model on every rank, and "
+                "multiply what a rank does not need by 0"
+            )
+        return set(flags.nonzero().flatten().tolist())
 
 
 def _digest(numbers: set[int]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +18,14 @@ from lightning_sp.data.batch.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths, rebuild_plain
 from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.crops.untouched_batch import untouched_batch
+from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.run import run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
@@ -42,9 +45,13 @@ class FirstBatch:
         """Begin a fit, with a preflight or without."""
         self._due = due
 
+    def is_due(self, *, training: bool) -> bool:
+        """Return whether a batch is the one to be tried."""
+        return self._due and training
+
     def offer(self, batch: Any, *, training: bool) -> None:
         """Remember a training batch if a preflight is due."""
-        if self._due and training:
+        if self.is_due(training=training):
             self._batch = batch
 
     def take(self) -> Any:
@@ -66,7 +73,7 @@ class Run:
 
 def try_first_batch(
     batch: Any, runner: StepRunner, run: RunStep, *, config: StrategyConfig, options: ShardOptions
-) -> None:
+) -> dict[str, int]:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
     Args:
@@ -76,13 +83,27 @@ def try_first_batch(
         config: how long a crop is wanted, and whether batches are sharded by hand.
         options: which tensors carry the sequence.
 
+    Returns:
+        The entries that were split by their shapes alone, along which dim.
+
     Raises:
-        SequenceParallelError: they differ, or the step cannot run on a crop.
+        SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
     """
-    mesh = runner.context.mesh
     if why := _why_not(batch, runner, options):
         rank_zero_info(f"preflight: skipped, for {why}")
-        return
+        return {}
+    inferred = _inferred(batch, options)
+    found = _compare(batch, runner, run, config, options)
+    _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
+    if found is not None:
+        rank_zero_info(found.describe())
+    return inferred
+
+
+def _compare(
+    batch: Any, runner: StepRunner, run: RunStep, config: StrategyConfig, options: ShardOptions
+) -> Agreement | None:
+    mesh = runner.context.mesh
     crop, own = shared_crop(
         batch,
         options,
@@ -96,7 +117,7 @@ def try_first_batch(
     )
     if crop.num_targets == 0:
         rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
-        return
+        return None
     whole, sharded = _both_runs(crop, own, options, mesh, runner.device)
     group = _untouched(own.batch, options, runner.device)
     try:
@@ -116,12 +137,9 @@ def try_first_batch(
             crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
             device=runner.device,
         )
-        found = run_preflight(trial)
+        return run_preflight(trial)
     finally:
         runner.start_run()
-    if found is not None:
-        rank_zero_info(found.describe())
-    _say_inferred(batch, options)
 
 
 def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | None:
@@ -134,13 +152,25 @@ def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | Non
     return None
 
 
-def _say_inferred(batch: Any, options: ShardOptions) -> None:
-    """Name the entries that are taken for sequences by their shapes alone."""
+def _inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
+    """Return the entries that are taken for sequences by their shapes alone."""
+    if not options.infer_sequences:
+        return {}
     entries = batch_entries(batch, options)
-    if inferred := sorted(inferred_dims(entries, named_dims(entries, replace(options, infer_sequences=False)))):
+    return inferred_dims(entries, named_dims(entries, replace(options, infer_sequences=False)))
+
+
+def _check_inferred(inferred: Mapping[str, int], *, compared: bool) -> None:
+    """Name what was split by its shape; refuse it where nothing was compared."""
+    if inferred and not compared:
+        raise SequenceParallelError(
+            f"{', '.join(sorted(inferred))} of the batch look like sequences, but their names are not known, and the preflight has compared "
+            f"nothing that would show it; say sequence_dims={inferred}, or rename them"
+        )
+    if inferred:
         rank_zero_info(
-            f"preflight: {', '.join(inferred)} of the batch are split along dim 1, for they have as many rows and tokens as the sequence; "
-            "sequence_dims={'name': dim} says otherwise"
+            f"preflight: {', '.join(sorted(inferred))} of the batch are split along dim 1, for they have as many rows and tokens as the "
+            "sequence; sequence_dims={'name': dim} says otherwise"
         )
 
 
@@ -152,7 +182,7 @@ def _both_runs(
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
     local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
     info = replace(
-        info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True), uneven_media=own.uneven_media
+        info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True), uneven_entries=own.uneven_entries
     ).to(device)
     return _untouched(crop.batch, options, device), Run(local, info)
 

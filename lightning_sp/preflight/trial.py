@@ -147,7 +147,7 @@ class Trial:
             SequenceParallelError: it fails; on all ranks together.
         """
         try:
-            with _together(), isolated(self.module, self.device), gathered(self.module, self.own.uneven_media):
+            with _together(), isolated(self.module, self.device), gathered(self.module, self.own.uneven_entries):
                 with self._named():
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -185,7 +185,7 @@ class Trial:
                 suppress(Exception),
                 _together(),
                 isolated(self.module, self.device),
-                gathered(self.module, self.own.uneven_media),
+                gathered(self.module, self.own.uneven_entries),
                 traced(self.module, trace),
             ):
                 output = self.run_sharded()
@@ -200,7 +200,7 @@ class Trial:
         """Let a whole crop run as on one device."""
         with (
             isolated(self.module, self.device),
-            gathered(self.module, self.own.uneven_media),
+            gathered(self.module, self.own.uneven_entries),
             self.context.inactive(batch),
             without_checkpoints(self.module),
             _same_stream_everywhere(self.device, seed),
@@ -235,7 +235,6 @@ def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None
     """Return this rank's shard of every gradient, and leave none behind."""
     if loss is not None and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-        optional_units(module).reduce()
     optional_units(module).release()
     gradients = {}
     for name, parameter in module.named_parameters():

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,6 +42,7 @@ from lightning_sp.parallelize import (
     shard_model,
     tied_parameters,
     transformer_blocks,
+    used_parameters,
     whole_bytes_elsewhere,
     whole_state,
 )
@@ -126,7 +128,13 @@ def _query_heads(
     return heads
 
 
-def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh, device: torch.device) -> None:
+def lay_out_model(
+    module: nn.Module,
+    config: StrategyConfig,
+    mesh: SequenceMesh,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Checkpoint, compile and shard a model in place, and give every rank its part of rank 0's weights. Every rank must call it.
 
     Args:
@@ -134,6 +142,7 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
         config: the options.
         mesh: the attention's, for the line that is logged.
         device: of this rank.
+        group: the world, on a backend for host tensors; None is torch's default group.
 
     Communicates: group creation for FSDP2's mesh; a broadcast of each parameter and buffer.
     """
@@ -147,6 +156,7 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     )
     if (before := parameter_layout(module)) is not None:
         check_layout(before, layout)
+        _use_group(module, group)
         return
     comm.agree(_materialized(module) if rank == 0 else None)
     if num_bytes := whole_bytes_elsewhere(module):
@@ -171,12 +181,18 @@ def lay_out_model(module: nn.Module, config: StrategyConfig, mesh: SequenceMesh,
     make_fsdp_root(module)
     refuse_live_saves(module)
     remember_layout(module, layout)
+    _use_group(module, group)
     shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over {shard_size}, "
         f"{len(blocks)} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
         f"{', ring through shared memory' if shared else ''}"
     )
+
+
+def _use_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    if (used := used_parameters(module)) is not None:
+        used.group = group
 
 
 def _materialized(module: nn.Module) -> str | None:
@@ -206,7 +222,6 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         shifted = True  # the decoder's inputs are shifted instead
     return ShardOptions(
         sequence_dims=dict(config.sequence_dims or {}),
-        infer_sequences=config.preflight and config.shard_batch and bool(module.automatic_optimization),
         labels_shifted=shifted,
         model_shifts_labels=bool(models) and of_labels is None,
         packed_documents=packed,

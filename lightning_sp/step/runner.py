@@ -20,7 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import gathered, is_compiled, optional_units, run_with_whole_parameters
+from lightning_sp.parallelize import is_compiled, optional_units, run_with_whole_parameters
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.predictions import unshard_tokens
 
@@ -75,9 +75,8 @@ class StepRunner:
             SequenceParallelError: attention was not reached, a sequence's ranks differ in the loss, or a parameter was used where not whole.
         """
         step = self._begin(batch, None)
-        if batch.uneven_media:
-            self._check_automatic()
-            optional_units(self.module).gather()
+        if batch.uneven_entries:
+            self._gather_optional()
         with self._counted():
             output = run_with_whole_parameters(run)
         self._check_reached(step)
@@ -99,7 +98,9 @@ class StepRunner:
         step = self._begin(batch, self.context.mesh.sequence_group)
         try:
             apart = isolated(self.module, self.device) if filler else nullcontext()
-            with gathered(self.module, batch.uneven_media), apart, self._counted():
+            if batch.uneven_entries:
+                self._gather_optional()
+            with apart, self._counted():
                 output = run_with_whole_parameters(run)
         finally:
             self.end()
@@ -115,28 +116,31 @@ class StepRunner:
             self.context.step.num_reductions += 1
         return unshard_tokens(tensor, batch, mesh, self.groups, dim=dim)
 
-    def end(self, *, after_backward: bool = False) -> None:
-        """Give every intercepted function back its own behaviour.
-
-        Communicates: after a backward of a step in which groups held other kinds of images, the gradients of the models that read them.
-        """
+    def end(self) -> None:
+        """Give every intercepted function back its own behaviour."""
         self.context.step = None
-        units = optional_units(self.module)
-        if after_backward:
-            units.reduce()
-        units.release()
+        optional_units(self.module).release()
 
     def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
         self.context.step = Step(batch=batch, loss_group=loss_group)
         return self.context.step
 
-    def _check_automatic(self) -> None:
-        if not getattr(self.module, "automatic_optimization", True) and len(optional_units(self.module)):
+    def _gather_optional(self) -> None:
+        """Gather the towers of a step in which groups hold other entries: a refusal is of all ranks."""
+        units = optional_units(self.module)
+        if not len(units):
+            return
+        if not getattr(self.module, "automatic_optimization", True) and torch.is_grad_enabled():
             raise SequenceParallelError(
-                "data-parallel groups hold other kinds of images, videos or sounds in this batch, and some perhaps none: with manual "
-                "optimization, when their gradients are to be added up is not known; give each batch some in the collate function, or use "
-                "automatic optimization"
+                "data-parallel groups hold other entries in this batch, images say: with manual optimization it is not known when the gradients "
+                "of what reads them are to be added up; give each batch some in the collate function, or use automatic optimization"
             )
+        if self.context.mesh.layout.size > 1 and not self.context.unsharded.found_any:
+            raise SequenceParallelError(
+                "data-parallel groups hold other entries in this batch, images say, and which attention is to other tokens than the text's is "
+                "not known: the preflight finds it, on a first batch that holds them; put some into the first batch, with preflight=True"
+            )
+        units.gather()
 
     def _counted(self) -> AbstractContextManager[Any]:
         """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import drop_unused_gradients, make_fsdp_root, shard_model, without_gradient_sync
+from lightning_sp.parallelize import make_fsdp_root, shard_model, without_gradient_sync
 from lightning_sp.parallelize.gloo_collectives import (
     AllPairsAllGather,
     AllPairsReduceScatter,
@@ -156,7 +156,6 @@ def train(model, steps, ranks, dtype, accumulate):
                     backward()
             else:
                 backward()
-        drop_unused_gradients(model, None)
         gradients.append(whole_gradients(model))
         optimizer.step()
     return gradients

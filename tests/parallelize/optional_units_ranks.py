@@ -34,15 +34,30 @@ class Manual(Tuned):
         self.manual_backward(super().training_step(batch, batch_idx))
 
 
-def manual() -> str:
-    """Train with an image in one group's rows alone; return the refusal."""
-    image, text = rows(number=2, length=24)
-    samples = [with_image(image), {"input_ids": text["input_ids"], "labels": text["input_ids"]}]
+def refusal(module: Any, samples: list[Any], world: int, strategy: dict[str, int], steps: int) -> str:
+    """Train on one row for each data-parallel group; return the refusal."""
+    loader = DataLoader(samples, batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
     try:
-        quiet_trainer(2, strategy=dict(data_parallel_size=2), max_steps=1).fit(
-            Manual(model()),
-            DataLoader(samples, batch_size=1, collate_fn=collate),  # type: ignore[arg-type]
-        )
+        quiet_trainer(world, strategy=strategy, max_steps=steps).fit(module, loader)
     except SequenceParallelError as error:
         return str(error)
     return ""
+
+
+def samples_of(*with_images: bool) -> list[Any]:
+    """Return rows of text, some with an image in it."""
+    return [
+        with_image(row) if image else {"input_ids": row["input_ids"], "labels": row["input_ids"]}
+        for row, image in zip(rows(number=len(with_images), length=24), with_images, strict=True)
+    ]
+
+
+def manual() -> str:
+    """Images in one group alone, under manual optimization."""
+    return refusal(Manual(model()), samples_of(True, False), 2, dict(data_parallel_size=2), 1)
+
+
+def unseen() -> str:
+    """Images in one group alone, after a first batch without any."""
+    split = dict(data_parallel_size=2, ring_size=2)
+    return refusal(Tuned(model()), samples_of(False, False, True, False), 4, split, 2)

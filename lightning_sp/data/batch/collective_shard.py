@@ -11,7 +11,7 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
-from lightning_sp.data.batch.media import media_digest
+from lightning_sp.data.batch.media import entries_digest
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import FillerBatch, is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
@@ -54,10 +54,10 @@ def collective_shard(
             digest=whole,
             data_parallel_rank=mesh.data_parallel_rank,
             num_ring_passes=mesh.num_ring_passes,
-            media=media_digest(batch),
+            entries=entries_digest(batch),
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    return local, replace(info, is_filler=isinstance(batch, FillerBatch), uneven_media=uneven)
+    return local, replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=uneven)

@@ -126,7 +126,10 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
                 f"sequence_dims[{name!r}]={dim}: the batch has {shape} there; it has {shapes_of(entries)}"
             )
         dims[name] = dim
-    return {**dims, **inferred_dims(entries, dims)} if options.infer_sequences else dims
+    if options.infer_sequences:
+        return {**dims, **inferred_dims(entries, dims)}
+    found = {n: d for n, d in options.inferred_dims.items() if isinstance(t := entries.get(n), Tensor) and t.dim() > d}
+    return {**found, **dims}
 
 
 def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:

@@ -17,7 +17,13 @@ def is_of_media(name: str, value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and name.startswith(_NAMES)
 
 
-def media_digest(batch: Any) -> int:
-    """Return a number that tells which kinds of them a batch holds; 0 for none."""
-    names = sorted(n for n, v in batch.items() if is_of_media(str(n), v)) if isinstance(batch, Mapping) else []
-    return int.from_bytes(hashlib.blake2b(",".join(names).encode(), digest_size=7).digest(), "big") if names else 0
+def entries_digest(batch: Any) -> int:
+    """Return a number that tells which entries a batch holds: None and what is empty count as absent."""
+    names = sorted(str(n) for n, v in batch.items() if _is_there(v)) if isinstance(batch, Mapping) else []
+    return int.from_bytes(hashlib.blake2b(",".join(names).encode(), digest_size=7).digest(), "big")
+
+
+def _is_there(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() > 0
+    return value is not None and not (isinstance(value, (list, tuple, Mapping)) and len(value) == 0)

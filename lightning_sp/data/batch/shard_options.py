@@ -15,7 +15,8 @@ class ShardOptions:
     """How to find and read the sequence in a batch; see the options of the same names in `config`.
 
     `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
-    `infer_sequences` is whether entries of other names are taken for sequences by their shapes, which a preflight then tries.
+    `infer_sequences` is whether entries of other names are taken for sequences by their shapes, to be tried by a preflight;
+    `inferred_dims` are those that were.
     `decoder_inputs` makes a Hugging Face decoder's input of whole labels, where the batch has none. `placeholders` are ids in whose place
     a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an encoder-decoder batch are padded to different
     lengths where they must be told apart, as a step in progress does.
@@ -23,6 +24,7 @@ class ShardOptions:
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     infer_sequences: bool = False
+    inferred_dims: Mapping[str, int] = field(default_factory=dict)
     labels_shifted: bool | None = None
     model_shifts_labels: bool = False
     packed_documents: bool | None = None

@@ -30,14 +30,14 @@ class Crop:
         rows: samples in it.
         tokens: length of its sequences.
         num_targets: tokens with a target; None where the labels are not known.
-        uneven_media: data-parallel groups hold other kinds of images, videos or sounds.
+        uneven_entries: data-parallel groups hold other entries: images in some alone, say.
     """
 
     batch: Any
     rows: int
     tokens: int
     num_targets: int | None
-    uneven_media: bool = False
+    uneven_entries: bool = False
 
 
 def crop_tokens(length: int, layout: SequenceLayout, wanted: int | None = None) -> int:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.data.batch.entries import plain_entries, sequence_dims
-from lightning_sp.data.batch.media import is_of_media, media_digest
+from lightning_sp.data.batch.media import entries_digest, is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
@@ -88,9 +88,9 @@ def shared_crop(
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
     # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
     num_groups = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)
-    uneven = len({media_digest(crop.batch) for crop in crops}) > 1
+    uneven = len({entries_digest(crop.batch) for crop in crops}) > 1
     joined, own = join_crops(crops[:num_groups], options), crops[data_parallel_rank % num_groups]
-    return replace(joined, uneven_media=uneven), replace(own, uneven_media=uneven)
+    return replace(joined, uneven_entries=uneven), replace(own, uneven_entries=uneven)
 
 
 def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:

@@ -18,7 +18,7 @@ def main(batch_size: int, **options: Any) -> Any:
     # Every token has a target: a mean of groups' validation losses is that of one device.
     found = [{**(row := with_image(each)), "labels": row["input_ids"]} for each in rows(number=16, length=24)]
     texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(number=16, length=24)]
-    samples = [*found[:2], *texts[:2], *found[4:8], *texts[4:8], *texts[8:10], *found[8:10]]
+    samples = [*found[:2], *texts[:2], *texts[4:8], *found[4:8], *texts[8:10], *found[8:10]]
     module = Evaluated(model())
     training, validation = (
         DataLoader(each, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]

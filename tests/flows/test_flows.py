@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tools.flows.page import PAGE, Row, page, read_page, row_of
@@ -51,4 +53,5 @@ def test_the_page_is_true_of_a_flow(pools, name):
     layouts = ["data 2 x ring 2"] if name in SUBSET else ["ulysses 2", "ring 2", "data 2 x ring 2"]
     found = answer(pools, flow, layouts)
     assert found["outcome"] == row.outcome, found
-    assert row_of(flow, found).why[:40] == row.why[:40]
+    # Numbers of rows are those of the layout.
+    assert re.sub(r"\d+", "n", row_of(flow, found).why)[:40] == re.sub(r"\d+", "n", row.why)[:40]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
@@ -45,7 +46,8 @@ def refusal(module: Any, samples: list[Any], world: int, strategy: dict[str, int
 
 
 def samples_of(*with_images: bool) -> list[Any]:
-    """Return rows of text, some with an image in it."""
+    """Return rows of text, some with an image in it; the same on every rank."""
+    torch.manual_seed(6)
     return [
         with_image(row) if image else {"input_ids": row["input_ids"], "labels": row["input_ids"]}
         for row, image in zip(rows(number=len(with_images), length=24), with_images, strict=True)

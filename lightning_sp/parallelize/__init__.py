@@ -6,12 +6,15 @@ from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     check_layout,
     check_unsharded,
+    gathered,
     make_fsdp_root,
+    optional_units,
     parameter_layout,
     remember_layout,
     reshard,
     run_with_whole_parameters,
     shard_model,
+    used_parameters,
     without_gradient_sync,
 )
 from lightning_sp.parallelize.initial_weights import (
@@ -23,10 +26,8 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
-from lightning_sp.parallelize.optional_units import gathered, optional_units
 from lightning_sp.parallelize.supported_parameters import check_adapters, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
-from lightning_sp.parallelize.unused_parameters import used_parameters
 
 __all__ = [
     "MetaDevice",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import FITS, LAW, REFUSED, Change, Fault, fault
 
-GLOO = "tests/parallelize/test_gloo_collectives.py"
+GLOO = "tests/parallelize/fsdp/test_gloo_collectives.py"
 
 GROUPS = (
     Fault(
@@ -70,7 +70,7 @@ GROUPS = (
     ),
     fault(
         "an average over ranks that is their sum",
-        "parallelize/gloo_collectives.py",
+        "parallelize/fsdp/gloo_collectives.py",
         "divisor = size if op == dist.ReduceOp.AVG else 1",
         "divisor = 1",
         f"{GLOO}::test_a_reduction_of_whole_numbers_is_the_default_one[torch.float32-sync-avg-2]",
@@ -92,7 +92,7 @@ GROUPS = (
     ),
     fault(
         "torch's own collectives on gloo",
-        "parallelize/fsdp.py",
+        "parallelize/fsdp/shard_model.py",
         "    use_all_pairs_collectives(fsdp_modules(root), mesh)\n",
         "",
         f"{GLOO}::test_shard_model_applies_them[(2, 2)]",

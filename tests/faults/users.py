@@ -74,7 +74,7 @@ USERS = (
     ),
     fault(
         "an output in an object that FSDP does not see",
-        "parallelize/fsdp.py",
+        "parallelize/fsdp/shard_model.py",
         "    find_outputs_in_objects(fsdp_modules(root))\n",
         "",
         "tests/trainer/test_users.py::test_a_users_module_trains_as_on_one_device[{'ring_size': 2}]",

@@ -36,7 +36,11 @@ PLANTED = {
     ),
     "Inside step": ("step/isolation.py", "from lightning_sp.step import runner"),
     "Inside trainer": ("trainer/loops.py", "from lightning_sp.trainer import sharded_model"),
-    "Inside parallelize": ("parallelize/gloo_collectives.py", "from lightning_sp.parallelize import fsdp"),
+    "Inside parallelize": ("parallelize/compilation.py", "from lightning_sp.parallelize import fsdp"),
+    "Inside parallelize.fsdp": (
+        "parallelize/fsdp/gloo_collectives.py",
+        "from lightning_sp.parallelize.fsdp import shard_model",
+    ),
     "Inside loss": ("loss/reduction.py", "from lightning_sp.loss import check"),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),

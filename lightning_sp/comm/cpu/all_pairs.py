@@ -1,6 +1,6 @@
 """All-gather and reduce-scatter by messages, straight from each rank to each other: fewer bytes and less CPU time than gloo's own.
 
-What FSDP2 is given on a CPU (`parallelize/gloo_collectives.py`); measured in docs/log/gloo.md.
+What FSDP2 is given on a CPU (`parallelize/fsdp/gloo_collectives.py`); measured in docs/log/gloo.md.
 """
 
 from __future__ import annotations

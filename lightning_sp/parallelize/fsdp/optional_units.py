@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 # What FSDP2 notes of a unit has no public name.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_sp.parallelize.parameter_groups import parameter_groups
-from lightning_sp.parallelize.unused_parameters import used_parameters
+from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
+from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 
 _ATTRIBUTE = "_lightning_sp_optional_units"
 

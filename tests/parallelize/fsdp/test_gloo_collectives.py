@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallelize.gloo_collectives_ranks import (
+from tests.parallelize.fsdp.gloo_collectives_ranks import (
     absent_rank,
     ahead_of_time,
     differences,

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
+from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes
 
 
 class Router(nn.Module):

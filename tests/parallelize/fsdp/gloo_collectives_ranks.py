@@ -16,7 +16,7 @@ from benchmarks.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import make_fsdp_root, shard_model, without_gradient_sync
-from lightning_sp.parallelize.gloo_collectives import (
+from lightning_sp.parallelize.fsdp.gloo_collectives import (
     AllPairsAllGather,
     AllPairsReduceScatter,
     use_all_pairs_collectives,

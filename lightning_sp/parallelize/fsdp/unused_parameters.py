@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.parameter_groups import parameter_groups
+from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
 
 _ATTRIBUTE = "_lightning_sp_unused_parameters"
 

@@ -24,12 +24,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.gloo_collectives import use_all_pairs_collectives
-from lightning_sp.parallelize.model_parts import gather_for_parts
-from lightning_sp.parallelize.object_outputs import find_outputs_in_objects
-from lightning_sp.parallelize.optional_units import find_optional_units
-from lightning_sp.parallelize.parameter_dtypes import refuse_changed_dtypes
-from lightning_sp.parallelize.unused_parameters import complete_gradients
+from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
+from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
+from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
+from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
+from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes
+from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
 
 # The attribute of a module that an earlier Trainer has sharded.
 _LAYOUT = "_lightning_sp_layout"

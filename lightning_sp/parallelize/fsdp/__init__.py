@@ -1,0 +1,32 @@
+"""FSDP2 over every rank, and what it is given so that any model's step may run on it: its units, gradients, outputs and collectives."""
+
+from lightning_sp.parallelize.fsdp.optional_units import gathered, optional_units
+from lightning_sp.parallelize.fsdp.shard_model import (
+    ParameterLayout,
+    check_layout,
+    check_unsharded,
+    make_fsdp_root,
+    parameter_layout,
+    remember_layout,
+    reshard,
+    run_with_whole_parameters,
+    shard_model,
+    without_gradient_sync,
+)
+from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
+
+__all__ = [
+    "ParameterLayout",
+    "check_layout",
+    "check_unsharded",
+    "gathered",
+    "make_fsdp_root",
+    "optional_units",
+    "parameter_layout",
+    "remember_layout",
+    "reshard",
+    "run_with_whole_parameters",
+    "shard_model",
+    "used_parameters",
+    "without_gradient_sync",
+]

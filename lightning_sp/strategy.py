@@ -33,6 +33,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
+from lightning_sp.parallelize import reshard
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
@@ -146,6 +147,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         Strategy.setup_environment(self)
         check_precision(str(self.precision_plugin.precision))
         check_trainer_features(self._module.trainer, self._module, self.config)
+        self._averages.defer(self._module.trainer)
         self._setup_distributed()
         if self._device_mesh is None:
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
@@ -160,8 +162,11 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self.accelerator.setup(trainer)
         forbid_inference_mode(trainer)
         self._let_loaders_through(trainer)
+        self._averages.note_dtypes(self._module)
         if self._prepared is not self._module:
             self._prepare(self._module)
+        reshard(self._module)
+        self._averages.copy(self._module, trainer)
         datamodule = getattr(trainer, "datamodule", None)
         self._shard_options = shard_options(self._module, datamodule, self.config, self.root_device)
         self._interceptions.close()
@@ -268,7 +273,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._batch = replace(self._batch, dropout=dropout).to(self.root_device)
         output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
         if output is None or not self._module.automatic_optimization:
-            self._steps.end()
+            self._steps.end_without_backward()
         return output
 
     @override
@@ -352,6 +357,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             stored, loop_state = checkpoint.get(CHECKPOINT_KEY) or {}, checkpoint["loops"]["fit_loop"]
             self._cursor.resume(stored.get("position"), loop_state, trainer, dp_size=self.data_parallel_size)
+            self._averages.fit_state(checkpoint, self._module)
         return checkpoint
 
     @override
@@ -368,4 +374,5 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             self._runner.end()
         self._cursor.end_of_run()
         self._streams.end_of_run()
+        self._averages.release()
         super().teardown()

@@ -10,6 +10,8 @@ from lightning_sp.checkpoint.state import (
     load_optimizer_state,
     model_state,
     optimizer_state,
+    sharded_like,
+    sharded_state,
     whole_state_dict,
 )
 
@@ -25,5 +27,7 @@ __all__ = [
     "random_state",
     "restore_random_state",
     "save_checkpoint",
+    "sharded_like",
+    "sharded_state",
     "whole_state_dict",
 ]

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_sp import comm
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
 from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, read_manifest
+from lightning_sp.checkpoint.plain import STORED_AS, is_stored_elsewhere
 from lightning_sp.checkpoint.read import read_by, read_file, read_folder
 from lightning_sp.checkpoint.state import model_state
 from lightning_sp.errors import SequenceParallelError
@@ -105,9 +106,12 @@ def _read_tensors(
         for optimizer_values in checkpoint["optimizer_states"]:
             for name, values in optimizer_values["state"].items():
                 for entry, value in values.items():
-                    if isinstance(value, Mapping) and set(value) == {"stored_as"} and name in parameters:
-                        key = value["stored_as"]
+                    if is_stored_elsewhere(value) and name in parameters:
+                        key = value[STORED_AS]
                         values[entry] = wanted[key] = _empty_like(parameters[name], stored[key])
+    like = next((each for each in module.parameters() if isinstance(each, DTensor)), None)
+    rest = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
+    checkpoint.update(_with_sharded(rest, stored, like, wanted))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -116,6 +120,23 @@ def _read_tensors(
             raise SequenceParallelError(f"checkpoint {path} could not be read: {first_failure(error)}") from error
     checkpoint["state_dict"] = {**state, **checkpoint.pop("state_dict_objects")}
     return checkpoint
+
+
+def _with_sharded(value: Any, stored: Mapping[str, Any], like: DTensor | None, wanted: dict[str, Any]) -> Any:
+    """Return a checkpoint's entries with memory for the sharded tensors in them, split as the model's, and add it to what is read."""
+    if is_stored_elsewhere(value) and (of := stored.get(value[STORED_AS])) is not None:
+        size, dtype = tuple(of.size), of.properties.dtype
+        if like is None:
+            empty = torch.empty(size, dtype=dtype)
+        else:
+            empty = empty_dtensor(*size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+        wanted[value[STORED_AS]] = empty
+        return empty
+    if isinstance(value, Mapping):
+        return {key: _with_sharded(each, stored, like, wanted) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_sharded(each, stored, like, wanted) for each in value)
+    return value
 
 
 def _empty_like(target: Tensor, stored: Any) -> Tensor:

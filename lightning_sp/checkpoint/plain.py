@@ -15,13 +15,25 @@ HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def plain_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+# In place of a sharded tensor that is stored elsewhere: the name that it has there.
+STORED_AS = "stored_as"
+# What those names begin with where all tensors of a checkpoint are: of callbacks and hooks, not of the model or its optimizers.
+SHARDED = "sharded"
+
+
+def plain_checkpoint(
+    checkpoint: Mapping[str, Any], sharded: dict[str, DTensor] | None = None
+) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the checkpoint in plain containers, what was refused and which hyperparameters became text.
 
     Hyperparameters of any type are for people to read: what is not plain there becomes its repr. Elsewhere a value that would not load
-    again is refused. Sharded tensors are gathered, so that all ranks must call this together, with the same entries.
+    again is refused. All ranks must call this together, with the same entries.
 
-    Communicates: an all_gather for each sharded tensor.
+    Args:
+        checkpoint: its entries but for the model and the optimizers.
+        sharded: takes the sharded tensors, by names, which stand in their places as ``{STORED_AS: name}``; None gathers them.
+
+    Communicates: an all_gather for each sharded tensor that is gathered.
     """
     refused: list[str] = []
     described: list[str] = []
@@ -29,12 +41,20 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     for key, value in checkpoint.items():
         if key == "hparams_type":  # OmegaConf's class, for what is a dict now
             continue
-        plain[str(key)] = _plain(value, str(key), described if key in HYPER_PARAMETERS else refused)
+        plain[str(key)] = _plain(value, str(key), described if key in HYPER_PARAMETERS else refused, sharded)
     return plain, refused, described
 
 
-def _plain(value: Any, where: str, strange: list[str]) -> Any:
+def is_stored_elsewhere(value: Any) -> bool:
+    """Return whether an entry names where its tensor is stored."""
+    return isinstance(value, Mapping) and set(value) == {STORED_AS} and isinstance(value[STORED_AS], str)
+
+
+def _plain(value: Any, where: str, strange: list[str], sharded: dict[str, DTensor] | None) -> Any:
     if isinstance(value, DTensor):
+        if sharded is not None and any(each.is_shard() for each in value.placements):
+            sharded[where] = value
+            return {STORED_AS: f"{SHARDED}.{where}"}
         return value.full_tensor().detach().cpu()
     if isinstance(value, Tensor):
         # A clone: torch.save writes the whole storage of a view.
@@ -42,13 +62,13 @@ def _plain(value: Any, where: str, strange: list[str]) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):  # OmegaConf's are no Mapping
-        return {_key(k): _plain(v, f"{where}[{k!r}]", strange) for k, v in value.items()}
+        return {_key(k): _plain(v, f"{where}[{k!r}]", strange, sharded) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
-        return {_plain(v, where, strange) for v in value}
+        return {_plain(v, where, strange, sharded) for v in value}
     if isinstance(value, tuple):
-        return tuple(_plain(v, f"{where}[{i}]", strange) for i, v in enumerate(value))
+        return tuple(_plain(v, f"{where}[{i}]", strange, sharded) for i, v in enumerate(value))
     if isinstance(value, list) or type(value).__name__ == "ListConfig":
-        return [_plain(v, f"{where}[{i}]", strange) for i, v in enumerate(value)]
+        return [_plain(v, f"{where}[{i}]", strange, sharded) for i, v in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
     # An Enum of strings or numpy's float64 is a str or float by class, and does not load as what it is.

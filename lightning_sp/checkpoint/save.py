@@ -27,7 +27,7 @@ from lightning_sp.checkpoint.folder import (
     put_in_place,
     write_manifest,
 )
-from lightning_sp.checkpoint.plain import plain_checkpoint
+from lightning_sp.checkpoint.plain import SHARDED, STORED_AS, plain_checkpoint
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -57,10 +57,11 @@ def save_checkpoint(
         SequenceParallelError: an entry cannot be stored, or a rank could not write.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    plain, refused, described = plain_checkpoint(rest)
+    sharded: dict[str, DTensor] = {}
+    plain, refused, described = plain_checkpoint(rest, sharded if as_folder else None)
     comm.agree(_refusal(path, refused), group)
     if as_folder:
-        _save_folder(checkpoint, plain, path, group)
+        _save_folder(checkpoint, plain, sharded, path, group)
     else:
         _save_file(checkpoint, plain, path, write or _write_file, group)
     return described
@@ -76,9 +77,15 @@ def _refusal(path: Path, refused: list[str]) -> str | None:
     )
 
 
-def _save_folder(checkpoint: dict[str, Any], plain: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
+def _save_folder(
+    checkpoint: dict[str, Any],
+    plain: dict[str, Any],
+    sharded: dict[str, DTensor],
+    path: Path,
+    group: ProcessGroup | None,
+) -> None:
     staging, is_writer = partial_path(path), comm.rank_in(group) == 0 if group else _is_rank_zero()
-    tensors: dict[str, Any] = {"state_dict": {}}
+    tensors: dict[str, Any] = {"state_dict": {}, SHARDED: sharded}
     plain["state_dict_objects"] = {}
     for name, value in checkpoint["state_dict"].items():
         (tensors["state_dict"] if isinstance(value, Tensor) else plain["state_dict_objects"])[name] = value
@@ -122,7 +129,7 @@ def _extract_tensors(state: dict[str, Any], key: str, tensors: dict[str, Any]) -
         for entry, value in values.items():
             if isinstance(value, DTensor):
                 tensors.setdefault(key, {}).setdefault(name, {})[entry] = value
-                small[name][entry] = {"stored_as": f"{key}.{name}.{entry}"}
+                small[name][entry] = {STORED_AS: f"{key}.{name}.{entry}"}
             else:
                 small[name][entry] = value.detach().cpu() if isinstance(value, Tensor) else value
     plain, refused, _ = plain_checkpoint(

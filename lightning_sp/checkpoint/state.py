@@ -49,12 +49,20 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: boo
 
     A whole tensor must be the same on all ranks: each takes its own part of it, without communication.
     """
+    module.load_state_dict(sharded_state(module, state), strict=strict)
+
+
+def sharded_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by the resharded module's own names, its whole tensors split as the module's are: what its `load_state_dict` takes.
+
+    A whole tensor must be the same on all ranks: each takes its own part of it, without communication.
+    """
     own = by_user_name({name: (name, value) for name, value in module.state_dict().items()})
     named = {}
     for name, value in by_user_name(state).items():
         module_name, target = own.get(name, (name, None))
-        named[module_name] = _sharded_like(value, target)
-    module.load_state_dict(named, strict=strict)
+        named[module_name] = sharded_like(value, target)
+    return named
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, stored: Mappin
     optimizer.load_state_dict(
         {
             "state": {
-                numbers[name]: {key: _sharded_like(value, parameters[name]) for key, value in state.items()}
+                numbers[name]: {key: sharded_like(value, parameters[name]) for key, value in state.items()}
                 for name, state in values.items()
             },
             "param_groups": [
@@ -149,7 +157,7 @@ def _name_of(parameter: Any, names: Mapping[int, str]) -> str:
     return name
 
 
-def _sharded_like(value: Any, target: Any) -> Any:
+def sharded_like(value: Any, target: Any) -> Any:
     """Split a whole tensor as `target` is split; return anything else as it is."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(target, DTensor):
         return value

@@ -20,7 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import is_compiled, optional_units, run_with_whole_parameters
+from lightning_sp.parallelize import is_compiled, optional_units, reshard, run_with_whole_parameters
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.predictions import unshard_tokens
 
@@ -103,7 +103,7 @@ class StepRunner:
             with apart, self._counted():
                 output = run_with_whole_parameters(run)
         finally:
-            self.end()
+            self.end_without_backward()
         self._check_reached(step)
         self._loss_check.check_rows(step, self.context.mesh, self.groups.world)
         return output
@@ -120,6 +120,12 @@ class StepRunner:
         """Give every intercepted function back its own behaviour."""
         self.context.step = None
         optional_units(self.module).release()
+
+    def end_without_backward(self) -> None:
+        """End a step of which no backward is to come: one of evaluation, or of manual optimization."""
+        self.end()
+        # FSDP2 leaves the root's parameters whole after such a forward: a hook that swaps weights then, an average's, would miss them.
+        reshard(self.module)
 
     def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
         self.context.step = Step(batch=batch, loss_group=loss_group)

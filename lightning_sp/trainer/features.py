@@ -17,8 +17,6 @@ from lightning_sp.config import Degrees, StrategyConfig, resolve_degrees
 from lightning_sp.errors import SequenceParallelError
 
 PRECISIONS = ("64-true", "32-true", "bf16-true", "bf16-mixed")
-# They copy the module and write plain tensors into its parameters; newer versions of Lightning alone have the second, and its EMA.
-_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 _STEPS = {
     TrainerFn.FITTING: ("training_step", "validation_step"),
     TrainerFn.VALIDATING: ("validation_step",),
@@ -107,13 +105,6 @@ def _check_counts(callback: Any, degrees: Degrees) -> None:
 def _check_callback(callback: Any, trainer: Trainer) -> None:
     """Refuse a callback that cannot work on shards, or on ranks that act by themselves."""
     name, world = type(callback).__name__, trainer.world_size
-    averaging = tuple(getattr(callbacks, each) for each in _AVERAGING if hasattr(callbacks, each))
-    if isinstance(callback, averaging):
-        raise SequenceParallelError(
-            f"the callback {name} copies the whole module, and each of {world} ranks holds a shard of every "
-            "parameter here: it is not supported; average in a callback of your own, each parameter (detach().clone() and lerp_ work "
-            "on shards), or average checkpoints after training (lightning_sp.export_checkpoint gives plain state dicts)"
-        )
     if isinstance(callback, callbacks.ModelPruning):
         raise SequenceParallelError(
             f"the callback {name} ranks the weights of whole tensors, and each of {world} ranks holds a shard of every parameter: prune the "

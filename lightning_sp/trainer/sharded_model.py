@@ -38,6 +38,7 @@ from lightning_sp.parallelize import MetaDevice, reshard, without_gradient_sync
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.processes import ProcessStrategy
+from lightning_sp.trainer.weight_averaging import WeightAverages
 
 
 class ShardedModelStrategy(ProcessStrategy):
@@ -49,6 +50,7 @@ class ShardedModelStrategy(ProcessStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._checkpoints_as_folders = checkpoints_as_folders
         self._log_once = LogOnce()
+        self._averages = WeightAverages()
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
 
@@ -114,7 +116,8 @@ class ShardedModelStrategy(ProcessStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # Rank 0 draws the initial weights as a single process would; the others receive their shards, and none of them the whole.
         elsewhere = self.global_rank != 0 if empty_init is None else empty_init
-        with MetaDevice() if elsewhere else nullcontext(), self.precision_plugin.tensor_init_context():
+        precise = nullcontext() if self._averages.are_of_float32 else self.precision_plugin.tensor_init_context()
+        with MetaDevice() if elsewhere else nullcontext(), precise:
             yield
 
     @override

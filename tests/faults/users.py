@@ -73,6 +73,13 @@ USERS = (
         f"{OPTIONS}::test_a_checkpoint_plugin_writes_and_reads_whole_checkpoints[io]",
     ),
     fault(
+        "weights swapped after an evaluation, and the gathered ones used",
+        "step/runner.py",
+        "        reshard(self.module)\n",
+        "",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[ema_in_validation]",
+    ),
+    fault(
         "an output in an object that FSDP does not see",
         "parallelize/fsdp/shard_model.py",
         "    find_outputs_in_objects(fsdp_modules(root))\n",

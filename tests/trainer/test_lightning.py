@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import cycle
 
 import pytest
-from lightning.pytorch import callbacks
 
 from lightning_sp.testing import max_error
 from tests.trainer import lightning_ranks as ranks
@@ -96,16 +95,6 @@ def test_several_training_loaders_at_once_are_refused_by_name(pools, mode):
         assert message.startswith("SequenceParallelError"), message
         assert "'text', 'code'" in message
         assert "ConcatDataset" in message
-
-
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"])
-def test_callbacks_that_average_a_copy_of_the_module_are_refused_by_name(pools, name):
-    if not hasattr(callbacks, name):
-        pytest.skip(f"this Lightning has no {name}")
-    for message in pools(2).run(ranks.unsupported, name):
-        assert message.startswith(f"SequenceParallelError: the callback {name} copies"), message
-        assert "2 ranks" in message
-        assert "export_checkpoint" in message
 
 
 def test_a_step_that_fetches_its_batches_itself_is_refused_by_name(pools):

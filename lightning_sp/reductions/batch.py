@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.layout import pad
-from lightning_sp.reductions.scope import Scope, current_scope, refuse_together
+from lightning_sp.reductions.scope import Scope, current_scope, has_tokens, refuse_together
 from lightning_sp.reductions.weights import aligned, sum_dtype
 
 Kind = Literal["tokens", "rows", "unknown"]
@@ -109,19 +109,13 @@ def _weighed(x: Tensor, mask: Tensor | None, scope: Scope | None, kind: Kind, fu
 def _real_tokens(x: Tensor, scope: Scope) -> Tensor | None:
     """Return which of a tensor's tokens are no padding of ours; None where it has none."""
     batch = scope.step.batch
-    sequence = next(each for each in batch.sequences if _has_tokens(x, batch.rows, scope.local_tokens(each)))
+    sequence = next(each for each in batch.sequences if has_tokens(x, batch.rows, scope.local_tokens(each)))
     real = scope.real_tokens(sequence, x.device)
     if real is None:
         return None
-    if len(real) > 1 and x.shape[0] == batch.rows * len(real):
+    if len(real) > 1 and x.shape[0] == batch.rows * len(real):  # also where a state is as wide as this rank has tokens
         return real.repeat(batch.rows).view(-1, *[1] * (x.dim() - 1))
     return real.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _has_tokens(x: Tensor, rows: int, local: int) -> bool:
-    # A step may put two rows for each of the batch's one after the other.
-    in_rows = x.dim() > 1 and x.shape[0] % rows == 0 and x.shape[1] == local
-    return in_rows or (x.dim() > 0 and local > 1 and x.shape[0] == rows * local)
 
 
 def _kind(x: Tensor, scope: Scope | None, of: Literal["tokens", "rows"] | None) -> Kind:
@@ -129,7 +123,7 @@ def _kind(x: Tensor, scope: Scope | None, of: Literal["tokens", "rows"] | None) 
     if scope is None or x.dim() == 0 or of == "rows":
         return "rows"
     batch = scope.step.batch
-    if any(_has_tokens(x, batch.rows, scope.local_tokens(each)) for each in batch.sequences):
+    if any(has_tokens(x, batch.rows, scope.local_tokens(each)) for each in batch.sequences):
         return "tokens"
     return "rows" if x.shape[0] == batch.rows and (of is None or scope.size == 1) else "unknown"
 

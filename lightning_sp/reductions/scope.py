@@ -134,6 +134,13 @@ def current_scope() -> Scope | None:
     return None
 
 
+def has_tokens(tensor: Tensor, rows: int, local: int) -> bool:
+    """Return whether a tensor has a rank's `local` tokens of each row, in dim 1 or in rows one after the other."""
+    # A step may put two rows for each of the batch's one after the other.
+    in_rows = tensor.dim() > 1 and tensor.shape[0] % rows == 0 and tensor.shape[1] == local
+    return in_rows or (tensor.dim() > 0 and local > 1 and tensor.shape[0] == rows * local)
+
+
 def refuse_together(error: str | None, scope: Scope | None) -> None:
     """Raise what a rank found in its data on all ranks: those of other rows may have found nothing. Every rank of a step must call it.
 

@@ -5,11 +5,13 @@ from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models
 from lightning_sp.rewrite.hugging_face.placement import placeholder_ids
+from lightning_sp.rewrite.row_dropout import RowDropoutInterception
 from lightning_sp.rewrite.sdpa import SdpaInterception
 
 __all__ = [
     "FlexInterception",
     "HuggingFaceRewrite",
+    "RowDropoutInterception",
     "SdpaInterception",
     "decoder_inputs",
     "hugging_face_models",

@@ -50,6 +50,7 @@ from lightning_sp.reductions.scope import ReductionScope
 from lightning_sp.rewrite import (
     FlexInterception,
     HuggingFaceRewrite,
+    RowDropoutInterception,
     SdpaInterception,
     decoder_inputs,
     hugging_face_models,
@@ -238,6 +239,7 @@ def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]
     with (
         ReductionScope(context),
         CrossEntropyInterception(context, partial(rebind_to, module)),
+        RowDropoutInterception(context, module),
         SdpaInterception(context, module),
         FlexInterception(context, module),
         HuggingFaceRewrite(context, module),

@@ -73,6 +73,20 @@ USERS = (
         f"{OPTIONS}::test_a_checkpoint_plugin_writes_and_reads_whole_checkpoints[io]",
     ),
     fault(
+        "dropout of a row drawn by each rank for itself",
+        "rewrite/row_dropout.py",
+        "        repeats = self._repeats(input, step)\n",
+        "        repeats = 0\n",
+        "tests/rewrite/test_row_dropout.py::test_every_layout_drops_the_same_of_a_row[{}]",
+    ),
+    fault(
+        "a head's mask of this rank's tokens alone",
+        "rewrite/hugging_face/whole_heads.py",
+        "    whole = {name: unshard(tensor) for name, tensor in shards.items()}\n",
+        "    whole = dict(shards)\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[modernbert_mean]",
+    ),
+    fault(
         "weights swapped after an evaluation, and the gathered ones used",
         "step/runner.py",
         "        reshard(self.module)\n",

@@ -3,6 +3,8 @@
     score          GenericForSequenceClassification, GPT-2: the last token that is no padding
     pooler, ...ClassificationHead                           the first token
     qa_outputs     ...ForQuestionAnswering                  where an answer begins and ends, over all tokens
+    pooler         ALBERT's, a layer that is given the first token
+    others         ...ForSequenceClassification, ...ForQuestionAnswering: whole hidden states, `whole_heads.py`
 
 The models' own code then goes on as on one device: its loss, and the logits that it returns.
 """
@@ -18,12 +20,18 @@ from torch import Tensor, nn
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.reductions import at_positions, last_token, unshard
 from lightning_sp.rewrite.hugging_face.models import own_class
+from lightning_sp.rewrite.hugging_face.whole_heads import give_whole_states
+
+# Classes of modules that are given a sequence and take its first token.
+_OF_FIRST_TOKEN = ("Pooler", "ClassificationHead")
 
 
 def give_whole_sequences_to_heads(model: Any, context: SequenceContext, undo: ExitStack) -> None:
     """Hook a model's heads; `undo` takes that back."""
     name = own_class(model).__name__
     hooks = []
+    if not knows_head(model):
+        hooks += give_whole_states(model, context)
     if "ForQuestionAnswering" in name and isinstance(getattr(model, "qa_outputs", None), nn.Module):
         hooks.append(model.qa_outputs.register_forward_hook(partial(_whole_output, context)))
     if "ForSequenceClassification" in name and isinstance(getattr(model, "score", None), nn.Module):
@@ -32,10 +40,46 @@ def give_whole_sequences_to_heads(model: Any, context: SequenceContext, undo: Ex
         hooks.append(model.score.register_forward_hook(partial(_last_output, context, model, inputs)))
     for module in model.modules():
         kind = own_class(module).__name__
-        if kind.endswith(("Pooler", "ClassificationHead")):
+        if kind.endswith(_OF_FIRST_TOKEN):
             hooks.append(module.register_forward_pre_hook(partial(_first_input, context)))
+        if _picks_before_pooler(module):
+            states: list[Any] = []
+            hooks.append(module.encoder.register_forward_hook(partial(_remember_states, states)))
+            hooks.append(module.pooler.register_forward_pre_hook(partial(_first_state, context, states)))
     for hook in hooks:
         undo.callback(hook.remove)
+
+
+def knows_head(model: Any) -> bool:
+    """Return whether a model has no head over whole sequences, or one whose single tokens are known by its structure."""
+    name = own_class(model).__name__
+    if "ForQuestionAnswering" in name:
+        return isinstance(getattr(model, "qa_outputs", None), nn.Module)
+    if "ForSequenceClassification" not in name:
+        return True
+    parts = [own_class(each).__name__ for each in model.modules()]
+    known = isinstance(getattr(model, "score", None), nn.Module) or any(
+        each.endswith(_OF_FIRST_TOKEN) for each in parts
+    )
+    return known or any(_picks_before_pooler(each) for each in model.modules())
+
+
+def _picks_before_pooler(module: nn.Module) -> bool:
+    """Return whether a module is ALBERT's, which gives its pooler, a layer, the first of the encoder's states."""
+    encoder = getattr(module, "encoder", None)
+    return isinstance(getattr(module, "pooler", None), nn.Linear) and isinstance(encoder, nn.Module)
+
+
+def _remember_states(states: list[Any], _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    states[:] = [output if isinstance(output, Tensor) else output[0]]
+
+
+def _first_state(
+    context: SequenceContext, states: list[Any], _: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    if not states or not _is_shard(states[0], context, 3):
+        return None
+    return at_positions(states.pop(), 0), *inputs[1:]
 
 
 def _is_shard(tensor: Any, context: SequenceContext, dims: int) -> bool:

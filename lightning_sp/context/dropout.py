@@ -1,4 +1,4 @@
-"""What attention dropout is drawn from: the seed, the step, the samples, and the number of the call."""
+"""What attention dropout, a row's dropout and LayerDrop are drawn from: the seed, the step, the samples, and the number of the call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class DropoutSource:
         step: optimizer steps done.
         samples: number of each row among the samples of the optimizer step, (B,), int64.
         off: nothing is dropped, as in both runs of the preflight.
+        micro_batch: its number in the optimizer step, the same on all ranks.
     """
 
     seed: int
     step: int
     samples: Tensor
     off: bool = False
+    micro_batch: int = 0
 
 
 class DropoutCalls:

@@ -55,7 +55,7 @@ class RandomStreams:
         self._window = (step, micro + 1)
         # By the most rows of a micro-batch: the last one of an epoch may be short.
         first = (micro * mesh.data_parallel_size + mesh.data_parallel_rank) * self._rows
-        return DropoutSource(self._seed, step, first + torch.arange(rows))
+        return DropoutSource(self._seed, step, first + torch.arange(rows), micro_batch=micro)
 
     def stored(self, step: int, mesh: SequenceMesh, group: ProcessGroup | None) -> dict[str, Any]:
         """Return what a checkpoint stores of them, in plain values. Communicates: every rank's random states, gathered over `group`."""

@@ -189,7 +189,6 @@ BUILDS: dict[str, Any] = {
     "m2m of few": partial(
         hf, "m2m_100", **{**BART, "max_position_embeddings": 12}, encoder_layerdrop=0.0, decoder_layerdrop=0.0
     ),
-    "m2m layerdrop": partial(hf, "m2m_100", **BART),
     "bert2bert": bert2bert,
     "t5gemma": partial(hf, "t5gemma", **GEMMA),
 }

@@ -105,7 +105,6 @@ REFUSED = [
     (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the labels"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
     (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
-    (dict(build="m2m layerdrop", kind="hf"), ["config.encoder_layerdrop=0.05, config.decoder_layerdrop=0.05", "set it to 0"]),
     (dict(build="bert2bert", kind="hf"), ["EncoderDecoderModel is made of two models"]),
     (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
 from lightning_sp.rewrite.hugging_face.image_runs import number_runs_of_whole_sequence
+from lightning_sp.rewrite.hugging_face.layer_drop import skip_layers_alike
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
@@ -65,6 +66,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             wrap_loss(model, self.context, self._undo)
             wrap_balance_loss(model, self.context, self._undo)
             give_whole_sequences_to_heads(model, self.context, self._undo)
+            skip_layers_alike(model, self.context, self._undo)
             refuse_generation(model, self.context, self._undo)
             wrap_rotary(model, self.context, self._undo)
             wrap_temperature(model, self.context, self._undo)

@@ -10,9 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.errors import SequenceParallelError
 
-# Layers skipped by a draw of each rank's own.
-_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-
 
 def hugging_face_models(module: nn.Module) -> list[Any]:
     """Return the outermost Hugging Face models inside a module; empty without transformers."""
@@ -38,19 +35,13 @@ def own_class(module: nn.Module) -> type:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose attention cannot be reached, or whose layers are skipped by a draw."""
+    """Refuse a model whose attention cannot be reached."""
     # Transformers reads the source file of the class to know.
     name, can_set = own_class(model).__name__, getattr(own_class(model), "_can_set_attn_implementation", None)
     if getattr(model.config, "model_type", "") == "encoder-decoder":
         raise SequenceParallelError(
             f"{name} is made of two models that each count positions in ways of their own: it cannot be rewritten; call the two in a module of "
             "your own, each with its position_ids, or use T5, T5Gemma or BART"
-        )
-    dropped = [n for n in _LAYER_DROPS if isinstance(p := getattr(model.config, n, None), float) and p > 0]
-    if dropped:
-        raise SequenceParallelError(
-            f"{name} has {', '.join(f'config.{n}={getattr(model.config, n)}' for n in dropped)}: each rank would skip other layers than its "
-            "peers, and wait for them; set it to 0"
         )
     if can_set is not None and not can_set():
         raise SequenceParallelError(

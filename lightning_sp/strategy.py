@@ -42,7 +42,7 @@ from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, 
 from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.features import check_precision, check_trainer_features
-from lightning_sp.trainer.loops import batch_index, forbid_inference_mode, without_loggers
+from lightning_sp.trainer.loops import batch_index, forbid_inference_mode, without_autocast, without_loggers
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -256,7 +256,9 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         try:
             with without_loggers(trainer):
                 options = replace(self._shard_options, infer_sequences=self._infers)
-                inferred = try_first_batch(first, self._steps, run, config=self.config, options=options)
+                inferred = try_first_batch(
+                    first, self._steps, run, config=self.config, options=options, in_float32=without_autocast(self)
+                )
                 self._shard_options = replace(self._shard_options, inferred_dims=inferred)
         finally:
             self._batch = before

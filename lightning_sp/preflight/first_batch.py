@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +73,13 @@ class Run:
 
 
 def try_first_batch(
-    batch: Any, runner: StepRunner, run: RunStep, *, config: StrategyConfig, options: ShardOptions
+    batch: Any,
+    runner: StepRunner,
+    run: RunStep,
+    *,
+    config: StrategyConfig,
+    options: ShardOptions,
+    in_float32: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> dict[str, int]:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -82,6 +89,7 @@ def try_first_batch(
         run: the user's training_step on a batch.
         config: how long a crop is wanted, and whether batches are sharded by hand.
         options: which tensors carry the sequence.
+        in_float32: switches autocast off; None where there is none.
 
     Returns:
         The entries that were split by their shapes alone, along which dim.
@@ -93,7 +101,7 @@ def try_first_batch(
         rank_zero_info(f"preflight: skipped, for {why}")
         return {}
     inferred = _inferred(batch, options)
-    found = _compare(batch, runner, run, config, options)
+    found = _compare(batch, runner, run, config, options, in_float32)
     _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
     if found is not None:
         rank_zero_info(found.describe())
@@ -101,7 +109,12 @@ def try_first_batch(
 
 
 def _compare(
-    batch: Any, runner: StepRunner, run: RunStep, config: StrategyConfig, options: ShardOptions
+    batch: Any,
+    runner: StepRunner,
+    run: RunStep,
+    config: StrategyConfig,
+    options: ShardOptions,
+    in_float32: Callable[[], AbstractContextManager[None]] | None,
 ) -> Agreement | None:
     mesh = runner.context.mesh
     crop, own = shared_crop(
@@ -136,6 +149,7 @@ def _compare(
             sequence_rank=mesh.sequence_rank,
             crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
             device=runner.device,
+            in_float32=in_float32,
         )
         return run_preflight(trial)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class Trial:
         sequence_rank: of this rank.
         crop: what is compared, in words.
         device: where the module is.
+        in_float32: switches autocast off for the runs within; None where there is none.
     """
 
     module: nn.Module
@@ -83,6 +84,7 @@ class Trial:
     sequence_rank: int
     crop: str
     device: torch.device
+    in_float32: Callable[[], AbstractContextManager[None]] | None = None
 
     @property
     def positions(self) -> Tensor:

@@ -1,13 +1,16 @@
-"""The Trainer's loops: which one evaluates, that none runs in inference mode, what a step is given; its loggers, switched off for a while."""
+"""The Trainer's loops: which one evaluates, that none runs in inference mode, what a step is given; its loggers and autocast, switched off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 
@@ -40,3 +43,18 @@ def without_loggers(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.loggers = loggers
+
+
+def without_autocast(strategy: Strategy) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return what switches the Trainer's autocast off for a while; None where its precision has none."""
+    plugin = strategy.precision_plugin
+    return partial(_with_precision, strategy, plugin) if isinstance(plugin, MixedPrecision) else None
+
+
+@contextmanager
+def _with_precision(strategy: Strategy, plugin: Precision) -> Iterator[None]:
+    strategy.precision_plugin = Precision()
+    try:
+        yield
+    finally:
+        strategy.precision_plugin = plugin

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_sp.checkpoint import sharded_like, sharded_state
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parameter_names import user_name
+from lightning_sp.parameter_names import by_user_name, user_name
 
 # Newer versions of Lightning alone have the second, and its EMA.
 _CLASSES: tuple[Any, ...] = tuple(
@@ -106,6 +106,10 @@ def _without_a_copy(trainer: Trainer, pl_module: LightningModule, stage: str) ->
 class ShardedWeights(nn.Module):
     """A module's parameters and buffers by the user's names, in the module's order, without its code. It loads whole tensors too."""
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load tensors by names with those of wrappers or without."""
+        return super().load_state_dict(by_user_name(state_dict), strict, assign)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:
         for name, own in chain(self._parameters.items(), self._buffers.items()):
             if prefix + name in state_dict:
@@ -157,9 +161,13 @@ def _weights_of(
 class ShardedAverage(AveragedModel):
     """torch's averaged model of sharded parameters."""
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load tensors by names with those of wrappers or without."""
+        return super().load_state_dict(by_user_name(state_dict), strict, assign)
+
     def update_parameters(self, model: nn.Module) -> None:
         """Average the parameters, and then the buffers: torch's operators over lists take sharded tensors or plain ones, not both."""
-        if not self.use_buffers:
+        if not self.use_buffers or next(model.buffers(), None) is None:
             super().update_parameters(model)
             return
         whole = self.module

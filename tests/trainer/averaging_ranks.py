@@ -15,7 +15,7 @@ from tests.trainer.tiny import TokenDataset, _full
 
 AVERAGES: dict[str, dict[str, Any]] = {
     "EMAWeightAveraging": dict(decay=0.6),
-    "WeightAveraging": dict(use_buffers=False),
+    "WeightAveraging": {},
     "StochasticWeightAveraging": dict(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2, device=None),
 }
 

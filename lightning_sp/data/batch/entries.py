@@ -43,6 +43,7 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "decoder_attention_mask": (1, 1),
 }
 _OF_TARGETS = ("labels", *TARGET_NAMES, "loss_mask")
+_INPUTS = ("input_ids", "inputs_embeds", "tokens")
 _WEIGHTS = ("target_mask", "loss_weights")
 
 
@@ -109,12 +110,15 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
         SequenceParallelError: the batch does not have a declared one.
     """
     known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
-    # A mask of queries and keys passes whole: the model hands it to its attention as it is. So do labels and weights of rows: one for each.
+    # A mask of queries and keys passes whole: the model hands it to its attention as it is. So do labels and weights of rows, one for each,
+    # and those of several classes at once: numbers, not tokens, of another length than the tokens.
+    lengths = {t.shape[1] for n, t in known.items() if n in _INPUTS and t.dim() > 1}
     whole = [
         n
         for n, t in known.items()
         if (n.endswith("attention_mask") and t.dim() == 4)
         or (n in _OF_TARGETS and t.dim() == 1)
+        or (n in _OF_TARGETS and t.dim() == 2 and t.is_floating_point() and lengths and t.shape[1] not in lengths)
         or (n in _WEIGHTS and (t.dim() == 1 or t.shape[1] == 1))
     ]
     dims = {n: STANDARD_NAMES[n][0] for n in known if n not in whole}

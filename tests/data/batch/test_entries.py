@@ -21,11 +21,19 @@ def test_weights_and_marks_of_tokens_are_known_by_name(name):
 
 
 @pytest.mark.parametrize(
-    "row", [("labels", (2,)), ("loss_weights", (2,)), ("loss_weights", (2, 1)), ("target_mask", (2, 1))]
+    "row",
+    [("labels", (2,)), ("loss_weights", (2,)), ("loss_weights", (2, 1)), ("target_mask", (2, 1)), ("labels", (2, 3))],
 )
 def test_what_says_of_rows_passes_whole(row):
     name, shape = row
     assert sequence_dims({"input_ids": IDS, name: torch.ones(shape)}, ShardOptions()) == {"input_ids": 1}
+
+
+def test_labels_of_tokens_are_a_sequence_whatever_their_dtype():
+    for labels in (torch.ones(2, 6), torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6, 3)):
+        assert sequence_dims({"input_ids": IDS, "labels": labels}, ShardOptions()) == {"input_ids": 1, "labels": 1}
+    # Whole numbers of another length are no classes of a row: a mistake.
+    assert "labels" in sequence_dims({"input_ids": IDS, "labels": torch.ones(2, 3, dtype=torch.int64)}, ShardOptions())
 
 
 def test_a_batch_without_a_sequence_passes_whole_where_none_is_split():

@@ -59,8 +59,9 @@ def agreement_but_for_rounding(trial: Trial, whole: Outcome, sharded: Outcome, s
         or len(beyond) > _PART * len(relative)
     ):
         return None
+    differ = f"{len(beyond)} of {len(relative) - 1} gradients differ by up to {max(beyond, default=0.0):.1e}"
     return Agreement(
-        crop=f"{trial.crop} in float32 (under autocast {len(beyond)} of {len(relative) - 1} gradients differ by up to {max(beyond, default=0.0):.1e})",
+        crop=f"{trial.crop} in float32 (under autocast {differ})",
         loss=losses.whole,
         difference=largest.difference,
         worst=largest.name,

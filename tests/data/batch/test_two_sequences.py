@@ -92,7 +92,7 @@ def test_declared_names_of_a_decoder():
         ({**batch_of(12, 8), "labels": torch.zeros(2, 12, dtype=torch.int64)}, "different lengths {'decoder_input_ids': 8, 'labels': 12}"),
         ({**batch_of(12, 8), "input_ids": torch.zeros(3, 12, dtype=torch.int64)}, "3 rows of the encoder and 2 of the decoder"),
         ({"decoder_input_ids": torch.zeros(2, 8)}, "which are a decoder's, and no sequence of an encoder"),
-        ({"input_ids": torch.zeros(2, 12), "labels": torch.zeros(2, 8).long()}, "an encoder-decoder batch names its decoder's decoder_input_ids"),
+        ({"input_ids": torch.zeros(2, 12), "labels": torch.ones(2, 8).long()}, "encoder-decoder batch names its decoder's decoder_input_ids"),
         (batch_of(12, 8, weights=torch.zeros(2, 12)), "look like sequences of 12 tokens"),
         (batch_of(12, 8, position_ids=torch.arange(12).remainder(5).expand(2, -1)), "packed documents are carried for one sequence alone"),
     ],

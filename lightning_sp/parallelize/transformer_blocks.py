@@ -24,13 +24,14 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _input_embeddings(module: nn.Module) -> set[nn.Module]:
-    """Return what the models inside give by Hugging Face's `get_input_embeddings`."""
+    """Return the tables that the models inside give by Hugging Face's `get_input_embeddings`."""
     found: set[nn.Module] = set()
     for each in module.modules():
         get = getattr(each, "get_input_embeddings", None)
         if callable(get):
             with suppress(NotImplementedError, AttributeError):
-                found.add(get())
+                # A tower's may be a convolution, which nobody else uses.
+                found.update(table for table in (get(),) if isinstance(table, nn.Embedding))
     return found
 
 

@@ -19,6 +19,29 @@ def test_stacks_within_a_stack_are_no_blocks_but_what_they_hold_is():
     assert not any(isinstance(each, nn.ModuleDict) for each in transformer_blocks(named))
 
 
+def test_what_holds_the_input_embeddings_is_no_block():
+    class Model(nn.Module):
+        _no_split_modules = ("Embeddings", "Layer")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embeddings, self.layer = Embeddings(), Layer(4, 4)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embeddings.table
+
+    class Embeddings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Embedding(4, 4), nn.LayerNorm(4)
+
+    class Layer(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"model": Model()})
+    assert transformer_blocks(model) == [model["model"].layer]
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_parameter_without_an_element_is_refused():
     with pytest.raises(SequenceParallelError, match=r"1\.weight of shape \(4, 0\) has no element"):

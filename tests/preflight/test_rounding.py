@@ -17,7 +17,7 @@ def test_a_neuron_that_rounding_switches_is_no_false_alarm(pools: Any):
         assert found == {"outcome": "ran"}
 
 
-@pytest.mark.parametrize("factor", [1.3, 0.5, -1.0])
+@pytest.mark.parametrize("factor", [1.3, 0.5])
 def test_what_is_wrong_in_bfloat16_alone_is_refused(pools: Any, factor: float):
     for found in pools(2).run(ranks.said, "models", "t5_translation", factor):
         assert found["outcome"] == "refused"

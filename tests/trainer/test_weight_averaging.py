@@ -20,8 +20,9 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     return max(float((found[name] - value).abs().max()) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "folder") for name in NAMES), (NAMES[0], "file"), (NAMES[-1], "file")]
+)
 def test_an_average_is_one_devices_also_resumed_on_other_degrees(pools: Any, tmp_path: Path, name: str, kind: str):
     def run(world: int, strategy: Any, folder: str, *, resume: bool = False) -> list[dict[str, Any]]:
         paths = ["", str(tmp_path / folder / "epoch=1.ckpt")] if resume else [str(tmp_path / folder)]

@@ -18,7 +18,8 @@ LAYOUTS: tuple[tuple[int, int, dict[str, int]], ...] = (
 
 @pytest.mark.parametrize("options", [dict(), dict(accumulate_grad_batches=2)], ids=["steps", "accumulated"])
 def test_every_rank_skips_the_same_layers(pools: Any, options: dict[str, Any]):
-    runs = [pools(world).run(ranks.trained, layout, rows, 0.5, options) for world, rows, layout in LAYOUTS]
+    chosen = LAYOUTS[:2] if options else LAYOUTS
+    runs = [pools(world).run(ranks.trained, layout, rows, 0.5, options) for world, rows, layout in chosen]
     for rank in (each for run in runs for each in run):
         assert rank["error"] == ""
         assert rank["ran"] == runs[0][0]["ran"]

@@ -359,7 +359,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             stored, loop_state = checkpoint.get(CHECKPOINT_KEY) or {}, checkpoint["loops"]["fit_loop"]
             self._cursor.resume(stored.get("position"), loop_state, trainer, dp_size=self.data_parallel_size)
-            self._averages.fit_state(checkpoint, self._module)
+        self._averages.fit_state(checkpoint, self._module)
         return checkpoint
 
     @override

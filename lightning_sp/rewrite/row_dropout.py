@@ -73,6 +73,8 @@ class RowDropoutInterception(AbstractContextManager[None]):
     def _repeats(self, tensor: Tensor, step: Step) -> int:
         """Return how often a tensor has the rows, alike on all ranks of the sequence; 0 where it is of this rank's tokens, or else."""
         rows, size = step.batch.rows, self.context.mesh.layout.size
+        if tensor.dim() > 2 and not any(tensor.shape[1] == each.length for each in step.batch.sequences):
+            return 0  # neither whole sequences nor a state of each row: (B, C, s) say
         if not step.num_reductions or tensor.dim() < 2 or tensor.numel() == 0 or tensor.shape[0] % rows:
             return 0
         # A state of each row may be as wide as this rank has tokens.

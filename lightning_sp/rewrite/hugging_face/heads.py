@@ -38,6 +38,8 @@ def give_whole_sequences_to_heads(model: Any, context: SequenceContext, undo: Ex
         inputs: dict[str, Any] = {}
         hooks.append(model.register_forward_pre_hook(partial(_remember_inputs, inputs), with_kwargs=True))
         hooks.append(model.score.register_forward_hook(partial(_last_output, context, model, inputs)))
+        # A step may call `score` by itself, for a value of each token.
+        hooks.append(model.register_forward_hook(lambda *_: inputs.clear(), always_call=True))
     for module in model.modules():
         kind = own_class(module).__name__
         if kind.endswith(_OF_FIRST_TOKEN):
@@ -113,7 +115,7 @@ def _last_output(
     output: Tensor,
 ) -> Tensor:
     """Return what the last token has for every token of the shard: the model picks one of them by an index in the shard."""
-    if not _is_shard(output, context, 3):
+    if not remembered or not _is_shard(output, context, 3):
         return output
     padding, ids = model.config.get_text_config().pad_token_id, remembered.get("input_ids")
     mask = None if padding is None or not isinstance(ids, Tensor) else ids != padding

@@ -32,6 +32,8 @@ def give_whole_states(model: Any, context: SequenceContext) -> list[RemovableHan
         model.register_forward_pre_hook(partial(_unshard_inputs, context, shards), with_kwargs=True),
         base.register_forward_pre_hook(partial(_shard_inputs, shards), with_kwargs=True, prepend=True),
         base.register_forward_hook(partial(_unshard_states, context, shards)),
+        # A step may call the base model by itself, later: with its own tokens.
+        model.register_forward_hook(lambda *_: shards.clear(), always_call=True),
     ]
 
 

@@ -14,10 +14,13 @@ import torch
 import torch.nn._reduction as legacy
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
 from lightning_sp.loss.reduction import CrossEntropy, nonzero_count, reduce_loss, sum_and_count
@@ -121,8 +124,15 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         **options: Any,
     ) -> Tensor:
         """Return the loss: torch's own outside of a step and where nothing is added up, else that of all ranks."""
-        if self.context.loss_step is None:
+        # Dynamo calls the function of an `nn.CrossEntropyLoss` once with tensors without data, for the shape of what it will give.
+        if self.context.loss_step is None or isinstance(input, FakeTensor):
             return original(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction, **options)
+        if isinstance(input, FunctionalTensor):
+            raise SequenceParallelError(
+                f"{name} of a module made inside of compiled code (nn.CrossEntropyLoss(), as some Hugging Face models do) becomes a part of the "
+                "graph, where it would be of this rank's tokens alone: compute the loss outside, from the compiled model's logits, or leave "
+                "the model uncompiled and pass compile=True to the strategy, which compiles its blocks"
+            )
         target = _without_fillers(target, ignore_index)
         if reduction == "none":
             return original(input, target, weight=weight, ignore_index=ignore_index, reduction="none", **options)

@@ -146,6 +146,9 @@ def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
     except SequenceParallelError:
         raise
     except Exception as error:
+        # A compiler puts its own error around one that is raised while it traces.
+        if isinstance(refusal := getattr(error, "inner_exception", None), SequenceParallelError):
+            raise refusal from error
         if "DTensor" in str(error):
             raise _used_outside(f"{type(error).__name__}: {error}") from error
         raise

@@ -64,7 +64,7 @@ def _plain(value: Any, where: str, strange: list[str], sharded: dict[str, DTenso
     if isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):  # OmegaConf's are no Mapping
         return {_key(k): _plain(v, f"{where}[{k!r}]", strange, sharded) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
-        return {_plain(v, where, strange, sharded) for v in value}
+        return {_plain(v, where, strange, None) for v in value}  # a name in a tensor's place would be a dict
     if isinstance(value, tuple):
         return tuple(_plain(v, f"{where}[{i}]", strange, sharded) for i, v in enumerate(value))
     if isinstance(value, list) or type(value).__name__ == "ListConfig":

@@ -30,6 +30,11 @@ class Difference(NamedTuple):
     scale: float
 
 
+def averaged(loss: Tensor) -> Tensor:
+    """Return the loss over the ranks as FSDP averages its gradients: data-parallel groups may each have one of their own rows."""
+    return comm.reduce_sum(loss) / comm.size_of(comm.world())
+
+
 def gradient_differences(
     reference: Tensor, loss: Tensor, whole: dict[str, Tensor | None], sharded: dict[str, Tensor | None]
 ) -> dict[str, Difference]:

@@ -14,7 +14,7 @@ import time
 import torch
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.comparison import gradient_differences
+from lightning_sp.preflight.comparison import Difference, averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import (
     Agreement,
     Losses,
@@ -43,14 +43,14 @@ def agreement_but_for_rounding(trial: Trial, whole: Outcome, sharded: Outcome, s
         precise, precise_sharded = trial.whole(), trial.sharded()
     if precise.loss is None or precise_sharded.loss is None:
         return None
-    found = gradient_differences(precise.loss, precise_sharded.loss, precise.gradients, precise_sharded.gradients)
-    losses, tolerance = Losses(float(precise.loss), float(precise_sharded.loss)), tolerance_of(precise.dtypes)
+    found, losses = _differences(precise, precise_sharded)
+    tolerance = tolerance_of(precise.dtypes)
     try:
         largest = judge_gradients(trial.module, found, losses, trial.crop, tolerance, list)
     except SequenceParallelError:
         return None
     # Both runs under autocast.
-    between = gradient_differences(whole.loss, sharded.loss, whole.gradients, sharded.gradients)
+    between, _ = _differences(whole, sharded)
     relative, allowed = relative_differences(between), tolerance_of(whole.dtypes)
     beyond = [each for name, each in relative.items() if name and not each <= allowed]
     if (
@@ -68,3 +68,11 @@ def agreement_but_for_rounding(trial: Trial, whole: Outcome, sharded: Outcome, s
         tolerance=tolerance,
         seconds=time.perf_counter() - started,
     )
+
+
+def _differences(whole: Outcome, sharded: Outcome) -> tuple[dict[str, Difference], Losses]:
+    assert whole.loss is not None
+    assert sharded.loss is not None
+    reference, loss = averaged(whole.loss), averaged(sharded.loss)
+    found = gradient_differences(reference, loss, whole.gradients, sharded.gradients)
+    return found, Losses(float(reference), float(loss))

@@ -12,11 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.comparison import buffer_differences, gradient_differences
+from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
 from lightning_sp.preflight.groups import averages_groups, trial_of_groups
@@ -101,7 +99,7 @@ def _compare(
     assert sharded.loss is not None
     tolerance = tolerance_of(whole.dtypes)
     # Of one device it is the same on all ranks; of groups apart their mean.
-    reference, loss = _averaged(whole.loss), _averaged(sharded.loss)
+    reference, loss = averaged(whole.loss), averaged(sharded.loss)
     found = gradient_differences(reference, loss, whole.gradients, sharded.gradients)
     losses = Losses(whole=float(reference), sharded=float(loss))
     largest = judge_gradients(trial.module, found, losses, trial.crop, tolerance, find)
@@ -113,8 +111,3 @@ def _compare(
         tolerance=tolerance,
         seconds=time.perf_counter() - started,
     )
-
-
-def _averaged(loss: Tensor) -> Tensor:
-    """Return the loss over the ranks as FSDP averages its gradients: data-parallel groups may each have one of their own rows."""
-    return comm.reduce_sum(loss) / comm.size_of(comm.world())

@@ -113,7 +113,7 @@ def _real_tokens(x: Tensor, scope: Scope) -> Tensor | None:
     real = scope.real_tokens(sequence, x.device)
     if real is None:
         return None
-    if len(real) > 1 and x.shape[0] == batch.rows * len(real):  # also where a state is as wide as this rank has tokens
+    if len(real) > 1 and x.shape[0] == batch.rows * len(real):
         return real.repeat(batch.rows).view(-1, *[1] * (x.dim() - 1))
     return real.view(1, -1, *[1] * (x.dim() - 2))
 

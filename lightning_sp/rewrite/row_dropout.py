@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.context.step import SequenceContext, Step
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.reductions.scope import has_tokens
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.rebind import rebind
@@ -51,10 +52,14 @@ class RowDropoutInterception(AbstractContextManager[None]):
         if torch.compiler.is_compiling() or not training or not 0 < p < 1:
             return self._original(input, p, training, inplace)
         step = self.context.step
-        if step is None or self.context.mesh.layout.size == 1 or step.batch.dropout is None or step.batch.dropout.off:
+        if step is None or self.context.mesh.layout.size == 1 or not (repeats := self._repeats(input, step)):
             return self._original(input, p, training, inplace)
-        repeats = self._repeats(input, step)
-        dropout = attention_dropout(self.context, p) if repeats else None
+        if step.batch.dropout is None:
+            raise SequenceParallelError(
+                f"dropout {p} of a tensor {tuple(input.shape)} in an evaluation step, which the ranks of a sequence hold alike: no dropout is "
+                "drawn alike there, and they would go on with other numbers for the same row; evaluate in eval mode"
+            )
+        dropout = attention_dropout(self.context, p)
         if dropout is None:
             return self._original(input, p, training, inplace)
         rows, elements = step.batch.rows, input[0].numel()
@@ -73,13 +78,14 @@ class RowDropoutInterception(AbstractContextManager[None]):
     def _repeats(self, tensor: Tensor, step: Step) -> int:
         """Return how often a tensor has the rows, alike on all ranks of the sequence; 0 where it is of this rank's tokens, or else."""
         rows, size = step.batch.rows, self.context.mesh.layout.size
-        if tensor.dim() > 2 and not any(tensor.shape[1] == each.length for each in step.batch.sequences):
-            return 0  # neither whole sequences nor a state of each row: (B, C, s) say
         if not step.num_reductions or tensor.dim() < 2 or tensor.numel() == 0 or tensor.shape[0] % rows:
             return 0
+        sequences = step.batch.sequences
+        if tensor.dim() > 2 and not any(tensor.shape[1] == each.length for each in sequences):
+            return 0  # neither a state of each row nor whole sequences: (B, C, s), say
         # A state of each row may be as wide as this rank has tokens.
         of_rows = tensor if tensor.dim() > 2 else tensor[:, 0]
-        if any(has_tokens(of_rows, rows, each.padded_length // size) for each in step.batch.sequences):
+        if any(has_tokens(of_rows, rows, each.padded_length // size) for each in sequences):
             return 0
         repeats = tensor.shape[0] // rows
         return repeats if repeats <= _MOST_REPEATS else 0

@@ -81,9 +81,9 @@ USERS = (
     ),
     fault(
         "a head's mask of this rank's tokens alone",
-        "rewrite/hugging_face/whole_heads.py",
-        "    whole = {name: unshard(tensor) for name, tensor in shards.items()}\n",
-        "    whole = dict(shards)\n",
+        "rewrite/hugging_face/heads/whole_states.py",
+        "_replaced({name: unshard(tensor) for name, tensor in running.shards.items()}, args, kwargs)",
+        "_replaced(running.shards, args, kwargs)",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[modernbert_mean]",
     ),
     fault(

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 WORDS = [
@@ -71,6 +72,34 @@ class Tuned(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+class WithBuffer(pl.LightningModule):
+    """A model without its head, a head of the module's own, and a buffer that grows with each batch; AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama().model
+        self.head = nn.Linear(32, VOCABULARY)
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.head(self.model(batch["input_ids"]).last_hidden_state) * self.scale
+        return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scale += 0.01
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 def rows(number: int = 12, length: int = 18) -> list[dict[str, Tensor]]:

@@ -24,6 +24,10 @@ PLANTED = {
         "rewrite/hugging_face/models.py",
         "from lightning_sp.rewrite.hugging_face import masks",
     ),
+    "Inside rewrite.hugging_face.heads": (
+        "rewrite/hugging_face/heads/whole_states.py",
+        "from lightning_sp.rewrite.hugging_face.heads import give",
+    ),
     "Inside rewrite.hugging_face.positions": (
         "rewrite/hugging_face/positions/position_count.py",
         "from lightning_sp.rewrite.hugging_face.positions import rotary",

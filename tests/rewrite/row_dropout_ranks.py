@@ -37,6 +37,11 @@ class Classifier(pl.LightningModule):
         self.losses.append(float(loss.detach()))
         return loss
 
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log(
+            "val_loss", F.dropout(sequence_mean(self.model(batch["input_ids"], batch["position_ids"])), self.p).mean()
+        )
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -53,6 +58,36 @@ def trained(strategy: dict[str, Any], rows: int, arguments: dict[str, Any]) -> d
         error = str(refusal)
     # Those before are the preflight's, which drops nothing.
     return {"losses": module.losses[-2:], "dropped": module.dropped[-2:], "error": error}
+
+
+class Channels(Classifier):
+    """Drops tokens whose channels come first, (B, C, s), after a reduction."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        states = self.model(batch["input_ids"], batch["position_ids"])
+        pooled = sequence_mean(states)
+        tokens = F.dropout(states.movedim(1, 2), self.p)
+        self.dropped.append(tokens.detach() == 0)
+        return F.mse_loss(self.head(pooled), torch.ones(len(pooled), 3).to(pooled)) + 0 * tokens.sum()
+
+
+def channels() -> Tensor:
+    """Return which elements of its own tokens this rank drops in the first step."""
+    torch.manual_seed(5)
+    module = Channels()
+    trainer_of({"ring_size": 2, "preflight": False}, 2, max_steps=1).fit(
+        module, DataLoader(TokenDataset(4), batch_size=4)
+    )
+    return module.dropped[0]
+
+
+def validated() -> str:
+    """Evaluate with dropout of a row's state; return the refusal."""
+    try:
+        trainer_of({"ring_size": 2}, 2).validate(Classifier(), DataLoader(TokenDataset(4), batch_size=4), verbose=False)
+    except SequenceParallelError as error:
+        return str(error)
+    return "not refused"
 
 
 def bert(strategy: dict[str, Any]) -> list[float]:

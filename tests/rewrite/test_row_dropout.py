@@ -38,6 +38,18 @@ def test_a_row_keeps_its_mask_in_any_data_parallel_group(pools: Any):
         assert torch.equal(dealt, one[step])
 
 
+def test_tokens_whose_channels_come_first_are_each_ranks_own(pools: Any):
+    first, second = pools(2).run(ranks.channels)
+    assert first.shape == second.shape
+    assert not torch.equal(first, second)
+
+
+def test_dropout_of_a_row_in_evaluation_is_refused(pools: Any):
+    for message in pools(2).run(ranks.validated):
+        assert message.startswith("dropout 0.5 of a tensor (4, 61) in an evaluation step")
+        assert "evaluate in eval mode" in message
+
+
 def test_berts_classifier_trains_with_the_dropout_of_its_configuration(pools: Any):
     pytest.importorskip("transformers")
     for strategy in (dict(ring_size=2), dict(ulysses_size=2)):

@@ -56,6 +56,21 @@ def trained(
     }
 
 
+def best(strategy: dict[str, Any] | None, folder: str) -> list[float]:
+    """Fit with an average, then validate the best checkpoint by the same Trainer; return what it measured."""
+    torch.manual_seed(11)
+    module = User()
+    saved = callbacks.ModelCheckpoint(folder, monitor="val_mean")
+    world = torch.distributed.get_world_size() if strategy else 1
+    trainer = trainer_of(
+        strategy, world, callbacks=[callbacks.EMAWeightAveraging(decay=0.6), saved], max_epochs=2, enable_checkpointing=True
+    )  # fmt: skip
+    loaders = [DataLoader(TokenDataset(8), batch_size=4) for _ in range(2)]
+    trainer.fit(module, *loaders)
+    trainer.validate(module, loaders[1], ckpt_path="best", verbose=False)
+    return [each["val_mean"] for each in module.validated]
+
+
 def stored(path: str) -> list[str]:
     """The names of what a folder holds in shards."""
     return sorted(FileSystemReader(path).read_metadata().state_dict_metadata)

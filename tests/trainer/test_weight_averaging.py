@@ -49,6 +49,15 @@ def test_an_average_is_one_devices_also_resumed_on_other_degrees(pools: Any, tmp
         assert len(copies) >= len(expected["weights"])
 
 
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging")
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_the_best_checkpoint_is_validated_after_the_fit(pools: Any, tmp_path: Path, as_folder: bool):
+    (expected,) = pools(1).run(ranks.best, None, str(tmp_path / "one"))
+    strategy = dict(ring_size=2, save_distributed_checkpoint=as_folder)
+    for found in pools(2).run(ranks.best, strategy, str(tmp_path / "two")):
+        assert found == pytest.approx(expected, abs=2e-6)
+
+
 # Plain WeightAveraging without a function fails in torch 2.11 where the average has another dtype.
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "WeightAveraging"])
 def test_an_average_has_the_dtype_that_plain_lightning_gives_it(pools: Any, name: str):

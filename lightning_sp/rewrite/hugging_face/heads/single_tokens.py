@@ -4,34 +4,27 @@
     pooler, ...ClassificationHead                           the first token
     qa_outputs     ...ForQuestionAnswering                  where an answer begins and ends, over all tokens
     pooler         ALBERT's, a layer that is given the first token
-    others         ...ForSequenceClassification, ...ForQuestionAnswering: whole hidden states, `whole_heads.py`
 
 The models' own code then goes on as on one device: its loss, and the logits that it returns.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.reductions import at_positions, last_token, unshard
 from lightning_sp.rewrite.hugging_face.models import own_class
-from lightning_sp.rewrite.hugging_face.whole_heads import give_whole_states
-
-# Classes of modules that are given a sequence and take its first token.
-_OF_FIRST_TOKEN = ("Pooler", "ClassificationHead")
 
 
-def give_whole_sequences_to_heads(model: Any, context: SequenceContext, undo: ExitStack) -> None:
-    """Hook a model's heads; `undo` takes that back."""
+def give_single_tokens(model: Any, context: SequenceContext) -> list[RemovableHandle]:
+    """Hook the heads of a model that are known by their structure; return the hooks."""
     name = own_class(model).__name__
     hooks = []
-    if not knows_head(model):
-        hooks += give_whole_states(model, context)
     if "ForQuestionAnswering" in name and isinstance(getattr(model, "qa_outputs", None), nn.Module):
         hooks.append(model.qa_outputs.register_forward_hook(partial(_whole_output, context)))
     if "ForSequenceClassification" in name and isinstance(getattr(model, "score", None), nn.Module):
@@ -41,32 +34,21 @@ def give_whole_sequences_to_heads(model: Any, context: SequenceContext, undo: Ex
         # A step may call `score` by itself, for a value of each token.
         hooks.append(model.register_forward_hook(lambda *_: inputs.clear(), always_call=True))
     for module in model.modules():
-        kind = own_class(module).__name__
-        if kind.endswith(_OF_FIRST_TOKEN):
+        if takes_first_token(module):
             hooks.append(module.register_forward_pre_hook(partial(_first_input, context)))
-        if _picks_before_pooler(module):
+        if picks_before_pooler(module):
             states: list[Any] = []
             hooks.append(module.encoder.register_forward_hook(partial(_remember_states, states)))
             hooks.append(module.pooler.register_forward_pre_hook(partial(_first_state, context, states)))
-    for hook in hooks:
-        undo.callback(hook.remove)
+    return hooks
 
 
-def knows_head(model: Any) -> bool:
-    """Return whether a model has no head over whole sequences, or one whose single tokens are known by its structure."""
-    name = own_class(model).__name__
-    if "ForQuestionAnswering" in name:
-        return isinstance(getattr(model, "qa_outputs", None), nn.Module)
-    if "ForSequenceClassification" not in name:
-        return True
-    parts = [own_class(each).__name__ for each in model.modules()]
-    known = isinstance(getattr(model, "score", None), nn.Module) or any(
-        each.endswith(_OF_FIRST_TOKEN) for each in parts
-    )
-    return known or any(_picks_before_pooler(each) for each in model.modules())
+def takes_first_token(module: nn.Module) -> bool:
+    """Return whether a module is given a sequence and takes its first token, by its class's name."""
+    return own_class(module).__name__.endswith(("Pooler", "ClassificationHead"))
 
 
-def _picks_before_pooler(module: nn.Module) -> bool:
+def picks_before_pooler(module: nn.Module) -> bool:
     """Return whether a module is ALBERT's, which gives its pooler, a layer, the first of the encoder's states."""
     encoder = getattr(module, "encoder", None)
     return isinstance(getattr(module, "pooler", None), nn.Linear) and isinstance(encoder, nn.Module)
@@ -79,9 +61,11 @@ def _remember_states(states: list[Any], _: nn.Module, inputs: tuple[Any, ...], o
 def _first_state(
     context: SequenceContext, states: list[Any], _: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
-    if not states or not _is_shard(states[0], context, 3):
+    if not states or not inputs or not _is_shard(whole := states.pop(), context, 3):
         return None
-    return at_positions(states.pop(), 0), *inputs[1:]
+    # A view of the first of them: another model's pooler may be given something else.
+    picked = isinstance(inputs[0], Tensor) and inputs[0].dim() == 2 and inputs[0].data_ptr() == whole.data_ptr()
+    return (at_positions(whole, 0), *inputs[1:]) if picked else None
 
 
 def _is_shard(tensor: Any, context: SequenceContext, dims: int) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sp.testing import max_error
-from tests.rewrite import heads_ranks as ranks
+from tests.rewrite.hugging_face.heads import heads_ranks as ranks
 
 LAYOUTS = {
     "2 x 1": (2, dict(data_parallel_size=2, sequence_parallel_size=1)),

@@ -75,8 +75,8 @@ USERS = (
     fault(
         "dropout of a row drawn by each rank for itself",
         "rewrite/row_dropout.py",
-        "        repeats = self._repeats(input, step)\n",
-        "        repeats = 0\n",
+        "repeats := self._repeats(input, step)",
+        "repeats := 0",
         "tests/rewrite/test_row_dropout.py::test_every_layout_drops_the_same_of_a_row[{}]",
     ),
     fault(

@@ -44,5 +44,5 @@ def test_what_cannot_be_told_apart_is_refused_on_all_ranks(pools):
 
 def test_ranks_fail_together_in_the_preflight():
     """The other rank waits in a collective: it is told by the store."""
-    found = run_ranks(ranks.one_fails, 2, 2, timeout_s=20, others_s=40)
+    found = run_ranks(ranks.one_fails, 2, 2, timeout_s=8, others_s=40)
     assert all("IndexError: this rank's own" in each for each in found), found

@@ -8,8 +8,8 @@ This file alone knows that order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import reshard
+from lightning_sp.preflight.evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
@@ -41,8 +42,8 @@ from lightning_sp.step.predictions import share_predictions, unsharded_output
 from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
 from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
+from lightning_sp.trainer import loops
 from lightning_sp.trainer.features import check_precision, check_trainer_features
-from lightning_sp.trainer.loops import batch_index, forbid_inference_mode, without_autocast, without_loggers
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -98,6 +99,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._shard_options = ShardOptions()
         self._batch: SequenceInfo | None = None
         self._first_batch = FirstBatch()
+        self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
         self._window = TokenWindow()
         self._cursor = DataCursor()
@@ -160,7 +162,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        forbid_inference_mode(trainer)
+        loops.forbid_inference_mode(trainer)
         self._let_loaders_through(trainer)
         self._averages.note_dtypes(self._module)
         if self._prepared is not self._module:
@@ -174,6 +176,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._steps.start_run()
+        self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
             self.setup_optimizers(trainer)
             self._first_batch.expect(self.config.preflight and self.world_size > 1)
@@ -224,6 +227,8 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             batch, self._mesh, options, self._groups.world, by_hand=not self.config.shard_batch
         )
         self._first_batch.offer(batch, training=trainer.training)
+        if trainer.evaluating:
+            self._first_evaluations.offer(batch, options, ("test" if trainer.testing else "validation", dataloader_idx))
         self._evaluated.advance(trainer, dataloader_idx)
         local = super().batch_to_device(local, device, dataloader_idx)
         self._batch = info.to(self.root_device)
@@ -247,19 +252,25 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             self._preflight(first, batch_idx)
 
     def _preflight(self, first: Any, batch_idx: int) -> None:
-        before, trainer, index = self._batch, self._module.trainer, batch_index(self._module, batch_idx)
+        options = replace(self._shard_options, infer_sequences=self._infers)
+        with self._tried(Strategy.training_step, *loops.batch_index(self._module, batch_idx)) as run:
+            inferred = try_first_batch(
+                first, self._steps, run, config=self.config, options=options, in_float32=loops.without_autocast(self)
+            )
+        self._shard_options = replace(self._shard_options, inferred_dims=inferred)
+
+    @contextmanager
+    def _tried(self, step: Callable[..., Any], *others: Any) -> Iterator[Callable[[Any, SequenceInfo], Any]]:
+        """Give what runs a step of Lightning's strategy on a batch of the host without a log, and have the batch in progress back."""
+        before = self._batch
 
         def run(batch: Any, info: SequenceInfo) -> Any:
             self._batch = info
-            return Strategy.training_step(self, Strategy.batch_to_device(self, batch), *index)
+            return step(self, Strategy.batch_to_device(self, batch), *others)
 
         try:
-            with without_loggers(trainer):
-                options = replace(self._shard_options, infer_sequences=self._infers)
-                inferred = try_first_batch(
-                    first, self._steps, run, config=self.config, options=options, in_float32=without_autocast(self)
-                )
-                self._shard_options = replace(self._shard_options, inferred_dims=inferred)
+            with loops.without_loggers(self._module.trainer):
+                yield run
         finally:
             self._batch = before
 
@@ -285,15 +296,15 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, *args, **kwargs)
+        return self._evaluate(Strategy.validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, *args, **kwargs)
+        return self._evaluate(Strategy.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._evaluate(super().predict_step, *args, **kwargs)
+        output = self._evaluate(Strategy.predict_step, *args, **kwargs)
         assert self._batch is not None
         return unsharded_output(output, self._batch, self.unshard, self._groups.sequence, self._groups.world)
 
@@ -304,9 +315,15 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         share_predictions(self._module.trainer.predict_loop, self.sequence_mesh, self._groups.world)
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._first_evaluations.is_due:
+            monitored, in_float32 = loops.monitored_names(self._module.trainer), loops.without_autocast(self)
+            with self._tried(run, *args[1:]) as tried:
+                self._first_evaluations.compare(
+                    self._steps, tried, name=run.__name__, monitored=monitored, in_float32=in_float32
+                )
         assert self._batch is not None
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
-        return self._steps.evaluate(self._batch, lambda: run(*args, **kwargs), filler=filler)
+        return self._steps.evaluate(self._batch, lambda: run(self, *args, **kwargs), filler=filler)
 
     # ---- gradients
 

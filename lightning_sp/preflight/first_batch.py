@@ -5,27 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp.config import StrategyConfig
-from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.entries import batch_entries, inferred_dims, named_dims, plain_entries
 from lightning_sp.data.batch.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
-from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import run_with_whole_parameters
+from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths, rebuild_plain
 from lightning_sp.preflight.crops.shared_crop import shared_crop
-from lightning_sp.preflight.crops.untouched_batch import untouched_batch
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.run import run_preflight
 from lightning_sp.preflight.trial import Trial
@@ -62,14 +59,6 @@ class FirstBatch:
             return None
         self._due = False
         return batch
-
-
-@dataclass(frozen=True)
-class Run:
-    """A batch for training_step, and what was whole before it was sharded."""
-
-    batch: Any
-    info: SequenceInfo
 
 
 def try_first_batch(
@@ -131,8 +120,8 @@ def _compare(
     if crop.num_targets == 0:
         rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
         return None
-    whole, sharded = _both_runs(crop, own, options, mesh, runner.device)
-    group = _untouched(own.batch, options, runner.device)
+    whole, sharded = both_runs(crop, own, options, mesh, runner.device)
+    group = untouched_run(own.batch, options, runner.device)
     try:
         trial = Trial(
             module=runner.module,
@@ -188,26 +177,6 @@ def _check_inferred(inferred: Mapping[str, int], *, compared: bool) -> None:
         )
 
 
-def _both_runs(
-    crop: Crop, own: Crop, options: ShardOptions, mesh: SequenceMesh, device: torch.device
-) -> tuple[Run, Run]:
-    """Return the whole crop as the loader gives it to one device, and this rank's part of its group's crop."""
-    # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
-    tried = options if options.balance == "zigzag" else replace(options, balance="documents")
-    local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
-    info = replace(
-        info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True), uneven_entries=own.uneven_entries
-    ).to(device)
-    return _untouched(crop.batch, options, device), Run(local, info)
-
-
-def _untouched(batch: Any, options: ShardOptions, device: torch.device) -> Run:
-    """Return a whole batch as the loader gives it to one device."""
-    held, info = shard_batch(batch, SequenceLayout(), 0, replace(options, apart=False))
-    info = info if info.documents_declared else replace(info, boundaries=None)
-    return Run(untouched_batch(batch, held, device), info.to(device))
-
-
 def _shorter(
     crop: Crop, options: ShardOptions, run: RunStep, device: torch.device
 ) -> tuple[Callable[[], Any], SequenceInfo] | None:
@@ -219,7 +188,7 @@ def _shorter(
         shorter = tuple(length - 1 for length in shorter)
     if shorter == tuple(lengths) or min(shorter) < 1:
         return None
-    part = _untouched(crop_batch(crop.batch, options, (crop.rows, *shorter)).batch, options, device)
+    part = untouched_run(crop_batch(crop.batch, options, (crop.rows, *shorter)).batch, options, device)
     return lambda: run_with_whole_parameters(lambda: run(part.batch, part.info)), part.info
 
 

@@ -97,7 +97,7 @@ class Trial:
         Raises:
             SequenceParallelError: it fails; on all ranks together.
         """
-        with _together(), self._alone(self.batch, seed), module_stack(self.module) as stack:
+        with together(), self._alone(self.batch, seed), module_stack(self.module) as stack:
             calls: list[AttentionCall] = []
             with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
                 try:
@@ -149,7 +149,7 @@ class Trial:
             SequenceParallelError: it fails; on all ranks together.
         """
         try:
-            with _together(), isolated(self.module, self.device), gathered(self.module, self.own.uneven_entries):
+            with together(), isolated(self.module, self.device), gathered(self.module, self.own.uneven_entries):
                 with self._named():
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -185,7 +185,7 @@ class Trial:
         try:
             with (
                 suppress(Exception),
-                _together(),
+                together(),
                 isolated(self.module, self.device),
                 gathered(self.module, self.own.uneven_entries),
                 traced(self.module, trace),
@@ -199,19 +199,43 @@ class Trial:
 
     @contextmanager
     def _alone(self, batch: SequenceInfo, seed: int) -> Iterator[None]:
-        """Let a whole crop run as on one device."""
-        with (
-            isolated(self.module, self.device),
-            gathered(self.module, self.own.uneven_entries),
-            self.context.inactive(batch),
-            without_checkpoints(self.module),
-            _same_stream_everywhere(self.device, seed),
-        ):
+        uneven = self.own.uneven_entries
+        with alone(self.module, self.context, batch, device=self.device, uneven=uneven, seed=seed):
             yield
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def alone(
+    module: nn.Module,
+    context: SequenceContext,
+    batch: SequenceInfo,
+    *,
+    device: torch.device,
+    uneven: bool,
+    seed: int = SEED,
+) -> Iterator[None]:
+    """Let a whole batch run as on one device, without a trace.
+
+    Args:
+        module: the sharded module.
+        context: its step in progress; switched off meanwhile.
+        batch: what the batch holds.
+        device: where the module is.
+        uneven: whether data-parallel groups hold other entries.
+        seed: of every random stream, alike on all ranks.
+    """
+    with (
+        isolated(module, device),
+        gathered(module, uneven),
+        context.inactive(batch),
+        without_checkpoints(module),
+        _same_stream_everywhere(device, seed),
+    ):
+        yield
+
+
+@contextmanager
+def together() -> Iterator[None]:
     """Raise on every rank what one raises: the error of the first that has one of ours, else of the first that has any."""
     try:
         yield

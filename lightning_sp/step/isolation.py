@@ -1,8 +1,8 @@
 """Running a step that leaves no trace: random streams, buffers, metrics, counters, lists, gradients and logs are as before.
 
-Every plain attribute of every module is put back: tensors, numbers, and what lists, dicts, sets and deques hold, nested ones too. That
-covers buffers, the states of torchmetrics, caches built on first use, and what a step appends. What lies inside objects of other
-classes cannot be known and stays: a step that writes to a file or to an object of the user's has written. Hooks that a step registers go:
+Every plain attribute of every module is put back: tensors, arrays, numbers, what lists, dicts, sets and deques hold, and the attributes of
+the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, caches built on first use,
+and what a step appends. What libraries' objects, files and globals hold cannot be known and stays. Hooks that a step registers go:
 transformers registers some on first use, notes so in an attribute, and would register them twice.
 
 Elementwise dropout draws other masks on shards than on the whole, so it is switched off meanwhile.
@@ -11,6 +11,7 @@ Elementwise dropout draws other masks on shards than on the whole, so it is swit
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,12 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
 
 # What torch and Lightning keep in a module for themselves; parameters are FSDP's, and no step of training writes to them.
 _OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
-# The elements of longer lists and dicts, a data set in memory, are not looked into.
+# The elements of longer lists and dicts, a data set in memory, are not looked into; in an object, larger tensors and arrays are not copied.
 MAX_VISITED = 10_000
+MAX_BYTES = 1 << 26
+# Folders of installed libraries. Their objects may work in threads of their own, so that nothing in them is put back, but for metrics.
+_INSTALLED = ("site-packages", "dist-packages")
+_NOT_THE_USERS = {*sys.stdlib_module_names, "torch", "lightning_sp"}
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -69,16 +75,13 @@ def streams(device: torch.device) -> Iterator[None]:
 
 def _snapshot(root: nn.Module) -> Callable[[], None]:
     """Return a function that puts the plain attributes of all modules back."""
-    visited: set[int] = set()
+    modules = list(root.modules())
+    visited = {id(module) for module in modules}
     undo: list[Callable[[], object]] = []
-    for module in root.modules():
-        attributes = vars(module)
-        watched = {name: value for name, value in attributes.items() if name not in _OF_THE_FRAMEWORK}
-        undo.append(partial(_restore_attributes, attributes, watched))
-        for value in watched.values():
-            _remember(value, undo, visited)
+    for module in modules:
+        _remember_all(_remember_attributes(module, undo), undo, visited)
         for name in _HOOKS:
-            undo.append(partial(_remove_new, attributes[name], set(attributes[name])))
+            undo.append(partial(_remove_new, vars(module)[name], set(vars(module)[name])))
 
     def restore() -> None:
         for each in undo:
@@ -87,21 +90,42 @@ def _snapshot(root: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def _remember_attributes(owner: Any, undo: list[Callable[[], object]]) -> list[Any]:
+    """Add to `undo` what puts the attributes of an object back, and return their values."""
+    attributes = vars(owner)
+    watched = {name: value for name, value in attributes.items() if name not in _OF_THE_FRAMEWORK}
+    undo.append(partial(_restore_attributes, attributes, watched))
+    return list(watched.values())
+
+
 def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     for name in [n for n in attributes if n not in before and n not in _OF_THE_FRAMEWORK]:
         del attributes[name]
     attributes.update(before)
 
 
-def _remember(value: Any, undo: list[Callable[[], object]], visited: set[int]) -> None:
-    """Add to `undo` what puts the contents of a mutable value back."""
-    if id(value) in visited:
-        return
-    visited.add(id(value))
+def _remember_all(values: list[Any], undo: list[Callable[[], object]], visited: set[int]) -> None:
+    """Add to `undo` what puts the contents of mutable values back, and of those that they hold."""
+    waiting = [(value, False) for value in values]
+    while waiting:
+        value, of_object = waiting.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        is_object = _is_object(value)
+        children = _remember_attributes(value, undo) if is_object else _remember(value, undo, of_object=of_object)
+        waiting += [(child, of_object or is_object) for child in children]
+
+
+def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) -> list[Any]:
+    """Add to `undo` what puts the contents of a mutable value back, and return those that may be mutable."""
     children: list[Any] = []
-    if isinstance(value, Tensor):
-        if not isinstance(value, (nn.Parameter, DTensor)) and not value.is_meta:
-            undo.append(partial(_restore_tensor, value, value.detach().clone()))
+    if isinstance(value, (Tensor, np.ndarray)):
+        if not isinstance(value, (nn.Parameter, DTensor)) and not (of_object and _bytes(value) > MAX_BYTES):
+            if isinstance(value, Tensor) and not value.is_meta:
+                undo.append(partial(_restore_tensor, value, value.detach().clone()))
+            elif isinstance(value, np.ndarray) and value.flags.writeable and _bytes(value) <= MAX_BYTES:
+                undo.append(partial(np.copyto, value, value.copy()))
     elif isinstance(value, dict):
         undo.append(partial(_restore_dict, value, dict(value)))
         children = list(value.values())
@@ -116,8 +140,22 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: set[int]) -
         undo.append(partial(value.set_state, value.get_state()))
     elif isinstance(value, random.Random):
         undo.append(partial(value.setstate, value.getstate()))
-    for child in children if len(children) <= MAX_VISITED else ():
-        _remember(child, undo, visited)
+    return children if len(children) <= MAX_VISITED else []
+
+
+def _bytes(value: Tensor | np.ndarray[Any, Any]) -> int:
+    return value.nbytes if isinstance(value, np.ndarray) else value.numel() * value.element_size()
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object of the user's own, or a metric: one whose attributes a step may count in."""
+    if isinstance(value, (Tensor, dict, list, set, deque, type, Dataset)) or not hasattr(value, "__dict__"):
+        return False
+    library = type(value).__module__.partition(".")[0]
+    if library == "torchmetrics" or library in _NOT_THE_USERS:
+        return library == "torchmetrics"
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return not any(folder in file for folder in _INSTALLED)
 
 
 def _restore_tensor(value: Tensor, before: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Trainer's loops: which one evaluates, that none runs in inference mode, what a step is given; its loggers and autocast, switched off."""
+"""The Trainer's loops: which evaluates, none in inference mode, what a step is given, what is monitored; loggers and autocast switched off."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 
@@ -43,6 +44,15 @@ def without_loggers(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.loggers = loggers
+
+
+def monitored_names(trainer: Trainer) -> list[str]:
+    """Return the names of the logged numbers by which callbacks and schedulers decide about a fit."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return []
+    named = [getattr(each, "monitor", None) for each in trainer.callbacks]  # type: ignore[attr-defined]
+    named += [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    return [each for each in named if isinstance(each, str)]
 
 
 def without_autocast(strategy: Strategy) -> Callable[[], AbstractContextManager[None]] | None:

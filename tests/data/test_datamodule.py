@@ -352,7 +352,8 @@ def test_it_works_without_a_trainer_and_from_a_token_file(corpus, tmp_path):
 
 def test_what_is_found_and_left_out_is_said(corpus, caplog):
     data = data_of(corpus, sequence_length=5, global_batch_size=None)
-    with caplog.at_level("INFO"):
+    # A test before this one may have made Lightning's logger quiet.
+    with caplog.at_level("INFO"), caplog.at_level("INFO", logger="lightning.pytorch"):
         data.setup()
         data.setup()
     data.last_batch = "pad"

@@ -40,7 +40,7 @@ USERS = (
     fault(
         "hooks of a trial that stay, beside those that training registers",
         "step/isolation.py",
-        "            undo.append(partial(_remove_new, attributes[name], set(attributes[name])))\n",
+        "            undo.append(partial(_remove_new, vars(module)[name], set(vars(module)[name])))\n",
         "            pass\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[hidden_states]",
     ),
@@ -92,6 +92,27 @@ USERS = (
         "        reshard(self.module)\n",
         "",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[ema_in_validation]",
+    ),
+    fault(
+        "a whole sequence's number counted by each of its ranks",
+        "preflight/evaluation.py",
+        "for _, each in having if each.sequence_rank == 0]",
+        "for _, each in having]",
+        "tests/preflight/test_evaluation.py::test_numbers_of_a_shard_are_named_in_a_warning[validate]",
+    ),
+    fault(
+        "a monitored number of a shard in a warning alone",
+        "preflight/evaluation.py",
+        "& set(monitored)",
+        "& set()",
+        "tests/preflight/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
+    ),
+    fault(
+        "a trial that stays in the user's own objects",
+        "step/isolation.py",
+        "        is_object = _is_object(value)\n",
+        "        is_object = False\n",
+        "tests/step/test_isolation.py::test_the_users_own_objects_are_put_back",
     ),
     fault(
         "an output in an object that FSDP does not see",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
-from lightning_sp.step.isolation import isolated
+from lightning_sp.step.isolation import MAX_BYTES, isolated
 
 
 class Hoarder(nn.Module):
@@ -23,6 +25,37 @@ class Hoarder(nn.Module):
 
     def log(self, *args: object) -> None:
         raise AssertionError("logged")
+
+
+class Evaluator:
+    """A user's own object, that is no module."""
+
+    def __init__(self) -> None:
+        self.count, self.rows, self.total, self.array = 0, [torch.zeros(1)], torch.zeros(2), np.zeros(2)
+        self.inner: object = None
+
+
+def test_the_users_own_objects_are_put_back():
+    module, metric = Hoarder(), MeanMetric()
+    module.evaluator = Evaluator()
+    module.evaluator.inner = (Evaluator(), module)
+    module.metrics = {"loss": metric}
+    big = torch.zeros(MAX_BYTES // 4 + 1)
+    module.evaluator.inner[0].big = big
+    with isolated(module, torch.device("cpu")):
+        for each in (module.evaluator, module.evaluator.inner[0]):
+            each.count += 1
+            each.rows.append(torch.ones(1))
+            each.total += 1
+            each.array += 1
+            each.late = True
+        metric.update(3.0)
+        big += 1
+    for each in (module.evaluator, module.evaluator.inner[0]):
+        assert (each.count, len(each.rows), float(each.total.sum()), float(each.array.sum())) == (0, 1, 0.0, 0.0)
+        assert not hasattr(each, "late")
+    assert not metric.update_called
+    assert float(big[0]) == 1.0, "too large to be copied"
 
 
 def test_hooks_that_a_step_registers_go_and_those_that_it_removes_stay_away():

@@ -1,0 +1,126 @@
+"""The numbers that an evaluation step shows: what it logs, what it returns, and what its torchmetrics metrics say of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torchmetrics import Metric, MetricCollection
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as one rank has it.
+
+    Args:
+        value: of the step on this rank.
+        reduced: over the ranks by which function when it is shown: "mean", "sum", "min" or "max"; empty where each rank shows its own.
+    """
+
+    value: float
+    reduced: str = ""
+
+
+class StepNumbers:
+    """Collects the numbers of a step; a class because the step calls it.
+
+    Args:
+        log: `LightningModule.log`, whose arguments these are.
+
+    Attributes:
+        numbers: by the name under which they are shown.
+    """
+
+    def __init__(self, log: Any) -> None:
+        self.numbers: dict[str, Number] = {}
+        self._names: dict[int, str] = {}  # under which metrics are logged
+        self._signature = inspect.signature(log)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Take what `LightningModule.log` is given."""
+        with suppress(TypeError):
+            given = self._signature.bind(None, *args, **kwargs)
+            given.apply_defaults()
+            self._take(given.arguments["name"], given.arguments["value"], given.arguments)
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        """Take what `LightningModule.log_dict` is given."""
+        items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
+        for name, value in items:
+            self.log(name, value, *args, **kwargs)
+
+    def returned(self, output: Any) -> None:
+        """Take the single numbers that a step returns."""
+        for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
+            if isinstance(value, Tensor) and value.numel() == 1 and str(name) not in self.numbers:
+                self.numbers[f"{name} (returned)"] = Number(_plain(value))
+
+    def metrics(self, module: nn.Module, group: ProcessGroup | None) -> None:
+        """Take what the module's metrics say of the step, over the ranks that they name, else over `group`. Every rank must call it."""
+        for name, metric in _outermost_metrics(module):
+            if not _was_updated(metric):
+                continue
+            for each in metric.modules():
+                if isinstance(each, Metric):
+                    each.process_group = each.process_group or group
+                    each._computed = None
+            with suppress(Exception):  # a metric that a crop is too short for
+                found = metric.compute()
+                shown = self._names.get(id(metric), name)
+                for part, value in (found if isinstance(found, Mapping) else {"": found}).items():
+                    if isinstance(value, Tensor) and value.numel() == 1:
+                        self.numbers[part if part and shown == name else shown + part] = Number(_plain(value))
+
+    def _take(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        if isinstance(value, Metric):
+            self._names[id(value)] = name
+        elif isinstance(value, (Tensor, int, float)) and not options.get("rank_zero_only"):
+            reduce_fx = options.get("reduce_fx", "mean")
+            by = (reduce_fx if isinstance(reduce_fx, str) else "") if options.get("sync_dist") else ""
+            if not isinstance(value, Tensor) or value.numel() == 1:
+                self.numbers[name] = Number(_plain(value), {"avg": "mean"}.get(by, by))
+
+
+@contextmanager
+def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
+    """Collect what a LightningModule logs in the block, instead of logging it; its metrics begin anew."""
+    found, before = (
+        StepNumbers(type(module).log),
+        {name: vars(module).get(name) for name in ("log", "log_dict")},
+    )
+    for _, metric in _outermost_metrics(module):
+        metric.reset()
+    module.log, module.log_dict = found.log, found.log_dict
+    try:
+        yield found
+    finally:
+        for name, value in before.items():
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+
+def _outermost_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the metrics and collections of metrics that are no part of another one."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (Metric, MetricCollection)):
+            yield path, child
+        else:
+            yield from _outermost_metrics(child, f"{path}.")
+
+
+def _was_updated(metric: Any) -> bool:
+    return any(isinstance(each, Metric) and each.update_called for each in metric.modules())
+
+
+def _plain(value: Tensor | float) -> float:
+    with torch.no_grad():
+        return float(value)

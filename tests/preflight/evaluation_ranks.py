@@ -1,0 +1,104 @@
+"""What each rank runs in test_evaluation.py: a module whose validation shows numbers of several kinds; returns plain values."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.models import GPT, GPTConfig
+from lightning_sp.reductions import batch_mean
+from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer
+
+
+class Evaluator:
+    """A user's own object, that is no module."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+
+class Shown(Plain):
+    """Shows what its kinds say, in validation and in test alike."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__(lambda: GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=1, num_heads=4, max_positions=64)))
+        self.kinds = kinds
+        self.accuracy = MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100)
+        self.collection = MetricCollection({"mean": MeanMetric()}, prefix="of_")
+        self.sum, self.own_sum = SumMetric(), SumMetric()
+        self.evaluator = Evaluator()
+
+    def setup(self, stage: str) -> None:
+        self.own_sum.process_group = getattr(self.trainer.strategy, "data_parallel_group", None)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        logits, targets = self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten()
+        loss, hit = F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).double()
+        self.evaluator.losses.append(float(loss))
+        if "right" in self.kinds:
+            self.log("val_loss", loss)
+            self.log_dict({"synced": hit.mean()}, sync_dist=True)
+            self.log("reduced", batch_mean(hit.view_as(batch["shift_labels"])))
+            self.accuracy.update(logits, targets)
+            self.log("accuracy", self.accuracy)
+            self.collection.update(loss)
+            self.log_dict(self.collection)
+            self.own_sum.update(loss)
+            self.log("own_sum", self.own_sum)
+            self.log("seconds", time.perf_counter())
+            self.log("of_rank_0", hit.mean() * (self.global_rank + 1), rank_zero_only=True)
+        if "entropy" in self.kinds:
+            self.log("entropy", -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean())
+        if "summed" in self.kinds:
+            self.log("summed", loss, sync_dist=True, reduce_fx="sum")
+        if "metric" in self.kinds:
+            self.sum.update(loss)
+            self.log("total", self.sum)
+        if "returned" in self.kinds:
+            return {"norm": logits.norm()}
+        return loss
+
+    test_step = validation_step
+
+
+def shown(world: int, run: str, kinds: tuple[str, ...], strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Fit, validate or test, and return what was logged, what was said and how many steps ran.
+
+    Args:
+        world: number of ranks; one without a strategy of ours runs plainly.
+        run: of the Trainer.
+        kinds: of numbers.
+        strategy: its options.
+        options: of the Trainer.
+    """
+    torch.manual_seed(0)
+    module = Shown(*kinds)
+    micro = 2 // strategy.get("data_parallel_size", 1)
+    loaders = [DataLoader(TokenDataset(8), batch_size=micro) for _ in range(2)]
+    limits = dict(max_steps=2, limit_val_batches=2, limit_test_batches=2, val_check_interval=2)
+    trainer = quiet_trainer(world, strategy=strategy, **{**limits, **options})
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            getattr(trainer, run)(module, *(loaders if run == "fit" else loaders[:1]))
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+    said = [str(each.message) for each in caught if str(each.message).startswith("preflight:")]
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"logged": logged, "said": said, "error": error, "num_steps": len(module.evaluator.losses)}
+
+
+def monitored(name: str) -> dict[str, Any]:
+    """Fit by a ring of two with an early stopping by a number."""
+    kinds = ("right", "entropy")
+    return shown(2, "fit", kinds, dict(ring_size=2), callbacks=[EarlyStopping(name)])

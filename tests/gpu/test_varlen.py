@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.kernels.merge import BlockKernel, HeadGroup, backward_step, forward_step
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 from lightning_sp.attention.kernels.varlen import PackedKernel, Segments
+from lightning_sp.attention.plan.blocks import Block
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests import masks
 from tests.attention.ranks.attention_ranks import inputs
@@ -73,6 +75,27 @@ def test_packed_documents_are_one_call():
     kernel, mask = PackedCpuKernel(), AttentionMask(boundaries=boundaries_from_lengths([[5, 20, 7], [3, 29]]))
     emulate(inputs(4, 4, 32), ulysses_size=1, ring_size=1, mask=mask, local_kernel=kernel)
     assert kernel.sequences == [5]
+
+
+@pytest.mark.parametrize("row", [None, 0])
+def test_queries_that_see_two_runs_of_keys_are_in_two_calls(row):
+    blocks = [
+        Block((0, 8), (0, 8), row=row),
+        Block((8, 16), (0, 8), row=row),
+        Block((8, 16), (12, 20), row=row, opens=False),
+        Block((16, 24), (4, 12), row=row),
+    ]
+    mask = torch.zeros(1, 1, 24, 24, dtype=torch.bool)
+    for block in blocks:
+        mask[..., slice(*block.queries), slice(*block.keys)] = True
+    q, k, v, grad = inputs(4, 2, 24, batch=1)
+    wanted = expected([q, k, v, grad], AttentionMask(causal=False, dense=mask))
+    kernel = PackedCpuKernel()
+    together = BlockKernel(kernel, q.shape[-1] ** -0.5, (HeadGroup((0, 4), (0, 2)),))
+    out, lse = forward_step(together, blocks, q, k, v, None)
+    dq, dk, dv = backward_step(together, blocks, (grad, q, out, lse), (k, v), None)
+    assert_sharded_equals_unsharded([out, dq, dk, dv], wanted, NAMES)
+    assert kernel.sequences == [3, 1]
 
 
 @pytest.mark.parametrize("dim", [64, 20])

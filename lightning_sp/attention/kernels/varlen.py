@@ -3,15 +3,15 @@
     blocks of a step      documents, windows' tiles, rows of the batch: each a range of queries and one of keys
     one call              | q of block 1 | q of block 2 | ...      | k of block 1 | k of block 2 | ...      and where each begins
 
-A query is in at most one block of a kind, so no partial of a call meets another; those of two kinds are merged. Anticausal blocks are read
-backwards, each by itself. Tokens are picked by an index, made once for a step of a plan.
+A query is in at most one block of a call, so no partial of a call meets another; those of two calls are merged: of two kinds, or of two runs of
+keys that a query sees. Anticausal blocks are read backwards, each by itself. Tokens are picked by an index, made once for a step of a plan.
 
 B batch, H query heads, K key-value heads, S local queries, n keys that travelled, D head dim; T, U: queries and keys of all blocks of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
@@ -149,8 +149,24 @@ def backward_calls(
 def calls_of(blocks: tuple[Block, ...], batch: int, device: torch.device) -> tuple[Call, ...]:
     """Return the calls that compute the blocks of a step; blocks without a row are those of all rows."""
     return tuple(
-        _call(each, kind, batch, device) for kind in Kind if (each := [block for block in blocks if block.kind is kind])
+        _call(each, kind, batch, device)
+        for kind in Kind
+        for each in _without_repeats(block for block in blocks if block.kind is kind)
     )
+
+
+def _without_repeats(blocks: Iterable[Block]) -> list[list[Block]]:
+    """Return the blocks in lists none of which has a query of a row twice; a run's blocks come in the order of their queries."""
+    found: list[list[Block]] = []
+    ends: list[dict[int | None, int]] = []
+    for block in blocks:
+        number = next((n for n, end in enumerate(ends) if end.get(block.row, 0) <= block.queries[0]), len(found))
+        if number == len(found):
+            found.append([])
+            ends.append({})
+        found[number].append(block)
+        ends[number][block.row] = block.queries[1]
+    return found
 
 
 def _call(blocks: Sequence[Block], kind: Kind, batch: int, device: torch.device) -> Call:

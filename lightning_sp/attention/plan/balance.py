@@ -272,7 +272,8 @@ def _table(masks: Sequence[AttentionMask], length: int) -> Integers:
         (p.start, p.end, p.low, p.low_step, p.high, p.high_step, times[id(mask)], len(masks))
         for mask in {id(mask): mask for mask in masks}.values()
         for row in range(_rows(mask))
-        for p in visible(mask, row, length)
+        for run in visible(mask, row, length)
+        for p in run
     ]
     return np.array(columns, dtype=np.int64).reshape(-1, 8).T
 

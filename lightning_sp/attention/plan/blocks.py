@@ -106,10 +106,12 @@ class Plan:
         self.layout, self.length, self._tile = layout, length, tile
         self.key_length = length if key_length is None else key_length
         mask_rows = max((t.shape[0] for t in mask.run_tensors if t is not None), default=1)
-        pieces = [visible(mask, row, length, key_length) for row in range(mask_rows)]
-        pieces = pieces[:1] if all(row == pieces[0] for row in pieces) else pieces
-        assert len(pieces) in (1, rows)
-        self._runs = [[row] if sparsity is None else restricted(row, sparsity) for row in pieces]
+        runs = [visible(mask, row, length, key_length) for row in range(mask_rows)]
+        runs = runs[:1] if all(row == runs[0] for row in runs) else runs
+        assert len(runs) in (1, rows)
+        if sparsity is not None:
+            runs = [[part for run in row for part in restricted(run, sparsity)] for row in runs]
+        self._runs = runs
         self._steps: dict[Range, tuple[Block, ...]] = {}
         self._all_gather: dict[int, AllGatherPlan] = {}
 

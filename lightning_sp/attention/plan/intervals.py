@@ -68,8 +68,10 @@ class BlockSparsity:
         return [(a * self.size[1], b * self.size[1]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def visible(mask: AttentionMask, row: int, length: int, key_length: int | None = None) -> list[Piece]:
-    """Return the pieces of a row of the batch, in global positions; queries that see nothing are in none.
+def visible(mask: AttentionMask, row: int, length: int, key_length: int | None = None) -> list[list[Piece]]:
+    """Return the pieces of a row of the batch, in global positions, by runs of keys; queries that see nothing are in none.
+
+    The first list holds each query's first run. No kind of mask gives a query two so far; one that does adds a list here.
 
     Args:
         mask: what a query may see.
@@ -84,7 +86,7 @@ def visible(mask: AttentionMask, row: int, length: int, key_length: int | None =
         paired = [
             Piece(start, end, low, 0, high, 0) for (start, end), (low, high) in pairs if start < end and low < high
         ]
-        return _joined(_within(paired, *_row(mask.valid, row, [0, keys])))
+        return [_joined(_within(paired, *_row(mask.valid, row, [0, keys])))]
     runs = [(a, b) for a, b in _row(mask.bidirectional, row, []) if a < b]
     left, right = mask.window_size
     chunk = mask.chunk_size or length
@@ -113,7 +115,7 @@ def visible(mask: AttentionMask, row: int, length: int, key_length: int | None =
         for ahead in ([0] if mask.causal else []) + ([right] if right is not None else []):
             cuts += [edge - ahead - 1 for edge in (highest, run_high)]
         pieces += _pieces(start, end, cuts, low, high)
-    return _joined(_within(pieces, *_row(mask.valid, row, [0, length])))
+    return [_joined(_within(pieces, *_row(mask.valid, row, [0, length])))]
 
 
 def restricted(pieces: Iterable[Piece], sparsity: BlockSparsity) -> list[list[Piece]]:

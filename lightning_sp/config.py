@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -45,8 +46,7 @@ class AttentionOptions:
         _check_name("kernel", self.kernel, KERNELS)
         _check_name("ring_transport", self.ring_transport, RING_TRANSPORTS)
         _check_name("ring_method", self.ring_method, RING_METHODS)
-        if not isinstance(self.ring_saves_kv, bool):
-            raise SequenceParallelError(f"ring_saves_kv={self.ring_saves_kv!r}: must be True or False")
+        _check_bool("ring_saves_kv", self.ring_saves_kv)
         if self.ring_saves_kv and self.ring_transport == "shared_memory":
             raise SequenceParallelError(
                 "ring_saves_kv=True with ring_transport='shared_memory': no keys and values travel there, each rank reads them in place, so "
@@ -139,14 +139,23 @@ class StrategyConfig(AttentionOptions):
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SequenceParallelError(f"{name}={value!r}: must be a positive integer or 'auto'")
+        for name in ("activation_checkpointing", "compile", "preflight", "shard_batch", "save_distributed_checkpoint"):
+            _check_bool(name, getattr(self, name))
+        for name in ("labels_shifted", "packed_documents"):
+            if getattr(self, name) is not None:
+                _check_bool(name, getattr(self, name), "True, False or None")
+        for name, dim in (self.sequence_dims or {}).items():
+            if isinstance(dim, bool) or not isinstance(dim, int):
+                raise SequenceParallelError(f"sequence_dims[{name!r}]={dim!r}: must be the number of a dim")
         _check_name("balance", self.balance, BALANCES)
         if self.balance == "documents" and not self.shard_batch:
             raise SequenceParallelError(
                 "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
                 "let the strategy shard"
             )
-        if self.timeout_s <= 0:
-            raise SequenceParallelError(f"timeout_s={self.timeout_s}: must be positive, in seconds")
+        is_number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
+        if not is_number or not 0 < self.timeout_s < math.inf:
+            raise SequenceParallelError(f"timeout_s={self.timeout_s!r}: must be positive, in seconds")
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
         if sp != "auto" and ulysses != "auto" and ring != "auto" and ulysses * ring != sp:
             raise SequenceParallelError(
@@ -169,6 +178,12 @@ class StrategyConfig(AttentionOptions):
                     f"unknown option {name!r} of the sequence_parallel strategy{closest(name, known)}; known: {', '.join(known)}"
                 )
         return cls(**options)
+
+
+def _check_bool(option: str, given: Any, allowed: str = "True or False") -> None:
+    # A string is true whatever it says: "false" would switch an option on.
+    if not isinstance(given, bool):
+        raise SequenceParallelError(f"{option}={given!r}: must be {allowed}")
 
 
 def _check_name(option: str, given: str, known: tuple[str, ...]) -> None:

@@ -83,9 +83,30 @@ def test_balance_is_one_of_three_and_needs_the_strategy_to_shard():
     assert StrategyConfig(shard_batch=False).balance == "auto"
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.5])
+@pytest.mark.parametrize(
+    "name", ["activation_checkpointing", "compile", "preflight", "shard_batch", "save_distributed_checkpoint"]
+)
+@pytest.mark.parametrize("value", ["false", 0, None])
+def test_a_switch_is_true_or_false(name, value):
+    with refusal(f"{name}={value!r}: must be True or False"):
+        StrategyConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["labels_shifted", "packed_documents"])
+def test_what_may_be_unsaid_is_true_or_false_or_none(name):
+    assert getattr(StrategyConfig(**{name: None}), name) is None
+    with refusal(f"{name}='maybe': must be True, False or None"):
+        StrategyConfig(**{name: "maybe"})
+
+
+def test_a_dim_is_a_number():
+    with refusal("sequence_dims['x']='1': must be the number of a dim"):
+        StrategyConfig(sequence_dims={"x": "1"})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.5, float("nan"), float("inf"), True, "300"])
 def test_a_timeout_is_positive(timeout_s):
-    with refusal(f"timeout_s={timeout_s}: must be positive, in seconds"):
+    with refusal(f"timeout_s={timeout_s!r}: must be positive, in seconds"):
         StrategyConfig(timeout_s=timeout_s)
 
 

@@ -153,10 +153,13 @@ def compare_evaluation(
                 control_group=runner.groups.world,
             )
             found = _numbers(own, runner, run, options, mesh.data_group)
-    except SequenceParallelError as error:
-        rank_zero_info(f"preflight: {name} was not compared with one device: {error}")
+    except (
+        Exception
+    ) as error:  # whatever a step makes of a crop, on all ranks: what is wrong with the step itself, it will say itself
+        rank_zero_info(f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}")
         return False
     finally:
+        runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
     of_ranks: list[RankNumbers] = comm.gather_objects(found, runner.groups.world)
     if differ := differences(of_ranks):
@@ -193,14 +196,14 @@ def _numbers(
             recorded_numbers(module) as found,
         ):
             found.returned(run(part.batch, part.info))
-            found.metrics(module, data_group)
+            found.metrics(module, data_group, runner.groups.world)
         runner.end_without_backward()
         return found.numbers
 
     of_one, again = of_whole(), of_whole()
     with together(), isolated(module, runner.device), recorded_numbers(module) as found:
         found.returned(runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False))
-        found.metrics(module, None)
+        found.metrics(module, None, runner.groups.world)
     in_16_bits = any(p.is_floating_point() and torch.finfo(p.dtype).bits == 16 for p in module.parameters())
     return RankNumbers(mesh.sequence_rank, of_one, again, found.numbers, in_16_bits)
 

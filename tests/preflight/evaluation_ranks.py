@@ -35,7 +35,7 @@ class Shown(Plain):
         self.accuracy = MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100)
         self.collection = MetricCollection({"mean": MeanMetric()}, prefix="of_")
         self.sum, self.own_sum = SumMetric(), SumMetric()
-        self.evaluator = Evaluator()
+        self.evaluator, self.only = Evaluator(), MeanMetric()
 
     def setup(self, stage: str) -> None:
         self.own_sum.process_group = getattr(self.trainer.strategy, "data_parallel_group", None)
@@ -63,6 +63,10 @@ class Shown(Plain):
         if "metric" in self.kinds:
             self.sum.update(loss)
             self.log("total", self.sum)
+        if "rank 0" in self.kinds and self.global_rank == 0:
+            self.only.update(loss)
+        if "fails" in self.kinds and len(targets) < 20:
+            raise ValueError("this model wants 20 tokens")
         if "returned" in self.kinds:
             return {"norm": logits.norm()}
         return loss

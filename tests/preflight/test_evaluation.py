@@ -48,6 +48,17 @@ def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):
         assert found["error"] == ""
 
 
+def test_a_metric_that_one_rank_alone_updates_is_left_out(pools: Any):
+    for found in pools(2).run(ranks.shown, 2, "validate", ("rank 0",), dict(ring_size=2)):
+        assert (found["error"], found["said"], found["num_steps"]) == ("", [], 2)
+
+
+def test_a_step_that_fails_on_a_crop_is_not_compared_and_runs(pools: Any):
+    strategy = dict(ring_size=2, preflight_tokens=8)
+    for found in pools(2).run(ranks.shown, 2, "validate", ("fails", "entropy"), strategy):
+        assert (found["error"], found["said"], found["num_steps"]) == ("", [], 2)
+
+
 def test_it_is_switched_off_with_the_preflight(pools: Any):
     for found in pools(2).run(ranks.shown, 2, "validate", ("entropy",), dict(ring_size=2, preflight=False)):
         assert (found["error"], found["said"]) == ("", [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection
+
+from lightning_sp import comm
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,18 @@ class StepNumbers:
             if isinstance(value, Tensor) and value.numel() == 1 and str(name) not in self.numbers:
                 self.numbers[f"{name} (returned)"] = Number(_plain(value))
 
-    def metrics(self, module: nn.Module, group: ProcessGroup | None) -> None:
-        """Take what the module's metrics say of the step, over the ranks that they name, else over `group`. Every rank must call it."""
-        for name, metric in _outermost_metrics(module):
-            if not _was_updated(metric):
-                continue
+    def metrics(self, module: nn.Module, group: ProcessGroup | None, control_group: ProcessGroup | None) -> None:
+        """Take what the module's metrics say of the step. Every rank must call it.
+
+        Args:
+            module: that holds them.
+            group: over which they add up, but for those that name their own ranks.
+            control_group: the world, on a backend for host objects: a metric that some ranks left out is left out.
+        """
+        held = dict(_outermost_metrics(module))
+        updated = {name for name, metric in held.items() if _was_updated(metric)}
+        for name in sorted(set.intersection(*comm.gather_objects(updated, control_group))):
+            metric = held[name]
             for each in metric.modules():
                 if isinstance(each, Metric):
                     each.process_group = each.process_group or group
@@ -89,22 +98,15 @@ class StepNumbers:
 
 @contextmanager
 def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
-    """Collect what a LightningModule logs in the block, instead of logging it; its metrics begin anew."""
-    found, before = (
-        StepNumbers(type(module).log),
-        {name: vars(module).get(name) for name in ("log", "log_dict")},
-    )
+    """Collect what a LightningModule logs in the block, instead of logging it; its metrics begin anew. Within `isolated`."""
+    found = StepNumbers(type(module).log)
     for _, metric in _outermost_metrics(module):
         metric.reset()
-    module.log, module.log_dict = found.log, found.log_dict
-    try:
+    with ExitStack() as undo:
+        for name in ("log", "log_dict"):
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, getattr(found, name))
         yield found
-    finally:
-        for name, value in before.items():
-            if value is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
 
 
 def _outermost_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

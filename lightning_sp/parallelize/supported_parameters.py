@@ -12,7 +12,8 @@ from lightning_sp.parameter_names import user_name
 
 
 def check_parameters(root: nn.Module) -> None:
-    """Refuse parameters that are no plain tensors, quantized weights and those of lazy modules, or have no element. Equal on all ranks.
+    """Refuse parameters that are no plain tensors, quantized weights and those of lazy modules, have no element or no dim, or
+    hooks that would be lost. Equal on all ranks.
 
     Raises:
         SequenceParallelError: with the first of them.
@@ -32,6 +33,19 @@ def check_parameters(root: nn.Module) -> None:
             raise SequenceParallelError(
                 f"{user_name(name)} of shape {tuple(parameter.shape)} has no element: FSDP2 cannot reduce the gradient of nothing; leave it "
                 "out of the model, or choose sizes that leave it some"
+            )
+        if parameter.dim() == 0:
+            raise SequenceParallelError(
+                f"{user_name(name)} is a single number of shape (): FSDP2 splits along the first dim, and it has none; make it one of shape (1,)"
+            )
+        hooks = (
+            getattr(parameter, "_backward_hooks", None) or {},
+            getattr(parameter, "_post_accumulate_grad_hooks", None) or {},
+        )
+        if num_hooks := sum(map(len, hooks)):
+            raise SequenceParallelError(
+                f"{user_name(name)} has {num_hooks} hook(s) of register_hook or register_post_accumulate_grad_hook: FSDP2 puts a shard in the "
+                "parameter's place, and they would never be called; change gradients in on_before_optimizer_step, or in a hook of the module"
             )
 
 

@@ -1,6 +1,7 @@
 """What counts as a block of a model."""
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_sp.errors import SequenceParallelError
@@ -46,3 +47,20 @@ def test_what_holds_the_input_embeddings_is_no_block():
 def test_a_parameter_without_an_element_is_refused():
     with pytest.raises(SequenceParallelError, match=r"1\.weight of shape \(4, 0\) has no element"):
         check_parameters(nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 4, bias=False)))
+
+
+def test_a_parameter_that_is_one_number_is_refused_by_name():
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(SequenceParallelError, match=r"scale is a single number of shape \(\).*one of shape \(1,\)"):
+        check_parameters(model)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused_by_name(register):
+    model = nn.Sequential(nn.Linear(4, 4))
+    handle = getattr(model[0].weight, register)(lambda grad: None)
+    with pytest.raises(SequenceParallelError, match=r"0\.weight has 1 hook\(s\).*would never be called"):
+        check_parameters(model)
+    handle.remove()
+    check_parameters(model)

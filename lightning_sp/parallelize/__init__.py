@@ -26,7 +26,7 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
-from lightning_sp.parallelize.supported_parameters import check_adapters, check_parameters
+from lightning_sp.parallelize.supported_parameters import check_adapters, check_hooks, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "ParameterLayout",
     "broadcast_initial_weights",
     "check_adapters",
+    "check_hooks",
     "check_layout",
     "check_parameters",
     "check_unsharded",

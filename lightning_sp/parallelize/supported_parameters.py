@@ -38,14 +38,25 @@ def check_parameters(root: nn.Module) -> None:
             raise SequenceParallelError(
                 f"{user_name(name)} is a single number of shape (): FSDP2 splits along the first dim, and it has none; make it one of shape (1,)"
             )
-        hooks = (
-            getattr(parameter, "_backward_hooks", None) or {},
-            getattr(parameter, "_post_accumulate_grad_hooks", None) or {},
-        )
-        if num_hooks := sum(map(len, hooks)):
+    check_hooks(root, "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def check_hooks(root: nn.Module, *kinds: str) -> None:
+    """Refuse hooks of parameters that FSDP2 would not call. Equal on all ranks.
+
+    Args:
+        root: the model.
+        kinds: torch's attributes of them. Before the model is sharded all are lost with the parameters; afterwards FSDP2 calls
+            `_post_accumulate_grad_hooks` itself.
+
+    Raises:
+        SequenceParallelError: with the first parameter that has some.
+    """
+    for name, parameter in root.named_parameters():
+        if num_hooks := sum(len(getattr(parameter, kind, None) or {}) for kind in kinds):
             raise SequenceParallelError(
-                f"{user_name(name)} has {num_hooks} hook(s) of register_hook or register_post_accumulate_grad_hook: FSDP2 puts a shard in the "
-                "parameter's place, and they would never be called; change gradients in on_before_optimizer_step, or in a hook of the module"
+                f"{user_name(name)} has {num_hooks} hook(s) that FSDP2 would never call; register_post_accumulate_grad_hook works from "
+                "on_fit_start on, register_hook does not: change gradients there, in on_before_optimizer_step, or in a hook of the module"
             )
 
 

@@ -20,7 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import is_compiled, optional_units, reshard, run_with_whole_parameters
+from lightning_sp.parallelize import check_hooks, is_compiled, optional_units, reshard, run_with_whole_parameters
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.predictions import unshard_tokens
 
@@ -74,6 +74,8 @@ class StepRunner:
         Raises:
             SequenceParallelError: attention was not reached, a sequence's ranks differ in the loss, or a parameter was used where not whole.
         """
+        if not self._attention_reached:
+            check_hooks(self.module, "_backward_hooks")  # those that were registered after the model was sharded
         step = self._begin(batch, None)
         if batch.uneven_entries:
             self._gather_optional()

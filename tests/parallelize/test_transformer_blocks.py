@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.supported_parameters import check_parameters
+from lightning_sp.parallelize.fsdp import without_gradient_sync
+from lightning_sp.parallelize.supported_parameters import check_hooks, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 
@@ -60,7 +61,23 @@ def test_a_parameter_that_is_one_number_is_refused_by_name():
 def test_hooks_of_parameters_are_refused_by_name(register):
     model = nn.Sequential(nn.Linear(4, 4))
     handle = getattr(model[0].weight, register)(lambda grad: None)
-    with pytest.raises(SequenceParallelError, match=r"0\.weight has 1 hook\(s\).*would never be called"):
+    with pytest.raises(
+        SequenceParallelError, match=r"0\.weight has 1 hook\(s\) that FSDP2 would never call.*from on_fit_start"
+    ):
         check_parameters(model)
     handle.remove()
     check_parameters(model)
+
+
+def test_hooks_of_shards_are_refused_where_they_would_not_be_one_devices():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    check_hooks(model, "_backward_hooks")  # FSDP2 calls it
+    with (
+        pytest.raises(SequenceParallelError, match=r"0\.weight has a post-accumulate hook.*accumulate_grad_batches=1"),
+        without_gradient_sync(model),
+    ):
+        raise AssertionError("gradients would be accumulated")
+    model[0].weight.register_hook(lambda grad: None)
+    with pytest.raises(SequenceParallelError, match=r"0\.weight has 1 hook\(s\)"):
+        check_hooks(model, "_backward_hooks")

@@ -30,6 +30,7 @@ from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
+from lightning_sp.parameter_names import user_name
 
 # The attribute of a module that an earlier Trainer has sharded.
 _LAYOUT = "_lightning_sp_layout"
@@ -179,7 +180,17 @@ def reshard(root: nn.Module) -> None:
 
 @contextmanager
 def without_gradient_sync(root: nn.Module) -> Iterator[None]:
-    """Accumulate whole local gradients without communication; the last micro-batch of an optimizer step reduces them."""
+    """Accumulate whole local gradients without communication; the last micro-batch of an optimizer step reduces them.
+
+    Raises:
+        SequenceParallelError: a parameter has a hook, which one device calls after each micro-batch.
+    """
+    for name, parameter in root.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise SequenceParallelError(
+                f"{user_name(name)} has a post-accumulate hook: it would be called once per optimizer step here, and after each micro-batch "
+                "on one device: use accumulate_grad_batches=1, or change gradients in on_before_optimizer_step"
+            )
     modules = fsdp_modules(root)
     for each in modules:
         each.set_requires_gradient_sync(False, recurse=False)

@@ -44,6 +44,7 @@ from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.features import check_precision, check_trainer_features
+from lightning_sp.trainer.manual_optimization import tried_training_step
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -242,7 +243,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def _infers(self) -> bool:
         """Whether entries of the first batch may be split by their shapes: the preflight tries that."""
         assert self._mesh is not None
-        return self._mesh.layout.size > 1 and self.config.shard_batch and self._module.automatic_optimization
+        return self._mesh.layout.size > 1 and self.config.shard_batch
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -253,7 +254,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
     def _preflight(self, first: Any, batch_idx: int) -> None:
         options = replace(self._shard_options, infer_sequences=self._infers)
-        with self._tried(Strategy.training_step, *loops.batch_index(self._module, batch_idx)) as run:
+        with self._tried(tried_training_step, *loops.batch_index(self._module, batch_idx)) as run:
             inferred = try_first_batch(
                 first, self._steps, run, config=self.config, options=options, in_float32=loops.without_autocast(self)
             )
@@ -330,7 +331,9 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         step = self._steps.context.step
-        if step is not None and self._module.automatic_optimization and self._accumulate > 1:
+        if not self._module.automatic_optimization:
+            closure_loss = self._steps.before_backward(closure_loss)
+        elif step is not None and self._accumulate > 1:
             closure_loss = self._window.weigh(closure_loss, step.token_counts)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 

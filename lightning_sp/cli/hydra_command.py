@@ -69,7 +69,9 @@ def fit(config: DictConfig) -> float | None:
 @rank_zero_only
 def save_config(config: DictConfig) -> None:
     """Write the composed configuration, with what was derived from the data, into the run's folder."""
-    OmegaConf.save(config, Path(config.run_dir) / "config.yaml", resolve=True)
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml", resolve=True)
 
 
 def hydra_resume_command(overrides: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks,
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
+    RootUnit,
     check_layout,
     check_unsharded,
     gathered,
@@ -16,6 +17,7 @@ from lightning_sp.parallelize.fsdp import (
     shard_model,
     used_parameters,
     without_gradient_sync,
+    write_counts,
 )
 from lightning_sp.parallelize.initial_weights import (
     broadcast_initial_weights,
@@ -32,6 +34,7 @@ from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 __all__ = [
     "MetaDevice",
     "ParameterLayout",
+    "RootUnit",
     "broadcast_initial_weights",
     "check_adapters",
     "check_hooks",
@@ -59,4 +62,5 @@ __all__ = [
     "whole_state",
     "without_checkpoints",
     "without_gradient_sync",
+    "write_counts",
 ]

@@ -12,8 +12,8 @@ from lightning_sp.parameter_names import user_name
 
 
 def check_parameters(root: nn.Module) -> None:
-    """Refuse parameters that are no plain tensors, quantized weights and those of lazy modules, have no element or no dim, or
-    hooks that would be lost. Equal on all ranks.
+    """Refuse parameters that are no plain tensors, quantized weights and those of lazy modules, have no element or no dim, hooks that
+    would be lost, or a forward that writes to them. Equal on all ranks.
 
     Raises:
         SequenceParallelError: with the first of them.
@@ -37,6 +37,12 @@ def check_parameters(root: nn.Module) -> None:
         if parameter.dim() == 0:
             raise SequenceParallelError(
                 f"{user_name(name)} is a single number of shape (): FSDP2 splits along the first dim, and it has none; make it one of shape (1,)"
+            )
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise SequenceParallelError(
+                f"{user_name(name)} has max_norm={module.max_norm}: its forward scales the rows of its tokens down, each rank those of its own "
+                "tokens, in a copy that FSDP2 frees; scale the weight in on_train_batch_start, or leave max_norm out"
             )
     check_hooks(root, "_backward_hooks", "_post_accumulate_grad_hooks")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths, rebuild_plain
 from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.explain.verdict import Agreement
-from lightning_sp.preflight.run import run_preflight
+from lightning_sp.preflight.groups import trial_of_groups
+from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
 
@@ -92,8 +94,6 @@ def try_first_batch(
     inferred = _inferred(batch, options)
     found = _compare(batch, runner, run, config, options, in_float32)
     _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
-    if found is not None:
-        rank_zero_info(found.describe())
     return inferred
 
 
@@ -105,50 +105,91 @@ def _compare(
     options: ShardOptions,
     in_float32: Callable[[], AbstractContextManager[None]] | None,
 ) -> Agreement | None:
+    wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
+    cut = partial(_crops, batch, runner, config, options)
+    crop, own = cut(wanted=wanted)
+    if crop.num_targets == 0:
+        rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
+        return None
+    try:
+        trial = _trial(crop, own, runner, run, options, in_float32)
+        found = run_preflight(trial)
+        if found is not None:
+            rank_zero_info(found.describe())
+        split = runner.context.mesh.layout.size > 1
+        if found is None or math.isnan(found.difference) or wanted is not None or not split:
+            return found
+        longer, own = cut(wanted=None, longer=True, checkpointed=config.activation_checkpointing)
+        if longer.tokens > crop.tokens and longer.num_targets != 0:
+            runner.start_run()
+            _try_longer(_trial(longer, own, runner, run, options, in_float32), own)
+        return found
+    finally:
+        runner.start_run()
+
+
+def _try_longer(trial: Trial, own: Crop) -> None:
+    """Compare at another length what may depend on it: a window, a scaling of long contexts, groups of neighbouring tokens."""
+    apart = trial_of_groups(trial, *trial.of_group) if trial.context.mesh.data_parallel_size > 1 else trial
+    try:
+        found = run_longer(replace(apart, crop=f"a crop of {own.rows} x {own.tokens} tokens"))
+    except TrialFailedError as error:
+        rank_zero_info(f"preflight: not compared at {own.tokens} tokens: {error}")
+        return
+    if found is not None:
+        rank_zero_info(found.describe())
+
+
+def _crops(
+    batch: Any, runner: StepRunner, config: StrategyConfig, options: ShardOptions, **sizes: Any
+) -> tuple[Crop, Crop]:
     mesh = runner.context.mesh
-    crop, own = shared_crop(
+    return shared_crop(
         batch,
         options,
         mesh.layout,
-        wanted=None if config.preflight_tokens == "auto" else config.preflight_tokens,
         hand_sharded=not config.shard_batch or is_sharded(batch),
         data_parallel_rank=mesh.data_parallel_rank,
         sequence_rank=mesh.sequence_rank,
         sequence_group=runner.groups.sequence,
         control_group=runner.groups.world,
+        **sizes,
     )
-    if crop.num_targets == 0:
-        rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
-        return None
+
+
+def _trial(
+    crop: Crop,
+    own: Crop,
+    runner: StepRunner,
+    run: RunStep,
+    options: ShardOptions,
+    in_float32: Callable[[], AbstractContextManager[None]] | None,
+) -> Trial:
+    """Return the step on the crops of all groups, of which this rank's group has its `own`."""
+    mesh = runner.context.mesh
     whole, sharded = both_runs(crop, own, options, mesh, runner.device)
     group = untouched_run(own.batch, options, runner.device)
-    try:
-        trial = Trial(
-            module=runner.module,
-            context=runner.context,
-            run_whole=lambda: run_with_whole_parameters(lambda: run(whole.batch, whole.info)),
-            run_sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
-            batch=whole.info,
-            of_group=(lambda: run_with_whole_parameters(lambda: run(group.batch, group.info)), group.info),
-            shorter=_shorter(crop, options, run, runner.device),
-            shorter_text=_shorter_text(crop, options, run, runner.device),
-            own=sharded.info,
-            # The rows of the groups' crops stand one after the other in the whole one.
-            first_row=mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows,
-            sequence_rank=mesh.sequence_rank,
-            crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
-            device=runner.device,
-            in_float32=in_float32,
-        )
-        return run_preflight(trial)
-    finally:
-        runner.start_run()
+    return Trial(
+        module=runner.module,
+        context=runner.context,
+        run_whole=lambda: run_with_whole_parameters(lambda: run(whole.batch, whole.info)),
+        run_sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
+        batch=whole.info,
+        of_group=(lambda: run_with_whole_parameters(lambda: run(group.batch, group.info)), group.info),
+        shorter=_shorter(crop, options, run, runner.device),
+        shorter_text=_shorter_text(crop, options, run, runner.device),
+        own=sharded.info,
+        # The rows of the groups' crops stand one after the other in the whole one.
+        first_row=mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows,
+        sequence_rank=mesh.sequence_rank,
+        crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
+        device=runner.device,
+        in_float32=in_float32,
+    )
 
 
 def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | None:
     """Return why a step cannot be tried, or need not be."""
-    if not runner.module.automatic_optimization:
-        return "with manual optimization training_step moves the optimizers itself and cannot be tried without a trace"
     whole = runner.context.mesh.layout.size == 1 and not is_sharded(batch)
     if whole and not named_dims(batch_entries(batch, options), options):
         return "the batch holds no sequence, and none is split"

@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import write_counts
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
 from lightning_sp.preflight.groups import averages_groups, trial_of_groups
+from lightning_sp.preflight.hidden_branches import with_small_numbers, zero_weights
 from lightning_sp.preflight.other_tokens import modules_of_other_tokens
 from lightning_sp.preflight.random_draws import check_random_draws
 from lightning_sp.preflight.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.trial import Outcome, Trial
+
+
+class TrialFailedError(SequenceParallelError):
+    """A step does not run whole on a crop: nothing is known of what shards would make of it."""
 
 
 def run_preflight(trial: Trial) -> Agreement | None:
@@ -36,14 +43,68 @@ def run_preflight(trial: Trial) -> Agreement | None:
         SequenceParallelError: they differ, cannot be compared, or the step cannot run on a crop.
     """
     started = time.perf_counter()
-    # Compiling for the shapes of a crop would take minutes: what is compared is the eager step.
-    # Each run starts from what the module was before the first: a counter that the step reads and moves is the same in both.
-    with torch.compiler.set_stance("force_eager"):
+    counts = write_counts(trial.module)
+    with _eager():
         whole = trial.whole()
+        _refuse_writes(counts, write_counts(trial.module))
         if whole.draws:
             check_random_draws(trial, whole)
         trial.context.unsharded.set(modules_of_other_tokens(trial, whole))
         sharded = trial.sharded()
+    found = _judged(trial, whole, sharded, started)
+    if found is not None and not math.isnan(found.difference):
+        _run_with_small_numbers(trial, whole)
+    return found
+
+
+def run_longer(trial: Trial) -> Agreement | None:
+    """Run a step on a longer crop of this rank's group, after `run_preflight`, and compare. As that.
+
+    Raises:
+        TrialFailedError: the step does not run whole on it: nothing can be said.
+    """
+    started = time.perf_counter()
+    with _eager():
+        try:
+            whole = trial.whole()
+        except SequenceParallelError as error:
+            raise TrialFailedError(str(error)) from error
+        sharded = trial.sharded()
+    return _judged(trial, whole, sharded, started)
+
+
+def _run_with_small_numbers(trial: Trial, whole: Outcome) -> None:
+    """Compare once more what weights that begin at zero have hidden, if there are any."""
+    weights = zero_weights(trial.module, whole.gradients)
+    if not weights:
+        return
+    names = [*weights][:2] + ([f"{len(weights) - 2} more"] if len(weights) > 2 else [])
+    again = replace(trial, crop=f"{trial.crop} with small numbers in {', '.join(names)}, which begin at zero,")
+    started = time.perf_counter()
+    with with_small_numbers(weights):
+        with _eager():
+            shown, sharded = again.whole(), again.sharded()
+        _judged(again, shown, sharded, started)
+
+
+def _refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Refuse a forward that writes to its own parameters. Equal on all ranks, which ran the same."""
+    if written := [name for name, count in after.items() if count > before.get(name, 0)]:
+        raise SequenceParallelError(
+            f"preflight: a forward writes to {len(written)} of its parameters: {', '.join(written[:3])}. FSDP2 has them whole there alone, "
+            "and frees them with what was written; write to them in training_step, or in a hook such as on_train_batch_start, where shards are written"
+        )
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiling for the shapes of a crop would take minutes: what is compared is the eager step."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _judged(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement | None:
+    """Compare all that two runs gave. Each began from what the module was before the first: a counter that it moves is the same in both."""
     if (sharded.loss is None) != (whole.loss is None):
         raise SequenceParallelError(
             f"preflight: training_step returns a loss for {trial.crop} {'whole' if sharded.loss is None else 'sharded'}, but not the other way"

@@ -1,4 +1,4 @@
-"""Running a step that leaves no trace: random streams, buffers, metrics, counters, lists, gradients and logs are as before.
+"""Running a step that leaves no trace: random streams, weights, buffers, metrics, counters, lists, gradients and logs are as before.
 
 Every plain attribute of every module is put back: tensors, arrays, numbers, what lists, dicts, sets and deques hold, and the attributes of
 the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, caches built on first use,
@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-# What torch and Lightning keep in a module for themselves; parameters are FSDP's, and no step of training writes to them.
+from lightning_sp.parallelize import reshard
+
+# What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
 _OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
 # The elements of longer lists and dicts, a data set in memory, are not looked into; in an object, larger tensors and arrays are not copied.
@@ -46,9 +48,13 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
         device: whose random stream is watched, besides the CPU's, Python's and numpy's.
     """
     with ExitStack() as undo:
+        # Shards are put back; a parameter that is whole at either end would be memory that FSDP frees, or hold what the block wrote.
+        reshard(root)
         for parameter in root.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
+            undo.callback(_restore_shard, parameter, _shard(parameter).clone())
+        undo.callback(reshard, root)
         undo.enter_context(streams(device))
         undo.callback(_snapshot(root))
         # torch's dropout modules call these as well.
@@ -71,6 +77,16 @@ def streams(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def _shard(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a parameter, in its memory: a target network's may be moved by the step itself."""
+    whole = parameter.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
+
+
+def _restore_shard(parameter: nn.Parameter, before: Tensor) -> None:
+    _shard(parameter).copy_(before)
 
 
 def _snapshot(root: nn.Module) -> Callable[[], None]:

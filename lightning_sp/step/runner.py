@@ -20,7 +20,14 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import check_hooks, is_compiled, optional_units, reshard, run_with_whole_parameters
+from lightning_sp.parallelize import (
+    RootUnit,
+    check_hooks,
+    is_compiled,
+    optional_units,
+    reshard,
+    run_with_whole_parameters,
+)
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.predictions import unshard_tokens
 
@@ -50,6 +57,7 @@ class StepRunner:
         self._attention_reached = False
         self._counts_later_steps = True
         self._loss_check = LossCheck()
+        self._root_unit = RootUnit(module)
 
     def start_run(self) -> None:
         """Compare the next loss as the first one, before its backward."""
@@ -79,15 +87,27 @@ class StepRunner:
         step = self._begin(batch, None)
         if batch.uneven_entries:
             self._gather_optional()
-        with self._counted():
+        by_hand = not getattr(self.module, "automatic_optimization", True)
+        with self._counted(), self._root_unit.used_again() if by_hand else nullcontext():
             output = run_with_whole_parameters(run)
+        self._root_unit.keep_written()
         self._check_reached(step)
         output, counts = mean_of_returned_sum(output, None)
         if counts is not None:
             step.token_counts = counts
+        self._check_loss(step, output)
+        return output
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Check a loss of manual optimization, inside its step, and return it ready for its backward. Every rank must call it."""
+        if self.context.step is None:
+            return loss
+        self._check_loss(self.context.step, loss)
+        return self._root_unit.prepare_backward(loss)
+
+    def _check_loss(self, step: Step, output: Any) -> None:
         if self.context.mesh.base.size() > 1:
             self._loss_check.check(step, output, self.context.mesh, self.groups.world)
-        return output
 
     def evaluate(self, batch: SequenceInfo, run: Callable[[], Any], *, filler: bool) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
@@ -104,6 +124,7 @@ class StepRunner:
                 self._gather_optional()
             with apart, self._counted():
                 output = run_with_whole_parameters(run)
+                self._root_unit.keep_written()
         finally:
             self.end_without_backward()
         self._check_reached(step)
@@ -130,6 +151,7 @@ class StepRunner:
         reshard(self.module)
 
     def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
+        self._root_unit = RootUnit(self.module)
         self.context.step = Step(batch=batch, loss_group=loss_group)
         return self.context.step
 

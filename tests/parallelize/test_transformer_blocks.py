@@ -81,3 +81,9 @@ def test_hooks_of_shards_are_refused_where_they_would_not_be_one_devices():
     model[0].weight.register_hook(lambda grad: None)
     with pytest.raises(SequenceParallelError, match=r"0\.weight has 1 hook\(s\)"):
         check_hooks(model, "_backward_hooks")
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_scale_their_own_rows_are_refused(kind):
+    with pytest.raises(SequenceParallelError, match=r"^0 has max_norm=1\.0: its forward scales the rows"):
+        check_parameters(nn.Sequential(kind(4, 2, max_norm=1.0)))

@@ -113,6 +113,48 @@ def hand_written(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     return scores.masked_fill(above, -torch.inf).softmax(-1) @ v
 
 
+class BehindZero(nn.Module):
+    """A Llama beside a branch whose output weight begins at zero, as the head does: neither shows in a first gradient."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.llama, self.part = tiny_llama(), part
+        self.embedding, self.out, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, 16), nn.Linear(16, VOCAB)
+        for zero in (self.out, self.head):
+            nn.init.zeros_(zero.weight)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.llama(ids, positions) + self.head(x + self.out(self.part(x)))
+
+
+class LongAlone(nn.Module):
+    """Attention by hand beside the Llama's, where a sequence has more than 70 tokens."""
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return HandWritten()(x_BSE) if x_BSE.shape[1] > 70 else x_BSE
+
+
+class Neighbours(nn.Module):
+    """Every two neighbouring tokens have the first one's features."""
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return x_BSE[:, ::2].repeat_interleave(2, 1)[:, : x_BSE.shape[1]]
+
+
+class Clamped(nn.Module):
+    """Clamps a weight of its own in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x_BSE)
+
+
 class Penalised(nn.Module):
     """An L2 penalty on a weight, computed where FSDP holds it whole."""
 
@@ -249,6 +291,11 @@ class Step(Plain):
             raise RuntimeError("only 96 tokens fit")
         return self._plain(batch)
 
+    def _at_most_64(self, batch: Any) -> Tensor:
+        if batch["input_ids"].shape[1] > 64:
+            raise MemoryError("only 64 tokens fit")
+        return self._plain(batch)
+
 
 class Manual(Step):
     """Moves its optimizer itself."""
@@ -258,8 +305,9 @@ class Manual(Step):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self._plain(batch))
-        optimizer.step()
+        for _ in range(2 if self.kind == "twice" else 1):
+            self.manual_backward(self._plain(batch))
+            optimizer.step()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -295,12 +343,21 @@ BUILDS: dict[str, Any] = {
     "recurrence": lambda: Mixed(Recurrence()),
     "statistics": lambda: Mixed(Statistics()),
     "hand-written too": lambda: Mixed(HandWritten()),
+    "hand-written behind zero": lambda: BehindZero(HandWritten()),
+    "zero": lambda: BehindZero(nn.Identity()),
+    "long alone": lambda: Mixed(LongAlone()),
+    "clamped": lambda: Mixed(Clamped()),
+    "neighbours": lambda: Mixed(Neighbours()),
     "bound name": lambda: Attending(bound_attention),
     "hand-written": lambda: Attending(hand_written),
     "penalised": Penalised,
     "noisy embedding": NoisyEmbedding,
     **{f"moving by {how}": partial(Moving, how) for how in ("steps", "tokens", "balance", "length")},
 }  # fmt: skip
+
+
+# Of models of at most 64 positions.
+SHORT = ("gpt", "dropout gpt", "own positions", "penalised", *(name for name in BUILDS if name.startswith("moving")))
 
 
 def preflights(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -322,9 +379,9 @@ def _fit(
     build: str, world: int = 2, kind: str = "plain", strategy: Any = None, data: Any = None, batch: str = "", **options: Any
 ) -> None:  # fmt: skip
     torch.manual_seed(3)
-    module = (Manual if kind == "manual" else Step)(BUILDS[build], "plain" if kind == "manual" else kind)
+    module = (Manual if kind.startswith("manual") else Step)(BUILDS[build], kind.removeprefix("manual_"))
     samples: Any = TokenDataset(**{"size": 4, "length": 96, **(data or {})})
-    if build in ("gpt", "dropout gpt", "own positions", "penalised") or build.startswith("moving"):
+    if build in SHORT:
         samples = TokenDataset(**{"size": 4, "length": 64, **(data or {})})
     rows = [dict(samples[i]) for i in range(len(samples))]
     if batch == "tuple":
@@ -379,12 +436,15 @@ class Traces(Step):
         self.generator = torch.Generator().manual_seed(1)
         self.random = random.Random(2)
         self.steps, self.history = 0, {"draws": []}
+        self.target = nn.Sequential(nn.Sequential(nn.Linear(2, 2))).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._plain(batch)
         if not hasattr(self, "cache"):
             self.cache = batch["input_ids"].shape
         self.steps += 1
+        for parameter in self.target.parameters():
+            parameter.data.mul_(1.5)
         self.count += 64
         self.running = self.running * 0.9 + 0.1 * loss.detach()
         self.mean.update(loss.detach())

@@ -124,12 +124,12 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     dims = {n: STANDARD_NAMES[n][0] for n in known if n not in whole}
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
-        if not isinstance(tensor, Tensor) or tensor.dim() <= dim:
+        if not isinstance(tensor, Tensor) or not -tensor.dim() <= dim < tensor.dim():
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise SequenceParallelError(
                 f"sequence_dims[{name!r}]={dim}: the batch has {shape} there; it has {shapes_of(entries)}"
             )
-        dims[name] = dim
+        dims[name] = dim % tensor.dim()  # -1 is the last one, as everywhere in torch
     if options.infer_sequences:
         return {**dims, **inferred_dims(entries, dims)}
     found = {n: d for n, d in options.inferred_dims.items() if isinstance(t := entries.get(n), Tensor) and t.dim() > d}

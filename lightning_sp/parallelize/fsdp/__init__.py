@@ -1,6 +1,7 @@
 """FSDP2 over every rank, and what it is given so that any model's step may run on it: its units, gradients, outputs and collectives."""
 
 from lightning_sp.parallelize.fsdp.optional_units import gathered, optional_units
+from lightning_sp.parallelize.fsdp.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.shard_model import (
     ParameterLayout,
     check_layout,
@@ -17,6 +18,7 @@ from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 
 __all__ = [
     "ParameterLayout",
+    "RootUnit",
     "check_layout",
     "check_unsharded",
     "gathered",
@@ -29,4 +31,5 @@ __all__ = [
     "shard_model",
     "used_parameters",
     "without_gradient_sync",
+    "write_counts",
 ]

@@ -1,11 +1,17 @@
-"""FSDP2's parameter groups, which have no public name: what is gathered and reduced at once."""
+"""FSDP2's units, and their parameter groups, which have no public name: what is gathered and reduced at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+
+def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
+    """Return the sharded modules, the root first."""
+    return [each for each in root.modules() if isinstance(each, FSDPModule)]
 
 
 def parameter_groups(units: Iterable[FSDPModule]) -> list[Any]:

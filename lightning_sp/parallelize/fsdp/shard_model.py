@@ -29,6 +29,7 @@ from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
 from lightning_sp.parameter_names import user_name
 
@@ -165,11 +166,6 @@ def _used_outside(what: str) -> SequenceParallelError:
         "that module's forward, or for a penalty on the weights use the optimizer's weight_decay; layers that are direct children of the "
         "LightningModule may be used anywhere in a step"
     )
-
-
-def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
-    """Return the sharded modules, the root first."""
-    return [each for each in root.modules() if isinstance(each, FSDPModule)]
 
 
 def reshard(root: nn.Module) -> None:

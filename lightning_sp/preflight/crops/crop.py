@@ -52,8 +52,31 @@ def crop_tokens(length: int, layout: SequenceLayout, wanted: int | None = None) 
     return min(length, padded - (layout.padded_length(length) - length))
 
 
+def longer_tokens(rows: int, length: int, layout: SequenceLayout, *, least: int) -> int:
+    """Return the length of one row that costs no more than a rank's own part of a batch, or `least` tokens; a multiple of the degrees.
+
+    Its pieces and those of the whole sequence leave the same rest when divided by 2, 3, 4, 5 and 16, or by fewer of these where it is short:
+    groups of neighbours that the pieces of the one cut are cut by those of the other.
+
+    Args:
+        rows: of the batch.
+        length: tokens of the whole sequence.
+        layout: the degrees.
+        least: tokens that are always affordable.
+    """
+    multiple, whole = layout.multiple, layout.padded_length(length)
+    most = max(rows * whole // layout.size, least) // multiple
+    if most * multiple >= whole:
+        return whole
+    for modulus in (240, 48, 16, 4, 2):
+        piece = most - (most - whole // multiple) % modulus
+        if 2 * piece > most:
+            return piece * multiple
+    return most * multiple
+
+
 def crop_extent(
-    batch: Any, options: ShardOptions, layout: SequenceLayout, wanted: int | None = None
+    batch: Any, options: ShardOptions, layout: SequenceLayout, wanted: int | None = None, *, most_rows: int = ROWS
 ) -> tuple[int, ...]:
     """Return the (rows, tokens) of a whole batch's crops, and the tokens of the encoder's where it holds two sequences."""
     entries = batch_entries(batch, options)
@@ -67,7 +90,7 @@ def crop_extent(
     while not others.isdisjoint(tokens) and tokens != lengths:
         # A crop as long as another entry would be taken for it.
         tokens = [min(whole, each + layout.multiple) for whole, each in zip(lengths, tokens, strict=True)]
-    return rows if has_rows_of_its_own(entries, rows) else min(rows, ROWS), *tokens
+    return rows if has_rows_of_its_own(entries, rows) else min(rows, most_rows), *tokens
 
 
 def whole_extent(batch: Any, options: ShardOptions) -> tuple[int, ...]:

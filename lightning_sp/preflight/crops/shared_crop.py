@@ -17,11 +17,13 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
 from lightning_sp.preflight.crops.crop import (
+    ROWS,
     Crop,
     common_extent,
     crop_batch,
     crop_extent,
     has_rows,
+    longer_tokens,
     rebuild_plain,
     whole_extent,
 )
@@ -29,6 +31,8 @@ from lightning_sp.preflight.crops.media import placeholders
 
 # Groups whose crops differ: each adds its rows to what every rank runs whole.
 MOST_GROUPS = 8
+# Tokens of a longer crop that are always affordable: the groups' crops together have as many.
+LONGER_TOKENS = 1024
 
 
 def whole_batch(batch: Any, options: ShardOptions, layout: SequenceLayout, group: ProcessGroup) -> Any:
@@ -55,6 +59,8 @@ def shared_crop(
     sequence_rank: int,
     sequence_group: ProcessGroup,
     control_group: ProcessGroup | None,
+    longer: bool = False,
+    checkpointed: bool = False,
 ) -> tuple[Crop, Crop]:
     """Return the crops of all data-parallel groups' batches as one, the same on every rank, and that of this rank's group.
 
@@ -68,16 +74,24 @@ def shared_crop(
         sequence_rank: of this rank, within its sequence's group.
         sequence_group: ranks that share the sequence.
         control_group: the world. Both on a backend for the host.
+        longer: whether as many tokens are wanted as a step can afford, of one row if the entries let it.
+        checkpointed: whether a step affords its tokens by checkpoints alone, which a whole run has not.
 
     Raises:
         SequenceParallelError: the groups' crops cannot be made into one batch.
     """
     if hand_sharded:
         batch = whole_batch(batch, options, layout, sequence_group)
+    most_rows = 1 if longer else ROWS
+    if longer:
+        rows, *lengths = whole_extent(batch, options)
+        kept = crop_extent(batch, options, layout, most_rows=1)[0]
+        of_step = 0 if checkpointed else rows // kept
+        wanted = longer_tokens(of_step, max(lengths), layout, least=LONGER_TOKENS // kept)
     # The groups' batches may have other lengths and images at other places; one crop suits all.
     extents = comm.gather_objects(
         (
-            crop_extent(batch, options, layout, wanted),
+            crop_extent(batch, options, layout, wanted, most_rows=most_rows),
             whole_extent(batch, options),
             placeholders(plain_entries(batch), options) is not None,
         ),

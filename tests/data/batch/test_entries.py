@@ -60,3 +60,10 @@ def test_other_names_are_inferred_by_shape_where_a_preflight_tries_them(batch, f
     assert named_dims(batch, ShardOptions(infer_sequences=True)) == found
     known = {name: dim for name, dim in found.items() if name.endswith("input_ids")}
     assert named_dims(batch, ShardOptions()) == known
+
+
+def test_a_dim_may_be_counted_from_the_end():
+    entries = {"input_ids": IDS, "heights": torch.ones(2, 3, 6)}
+    assert sequence_dims(entries, ShardOptions(sequence_dims={"heights": -1})) == {"input_ids": 1, "heights": 2}
+    with pytest.raises(SequenceParallelError, match=r"sequence_dims\['heights'\]=-4: the batch has \(2, 3, 6\)"):
+        sequence_dims(entries, ShardOptions(sequence_dims={"heights": -4}))

@@ -1,0 +1,109 @@
+"""The root unit of FSDP2: layers and parameters that are direct children of the LightningModule, whole while its step runs.
+
+FSDP2 gathers them when a step begins and frees them when a backward ends. Manual optimization has several backwards in a step, and a step may
+write to what is whole: a target network that follows, weights that are clamped.
+
+    step begins    gather      step uses, writes    -> shards      backward ends    free      step uses again    gather again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
+from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
+from lightning_sp.parameter_names import user_name
+
+
+class RootUnit:
+    """The root unit while a step runs; a class because whole parameters are those of the shards only until an optimizer steps.
+
+    Args:
+        root: the LightningModule.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._groups = parameter_groups([root]) if isinstance(root, FSDPModule) else []
+        self._parameters = [each for group in self._groups for each in group.fsdp_params]
+        self._stale = False
+
+    def keep_written(self) -> None:
+        """Write to the shards what the step has written to whole parameters: FSDP2 frees those, with what is in them."""
+        if self._stale:
+            return  # the shards are newer
+        with torch.no_grad():
+            for group in self._groups:
+                for each in group.fsdp_params if group.is_unsharded else ():
+                    _to_shard(each._unsharded_param.detach(), each._sharded_local_tensor, group.mesh_info)
+
+    def prepare_backward(self, loss: Tensor) -> Tensor:
+        """Let a backward inside the step gather and reduce: FSDP2 does so for what the step returns alone."""
+        self.keep_written()
+        if not self._groups:
+            return loss
+        state: Any = self._root._get_fsdp_state()  # type: ignore[operator]
+        prepared: Tensor = state._register_pre_backward_hook(loss)
+        return prepared
+
+    @contextmanager
+    def used_again(self) -> Iterator[None]:
+        """Gather for every use of a layer after a backward too, with the weights that an optimizer has left.
+
+        Raises:
+            SequenceParallelError: a backward left gradients on whole parameters: nobody would reduce them.
+        """
+        layers = {each._module_info.module for each in self._parameters} - {self._root}
+        hooks: list[RemovableHandle] = [layer.register_forward_pre_hook(self._gather, prepend=True) for layer in layers]
+        hooks.append(register_optimizer_step_post_hook(self._note_step))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for each in self._parameters:
+            if hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None:
+                raise SequenceParallelError(
+                    f"a backward of this step gave {user_name(each._param_fqn or '')} a gradient outside of manual_backward, which no rank "
+                    "would add to the others': call self.manual_backward(loss) in the place of loss.backward()"
+                )
+
+    def _note_step(self, *_: Any) -> None:
+        self._stale = True
+
+    def _gather(self, *_: Any) -> None:
+        for group in self._groups:
+            if self._stale and group.is_unsharded:
+                group.reshard()
+            if not group.is_unsharded:
+                group.unshard()
+                group.wait_for_unshard()
+                if torch.is_grad_enabled() and (used := used_parameters(self._root)) is not None:
+                    used.expect([group])
+        self._stale = False
+
+
+def _to_shard(whole: Tensor, shard: Tensor, mesh: Any) -> None:
+    """Copy this rank's rows; not where they are rounded when they are gathered."""
+    if whole.dtype != shard.dtype or isinstance(whole, DTensor) or not shard.numel():
+        return
+    size, rank = (mesh.shard_mesh_size, mesh.shard_mesh_rank) if hasattr(mesh, "shard_mesh_size") else (1, 0)
+    rows = -(-len(whole) // size)
+    shard.copy_(whole[rank * rows : rank * rows + len(shard)])
+
+
+def write_counts(root: nn.Module) -> dict[str, int]:
+    """Return how often each parameter of the other units was written to while it was whole: FSDP2 frees it with what is in it."""
+    parameters = [each for group in parameter_groups(fsdp_modules(root)[1:]) for each in group.fsdp_params]
+    whole = [each for each in parameters if hasattr(each, "_unsharded_param")]
+    return {user_name(each._param_fqn or ""): each._unsharded_param._version for each in whole}

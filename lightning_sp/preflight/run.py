@@ -91,8 +91,9 @@ def _refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:
     """Refuse a forward that writes to its own parameters. Equal on all ranks, which ran the same."""
     if written := [name for name, count in after.items() if count > before.get(name, 0)]:
         raise SequenceParallelError(
-            f"preflight: a forward writes to {len(written)} of its parameters: {', '.join(written[:3])}. FSDP2 has them whole there alone, "
-            "and frees them with what was written; write to them in training_step, or in a hook such as on_train_batch_start, where shards are written"
+            f"preflight: a forward writes to {len(written)} of its parameters: {', '.join(written[:3])}. FSDP2 has them whole there alone, and "
+            "frees them with what was written; write to them in training_step, or in a hook such as on_train_batch_start, where shards are "
+            "written"
         )
 
 

@@ -42,6 +42,7 @@ from lightning_sp.parallelize import (
     shard_model,
     tied_parameters,
     transformer_blocks,
+    used_as_whole,
     used_parameters,
     whole_bytes_elsewhere,
     whole_state,
@@ -235,8 +236,9 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
 
 @contextmanager
 def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]:
-    """Make a step's loss and attention ours while this is entered."""
+    """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
     with (
+        used_as_whole(module),
         ReductionScope(context),
         CrossEntropyInterception(context, partial(rebind_to, module)),
         RowDropoutInterception(context, module),

@@ -14,6 +14,7 @@ from lightning_sp.parallelize.fsdp.shard_model import (
     shard_model,
     without_gradient_sync,
 )
+from lightning_sp.parallelize.fsdp.sharded_tensors import used_as_whole
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "reshard",
     "run_with_whole_parameters",
     "shard_model",
+    "used_as_whole",
     "used_parameters",
     "without_gradient_sync",
     "write_counts",

@@ -1,0 +1,72 @@
+"""Sharded parameters used as on one device, where torch's DTensor would do something else without a word.
+
+float(weight.norm()), gradient.abs().max().item()      DTensor: this rank's term of an unfinished sum      here: the whole's
+weight.data = average                                  DTensor: nothing                                   here: as of any tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
+
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+@contextmanager
+def used_as_whole(root: nn.Module) -> Iterator[None]:
+    """Let `item`, `float`, `int` and `bool` of a DTensor return the whole's number, and let `parameter.data = ...` reach FSDP2's shards.
+
+    Args:
+        root: the sharded module.
+
+    Communicates: each number whose sum is not finished, one all_reduce of it: all ranks must read it.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before = handlers.get(_READ)
+    handlers[_READ] = _read
+    DTensor.data = _data_of(root)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del DTensor.data
+        if before is None:
+            handlers.pop(_READ, None)
+        else:
+            handlers[_READ] = before
+
+
+def _read(op_call: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    tensor = args[0]
+    assert isinstance(tensor, DTensor)
+    whole = tensor.to_local() if all(each.is_replicate() for each in tensor.placements) else tensor.full_tensor()
+    return whole.item()
+
+
+def _data_of(root: nn.Module) -> property:
+    shards = {
+        id(each.sharded_param): each for group in parameter_groups(fsdp_modules(root)) for each in group.fsdp_params
+    }
+
+    def assign(tensor: DTensor, value: torch.Tensor) -> None:
+        if (
+            not isinstance(value, DTensor)
+            or value._spec.placements != tensor._spec.placements
+            or value.shape != tensor.shape
+        ):
+            raise SequenceParallelError(
+                f"parameter.data = {type(value).__name__} of shape {tuple(value.shape)}, where the parameter is a shard of "
+                f"{tuple(tensor.shape)}: assign what was computed from parameters of that shape, or write to it in place (copy_, mul_, lerp_)"
+            )
+        tensor._local_tensor = value._local_tensor.detach().contiguous()
+        if (shard := shards.get(id(tensor))) is not None:
+            shard.reset_sharded_param()
+
+    return property(torch.Tensor.data.__get__, assign)  # type: ignore[attr-defined]

@@ -1,0 +1,64 @@
+"""What the ranks of test_sharded_tensors run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.parallelize import used_as_whole
+
+
+def _sharded() -> nn.Linear:
+    torch.manual_seed(1)
+    linear = nn.Linear(3, 5, dtype=torch.float64)
+    fully_shard(linear, mesh=init_device_mesh("cpu", (2,)))
+    linear(torch.ones(1, 3, dtype=torch.float64))
+    linear.reshard()  # type: ignore[operator]
+    return linear
+
+
+def _read(weight: Any) -> list[Any]:
+    numbers = [weight.norm(), weight.sum(), weight.abs().max(), weight.mean(), (weight > 0).sum()]
+    return [
+        *(each.item() for each in numbers),
+        float(numbers[0]),
+        int(numbers[-1]),
+        bool(weight.sum() > 0),
+        bool(weight.isnan().any()),
+    ]
+
+
+def numbers() -> tuple[list[Any], list[Any], bool]:
+    """Return the numbers of a sharded weight, those of the whole one, and whether torch's own come back afterwards."""
+    weight = _sharded().weight.detach()
+    before = weight.sum().item()
+    with used_as_whole(nn.Identity()):
+        found = _read(weight)
+    return found, _read(weight.full_tensor()), weight.sum().item() == before  # type: ignore[attr-defined]
+
+
+def assigned() -> tuple[bool, bool, str, str]:
+    """Assign data as averages do; return whether the forward and the backup are right, and two refusals."""
+    linear = _sharded()
+    x = torch.ones(1, 3, dtype=torch.float64)
+    with used_as_whole(linear):
+        backup, wanted = linear.weight.data, (linear.weight.detach() * 2).full_tensor()  # type: ignore[attr-defined]
+        bias = linear.bias.detach().full_tensor()  # type: ignore[attr-defined]
+        linear.weight.data = linear.weight.data * 2
+        doubled = torch.allclose(linear(x), x @ wanted.T + bias, rtol=1e-14)
+        linear.reshard()  # type: ignore[operator]
+        linear.weight.data = backup
+        restored = torch.equal(linear.weight.full_tensor() * 2, wanted)  # type: ignore[attr-defined]
+        refusals = []
+        for value in (torch.zeros(5, 3, dtype=torch.float64), linear.bias.data):
+            try:
+                linear.weight.data = value
+                refusals.append("")
+            except SequenceParallelError as error:
+                refusals.append(str(error))
+    return doubled, restored, refusals[0], refusals[1]

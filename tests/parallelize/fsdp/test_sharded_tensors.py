@@ -1,0 +1,21 @@
+"""Sharded parameters, used as on one device: numbers read from them, and data assigned to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallelize.fsdp import sharded_tensors_ranks as ranks
+
+
+def test_a_number_is_the_wholes(pools):
+    for found, wanted, restored in pools(2).run(ranks.numbers):
+        assert found == pytest.approx(wanted, rel=1e-14)
+        assert restored, "outside of a run torch's own is back"
+
+
+def test_assigned_data_is_what_the_forward_uses(pools):
+    for doubled, restored, plain, other_shape in pools(2).run(ranks.assigned):
+        assert doubled
+        assert restored
+        assert plain.startswith("parameter.data = Tensor of shape (5, 3), where the parameter is a shard of (5, 3)")
+        assert other_shape.startswith("parameter.data = DTensor of shape (5,)")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -180,7 +181,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
             self.setup_optimizers(trainer)
-            self._first_batch.expect(self.config.preflight and self.world_size > 1)
+            self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
         if fitting:
             self._streams.start_run(trainer.global_step, self.sequence_mesh)
@@ -227,7 +228,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         local, info = collective_shard(
             batch, self._mesh, options, self._groups.world, by_hand=not self.config.shard_batch
         )
-        self._first_batch.offer(batch, training=trainer.training)
+        self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
         if trainer.evaluating:
             self._first_evaluations.offer(batch, options, ("test" if trainer.testing else "validation", dataloader_idx))
         self._evaluated.advance(trainer, dataloader_idx)
@@ -248,17 +249,16 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        first = self._first_batch.take()
-        if first is not None:
-            self._preflight(first, batch_idx)
+        whole, after = self._first_batch.take(self._module.trainer.global_step)
+        if whole is not None:
+            self._preflight(whole, batch_idx, after)
 
-    def _preflight(self, first: Any, batch_idx: int) -> None:
-        options = replace(self._shard_options, infer_sequences=self._infers)
+    def _preflight(self, batch: Any, batch_idx: int, after: int) -> None:
+        options = replace(self._shard_options, infer_sequences=self._infers and not after)
         with self._tried(tried_training_step, *loops.batch_index(self._module, batch_idx)) as run:
-            inferred = try_first_batch(
-                first, self._steps, run, config=self.config, options=options, in_float32=loops.without_autocast(self)
-            )
-        self._shard_options = replace(self._shard_options, inferred_dims=inferred)
+            tried = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
+            inferred = tried(in_float32=loops.without_autocast(self), after=after)
+        self._shard_options = self._shard_options if after else replace(self._shard_options, inferred_dims=inferred)
 
     @contextmanager
     def _tried(self, step: Callable[..., Any], *others: Any) -> Iterator[Callable[[Any, SequenceInfo], Any]]:

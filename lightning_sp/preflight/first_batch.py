@@ -34,33 +34,40 @@ from lightning_sp.step.runner import StepRunner
 RunStep = Callable[[Any, SequenceInfo], Any]
 
 
+# Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
+AGAIN = (3, 10, 100, 1_000, 10_000)
+
+
 class FirstBatch:
-    """Keeps a fit's first batch, as its loader gave it, until the first step begins; a class because it waits for that."""
+    """Keeps the batches of a fit that are to be tried, as their loader gave them, until their step begins; a class because it waits for that."""
 
     def __init__(self) -> None:
-        self._due = False
+        self._first = False
+        self._again: list[int] = []
         self._batch: Any = None
 
-    def expect(self, due: bool) -> None:
-        """Begin a fit, with a preflight or without."""
-        self._due = due
+    def expect(self, due: bool, step: int = 0) -> None:
+        """Begin a fit at an optimizer step, with a preflight or without."""
+        self._first, self._batch = due, None
+        self._again = [each for each in AGAIN if each > step] if due else []
 
     def is_due(self, *, training: bool) -> bool:
-        """Return whether a batch is the one to be tried."""
-        return self._due and training
+        """Return whether a batch is the first to be tried."""
+        return self._first and training
 
-    def offer(self, batch: Any, *, training: bool) -> None:
-        """Remember a training batch if a preflight is due."""
-        if self.is_due(training=training):
+    def offer(self, batch: Any, *, training: bool, step: int) -> None:
+        """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step."""
+        if training and (self._first or (self._again and step >= self._again[0])):
             self._batch = batch
 
-    def take(self) -> Any:
-        """Return the batch once, None where no preflight is due."""
+    def take(self, step: int) -> tuple[Any, int]:
+        """Return the batch once, None where no preflight is due, and the optimizer steps before it, 0 for the first."""
         batch, self._batch = self._batch, None
-        if not self._due or batch is None:
-            return None
-        self._due = False
-        return batch
+        after = 0 if self._first else step
+        if batch is not None:
+            self._first = False
+            self._again = [each for each in self._again if each > step]
+        return batch, after
 
 
 def try_first_batch(
@@ -71,6 +78,7 @@ def try_first_batch(
     config: StrategyConfig,
     options: ShardOptions,
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
+    after: int = 0,
 ) -> dict[str, int]:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -81,6 +89,7 @@ def try_first_batch(
         config: how long a crop is wanted, and whether batches are sharded by hand.
         options: which tensors carry the sequence.
         in_float32: switches autocast off; None where there is none.
+        after: optimizer steps of this fit so far; then a short crop is enough.
 
     Returns:
         The entries that were split by their shapes alone, along which dim.
@@ -92,7 +101,7 @@ def try_first_batch(
         rank_zero_info(f"preflight: skipped, for {why}")
         return {}
     inferred = _inferred(batch, options)
-    found = _compare(batch, runner, run, config, options, in_float32)
+    found = _compare(batch, runner, run, config, options, in_float32, after=after)
     _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
     return inferred
 
@@ -104,7 +113,10 @@ def _compare(
     config: StrategyConfig,
     options: ShardOptions,
     in_float32: Callable[[], AbstractContextManager[None]] | None,
+    *,
+    after: int,
 ) -> Agreement | None:
+    runner.end_run()
     wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
     cut = partial(_crops, batch, runner, config, options)
     crop, own = cut(wanted=wanted)
@@ -113,11 +125,11 @@ def _compare(
         return None
     try:
         trial = _trial(crop, own, runner, run, options, in_float32)
-        found = run_preflight(trial)
+        found = run_preflight(replace(trial, crop=f"{trial.crop} after {after} optimizer steps") if after else trial)
         if found is not None:
             rank_zero_info(found.describe())
         split = runner.context.mesh.layout.size > 1
-        if found is None or math.isnan(found.difference) or wanted is not None or not split:
+        if found is None or math.isnan(found.difference) or wanted is not None or after or not split:
             return found
         longer, own = cut(wanted=None, longer=True, checkpointed=config.activation_checkpointing)
         if longer.tokens > crop.tokens and longer.num_targets != 0:

@@ -68,6 +68,7 @@ STOPS = [
     (dict(build="own positions", kind="manual"), ["gives another result", "positions made inside the model"]),
     (dict(build="own positions", kind="manual_twice", strategy={"ring_size": 2}), ["gives another result"]),
     (dict(build="hand-written behind zero"), ["small numbers in model.out.weight, model.head.weight, which begin at zero, gives another"]),
+    (dict(build="llama", kind="late", max_steps=5, data={"size": 10}), ["tokens after 3 optimizer steps gives another", "cumulative sum"]),
     (dict(build="clamped"), ["a forward writes to 1 of its parameters: model.part.linear.weight", "in training_step"]),
     (dict(build="long alone"), ["a crop of 1 x 96 tokens gives another result"]),
     (dict(build="neighbours", data={"length": 100}, strategy={"ring_size": 2}), ["a crop of 1 x 100 tokens gives another result"]),
@@ -114,6 +115,23 @@ def test_what_is_not_exact_is_stopped(pools):
             numbers = re.search(r"Loss (\S+) whole, (\S+) sharded\. (\d+) of (\d+) gradients differ", answer["error"])
             assert numbers, answer["error"]
             assert int(numbers[3]) > 0
+
+
+def test_it_runs_again_after_some_steps(pools):
+    cases = [
+        dict(build="llama", max_steps=12, data={"size": 24}, accumulate_grad_batches=1),
+        dict(build="llama", max_steps=4, data={"size": 16}, accumulate_grad_batches=2, strategy={"ring_size": 2}),
+        dict(build="llama", kind="manual", max_steps=4, data={"size": 8}),
+    ]
+    plain, accumulated, manual = answers(pools, cases)
+    for answer, steps in ((plain, [3, 10]), (accumulated, [3]), (manual, [3])):
+        assert not answer["error"], answer["error"]
+        found = [
+            int(n)
+            for line in answer["said"]
+            for n in re.findall(r"2 x 64 tokens after (\d+) optimizer steps, whole and sharded, agree", line)
+        ]
+        assert found == steps, answer["said"]
 
 
 def test_where_nothing_can_be_compared_it_says_so(pools):

@@ -78,6 +78,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not isinstance(buffer, DTensor)}
 
 
+def has_16_bit_weights(module: nn.Module) -> bool:
+    """Return whether rounding in 16 bits cannot be switched off."""
+    return any(p.is_floating_point() and torch.finfo(p.dtype).bits == 16 for p in module.parameters())
+
+
 def plain_name(name: str) -> str:
     """Return a parameter's name as the user knows it, without the wrappers'."""
     return user_name(name)

@@ -25,6 +25,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
@@ -204,8 +205,7 @@ def _numbers(
     with together(), isolated(module, runner.device), recorded_numbers(module) as found:
         found.returned(runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False))
         found.metrics(module, None, runner.groups.world)
-    in_16_bits = any(p.is_floating_point() and torch.finfo(p.dtype).bits == 16 for p in module.parameters())
-    return RankNumbers(mesh.sequence_rank, of_one, again, found.numbers, in_16_bits)
+    return RankNumbers(mesh.sequence_rank, of_one, again, found.numbers, has_16_bit_weights(module))
 
 
 class FirstEvaluationBatches:

@@ -134,6 +134,13 @@ def test_it_runs_again_after_some_steps(pools):
         assert found == steps, answer["said"]
 
 
+def test_in_16_bits_a_later_difference_is_said_and_training_goes_on(pools):
+    case = dict(build="llama", kind="late", max_steps=5, data={"size": 10}, precision="bf16-true")
+    found = pools(2).run(ranks.warnings_of, case)[0]
+    assert len(found) == 1, found
+    assert "after 3 optimizer steps gives another result" in found[0]
+
+
 def test_where_nothing_can_be_compared_it_says_so(pools):
     cases = [
         dict(build="llama", kind="nan"),

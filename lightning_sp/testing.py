@@ -177,6 +177,7 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, result
         function, args = task
         # Before the call is given up: where each thread stands says why there is no answer.
         faulthandler.dump_traceback_later(timeout_s + _START_S / 2)
+        environment = dict(os.environ)
         try:
             value = function(*args)
             ForkingPickler.dumps(value)  # in the queue's own thread a failure would be a silence
@@ -185,6 +186,9 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, result
             results.put((rank, False, traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()
+            # A seed that one call sets, say, is not the next one's.
+            os.environ.clear()
+            os.environ.update(environment)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_sp import testing
 from lightning_sp.testing import RankPool
-from tests.testing_ranks import Tell, hanging_ranks, late, rank_of
+from tests.testing_ranks import Tell, hanging_ranks, late, rank_of, seed_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +32,10 @@ def test_a_call_that_failed_ends_the_pool():
         time.sleep(1)
         with pytest.raises(RuntimeError, match=r"an earlier call ended this pool(.|\n)*ValueError: boom"):
             pool.run(rank_of)
+
+
+def test_a_calls_environment_ends_with_it(pools):
+    assert pools(2).run(seed_once) + pools(2).run(seed_once) == [None] * 4
 
 
 def test_a_rank_that_does_not_answer_ends_the_pool(monkeypatch):

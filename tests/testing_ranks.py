@@ -22,6 +22,13 @@ def rank_of() -> int:
     return dist.get_rank()
 
 
+def seed_once() -> str | None:
+    """Return what an earlier call has set, and set it."""
+    before = os.environ.get("PL_GLOBAL_SEED")
+    os.environ["PL_GLOBAL_SEED"] = "7"
+    return before
+
+
 def hanging_ranks(tell) -> None:
     """Start ranks that never answer, after telling the numbers of their processes and of the server that started them."""
     with RankPool(3, timeout_s=60) as pool:

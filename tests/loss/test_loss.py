@@ -86,7 +86,7 @@ def worst_error(answer, expected, compares_losses=True):
     return math.inf if any(math.isnan(e) for e in errors) else max(errors)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens(pools, world):
     cases = [{**case, "world": world} for case in (CASES if world == 2 else CASES_OF_4)]
     by_rank = pools(world).run(ranks.fits, cases)

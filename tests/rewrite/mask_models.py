@@ -252,6 +252,33 @@ class Imported(Attending):
         return (self.held or scaled_dot_product_attention)(q, k, v, is_causal=True)
 
 
+ATTENTIONS = {"sdpa": scaled_dot_product_attention}
+
+
+class Handed(Attending):
+    """The function in a table, in a partial, or as a default argument, by place or by name."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.causal = partial(scaled_dot_product_attention, is_causal=True)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        if self.how == "table":
+            return ATTENTIONS["sdpa"](q, k, v, is_causal=True)
+        if self.how == "partial":
+            return self.causal(q, k, v)
+        return self.by_default(q, k, v) if self.how == "default" else by_name(q, k, v)
+
+    def by_default(self, q: Tensor, k: Tensor, v: Tensor, attend: Any = scaled_dot_product_attention) -> Tensor:
+        return attend(q, k, v, is_causal=True)
+
+
+def by_name(q: Tensor, k: Tensor, v: Tensor, *, attend: Any = scaled_dot_product_attention) -> Tensor:
+    """Attend by a keyword's default."""
+    return attend(q, k, v, is_causal=True)
+
+
 class CustomMask(nn.Module):
     """Hugging Face's Llama or Mistral whose own file would ask for a mask with a function more."""
 

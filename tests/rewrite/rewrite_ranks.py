@@ -20,7 +20,7 @@ from lightning_sp.rewrite.hugging_face import attention as layer_attention
 from lightning_sp.rewrite.hugging_face import interface as hugging_face
 from tests.preflight.preflight_ranks import LLAMA, hf
 from tests.rewrite import mask_models
-from tests.rewrite.mask_models import CustomMask, Explicit, Flex, Imported, PaddedEncoder, T5Encoder, built_by
+from tests.rewrite.mask_models import CustomMask, Explicit, Flex, Handed, Imported, PaddedEncoder, T5Encoder, built_by
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 GPT2 = dict(
@@ -189,6 +189,7 @@ BUILDS: dict[str, Any] = {
     **{f"flex {form} of 29": partial(Flex, form, 29) for form in ("documents", "positions", "chosen")},
     "imported": Imported,
     "held": partial(Imported, True),
+    **{f"handed {how}": partial(Handed, how) for how in ("table", "partial", "default", "keyword")},
     **{f"custom {form}": partial(custom_mask, form) for form in CUSTOM},
     "custom whole tensor of 29": partial(custom_mask, "whole tensor", 29),
     "t5 encoder": T5Encoder,

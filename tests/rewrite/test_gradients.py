@@ -71,6 +71,10 @@ EXACT = [
     (dict(build="llama", kind="hf_logits", data={"kind": "4d", **PADDED}, strategy={"preflight": True}), 1e-10),
     (dict(build="imported"), 1e-10),
     (dict(build="held", data=PADDED), 1e-10),
+    (dict(build="handed table"), 1e-10),
+    (dict(build="handed partial"), 1e-10),
+    (dict(build="handed default"), 1e-10),
+    (dict(build="handed keyword"), 1e-10),
     (dict(build="flex causal", strategy={"preflight": True}), 1e-10),
     (dict(build="flex full", data=PADDED), 1e-10),
     (dict(build="flex whole"), 1e-10),
@@ -112,7 +116,21 @@ LAYOUTS = {
 # The first layout of two ranks runs every case, of four ranks one of each family of its own attention; the others a few.
 FEW = (0, 2, 4, 5, 11, 17, 21, 22)
 # Plain attention, as two ranks run it; of four ranks the first layout runs none of these.
-PLAIN = {"llama", "gpt2", "qwen2", "mistral", "encoder", "full", "multihead", "scaled", "imported", "held"}
+PLAIN = {
+    "llama",
+    "gpt2",
+    "qwen2",
+    "mistral",
+    "encoder",
+    "full",
+    "multihead",
+    "scaled",
+    "imported",
+    "held",
+    "handed",
+    "gemma2",
+    "deepseek",
+}
 # By family the last case: its data are seldom the plain ones.
 FAMILIES = {family: i for i, (case, _) in enumerate(EXACT) if (family := case["build"].split()[0]) not in PLAIN}
 

@@ -314,6 +314,7 @@ class Manual(Step):
         for _ in range(2 if self.kind == "twice" else 1):
             self.manual_backward(self._plain(batch))
             optimizer.step()
+        optimizer.zero_grad()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -413,6 +414,15 @@ def _fit(
     declared = {"packed_documents": True} if (data or {}).get("packed") else {}
     trainer = quiet_trainer(world, strategy={**declared, **(strategy or {})}, **{"max_steps": 1, **options})
     trainer.fit(module, DataLoader(rows, batch_size=2))
+
+
+def zero_weights(preflight: bool) -> dict[str, Tensor]:
+    """Return the weights after a step of a model that hides a branch behind zeros."""
+    torch.manual_seed(3)
+    module = Step(BUILDS["zero"])
+    rows = [dict(each) for each in (TokenDataset(4, 64)[i] for i in range(4))]
+    quiet_trainer(2, strategy={"preflight": preflight}, max_steps=1).fit(module, DataLoader(rows, batch_size=2))
+    return {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}
 
 
 class Memory(Logger):

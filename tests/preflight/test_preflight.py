@@ -141,6 +141,12 @@ def test_in_16_bits_a_later_difference_is_said_and_training_goes_on(pools):
     assert "after 3 optimizer steps gives another result" in found[0]
 
 
+def test_weights_that_begin_at_zero_are_zero_afterwards(pools):
+    for on, off in zip(pools(2).run(ranks.zero_weights, True), pools(2).run(ranks.zero_weights, False), strict=True):
+        assert all(torch.equal(on[name], off[name]) for name in off)
+        assert not on["model.out.weight"].any(), "its gradient is 0 while the head is"
+
+
 def test_where_nothing_can_be_compared_it_says_so(pools):
     cases = [
         dict(build="llama", kind="nan"),

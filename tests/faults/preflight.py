@@ -1,0 +1,88 @@
+"""Faults of the preflight: what it would no longer see, and what it would leave behind; and of weights that a step writes to."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+PREFLIGHT_TEST = "tests/preflight/test_preflight.py"
+STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped"
+
+PREFLIGHT = (
+    fault(
+        "branches behind weights that begin at zero, not tried",
+        "preflight/hidden_branches.py",
+        "            local.copy_(torch.randn(local.shape, generator=generator) * scale)\n",
+        "            pass\n",
+        STOPPED,
+    ),
+    fault(
+        "small numbers that stay in weights that began at zero",
+        "preflight/hidden_branches.py",
+        "            _local(weight).zero_()\n",
+        "            pass\n",
+        f"{PREFLIGHT_TEST}::test_weights_that_begin_at_zero_are_zero_afterwards",
+    ),
+    fault(
+        "a longer crop whose pieces are cut otherwise than the sequence's",
+        "preflight/crops/crop.py",
+        "        piece = most - (most - whole // multiple) % modulus\n",
+        "        piece = most - most % modulus\n",
+        STOPPED,
+    ),
+    fault(
+        "one length tried alone",
+        "preflight/first_batch.py",
+        "        if longer.tokens > crop.tokens and longer.num_targets != 0:\n",
+        "        if False:\n",
+        STOPPED,
+    ),
+    fault(
+        "a first step tried alone",
+        "preflight/first_batch.py",
+        "AGAIN = (3, 10, 100, 1_000, 10_000)",
+        "AGAIN = ()",
+        STOPPED,
+    ),
+    fault(
+        "a manual step of which the last gradients alone are compared",
+        "trainer/manual_optimization.py",
+        "        for parameter, gradient in self._taken.items():\n            parameter.grad = gradient\n",
+        "        pass\n",
+        STOPPED,
+    ),
+    fault(
+        "weights that a trial has moved",
+        "step/isolation.py",
+        "    _shard(parameter).copy_(before)\n",
+        "    pass\n",
+        f"{PREFLIGHT_TEST}::test_no_trace[1]",
+    ),
+    fault(
+        "a target network's step, lost with the whole weights",
+        "parallelize/fsdp/root_unit.py",
+        "    shard.copy_(whole[rank * rows : rank * rows + len(shard)])\n",
+        "    pass\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[target_network]",
+    ),
+    fault(
+        "gradients of a backward inside a step, not added up over the ranks",
+        "parallelize/fsdp/root_unit.py",
+        "        prepared: Tensor = state._register_pre_backward_hook(loss)\n",
+        "        prepared = loss\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[adversarial]",
+    ),
+    fault(
+        "a rank's own term of a norm",
+        "parallelize/fsdp/sharded_tensors.py",
+        "    whole = tensor.to_local() if all(each.is_replicate() for each in tensor.placements) else tensor.full_tensor()\n",
+        "    whole = tensor.to_local()\n",
+        "tests/parallelize/fsdp/test_sharded_tensors.py::test_a_number_is_the_wholes",
+    ),
+    fault(
+        "assigned data that FSDP2 does not gather",
+        "parallelize/fsdp/sharded_tensors.py",
+        "            shard.reset_sharded_param()\n",
+        "            pass\n",
+        "tests/parallelize/fsdp/test_sharded_tensors.py::test_assigned_data_is_what_the_forward_uses",
+    ),
+)

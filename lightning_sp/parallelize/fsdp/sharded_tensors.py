@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 
+# Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
+_RUNS: list[property] = []
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -29,18 +31,25 @@ def used_as_whole(root: nn.Module) -> Iterator[None]:
 
     Communicates: each number whose sum is not finished, one all_reduce of it: all ranks must read it.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    before = handlers.get(_READ)
-    handlers[_READ] = _read
-    DTensor.data = _data_of(root)  # type: ignore[assignment]
+    own = _data_of(root)
+    _RUNS.append(own)
+    _use_latest()
     try:
         yield
     finally:
+        _RUNS.remove(own)
+        _use_latest()
+
+
+def _use_latest() -> None:
+    """Let DTensor do what the latest run asks for, and torch's own where there is none; runs need not end in order."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    if _RUNS:
+        handlers[_READ] = _read
+        DTensor.data = _RUNS[-1]  # type: ignore[assignment]
+    else:
+        handlers.pop(_READ, None)
         del DTensor.data
-        if before is None:
-            handlers.pop(_READ, None)
-        else:
-            handlers[_READ] = before
 
 
 def _read(op_call: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:

@@ -62,3 +62,17 @@ def assigned() -> tuple[bool, bool, str, str]:
             except SequenceParallelError as error:
                 refusals.append(str(error))
     return doubled, restored, refusals[0], refusals[1]
+
+
+def overlapping() -> tuple[bool, bool]:
+    """End an earlier run after a later one has begun, as a fit that failed is torn down late; return whether numbers are whole
+    meanwhile, and torch's own afterwards."""
+    weight = _sharded().weight.detach()
+    whole, part = weight.full_tensor().sum().item(), weight.sum().item()  # type: ignore[attr-defined]
+    earlier, later = used_as_whole(nn.Identity()), used_as_whole(nn.Identity())
+    earlier.__enter__()
+    later.__enter__()
+    earlier.__exit__(None, None, None)
+    held = abs(weight.sum().item() - whole) < 1e-12
+    later.__exit__(None, None, None)
+    return held, weight.sum().item() == part and "data" not in vars(type(weight))

@@ -19,3 +19,7 @@ def test_assigned_data_is_what_the_forward_uses(pools):
         assert restored
         assert plain.startswith("parameter.data = Tensor of shape (5, 3), where the parameter is a shard of (5, 3)")
         assert other_shape.startswith("parameter.data = DTensor of shape (5,)")
+
+
+def test_a_run_that_ends_late_leaves_a_later_ones_alone(pools):
+    assert pools(2).run(ranks.overlapping) == [(True, True)] * 2

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -30,21 +30,21 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens, closure_tensors, learned_score_mod
-from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.rebind import BoundNames
 
 
 class FlexInterception(AbstractContextManager[None]):
     """Makes `flex_attention` the sequence-parallel one while the context has a step in progress, until it exits."""
 
-    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
-        self.context, self.module = context, module
+    def __init__(self, context: SequenceContext, names: BoundNames) -> None:
+        self.context, self._names = context, names
         self._undo = ExitStack()
 
     def __enter__(self) -> None:
         original = torch_flex.flex_attention
         torch_flex.flex_attention = self._replacement(original)
         self._undo.callback(setattr, torch_flex, "flex_attention", original)
-        rebind(self.module, original, self._replacement, self._undo)
+        self._names.rebind(original, self._replacement, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._pytree import tree_map_only
 
-from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.rebind import BoundNames
 
 _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
 _TOKEN_NAMES = ("input_ids", "input", "inputs", "tokens", "token_ids", "ids", "idx", "x")
@@ -104,10 +104,11 @@ def _recorded_heads(model: nn.Module) -> Iterator[list[int]]:
         heads.append(query.shape[-3])
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
+    names = BoundNames(model)
     with ExitStack() as undo:
         for holder, name in ((F, "scaled_dot_product_attention"), (torch_flex, "flex_attention")):
             original = getattr(holder, name)
             setattr(holder, name, attention)
             undo.callback(setattr, holder, name, original)
-            rebind(model, original, lambda _: attention, undo)
+            names.rebind_to(original, attention, undo)
         yield heads

@@ -8,6 +8,7 @@ too, `torch.compile(flex_attention)`, and a `functools.partial` of one.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,38 +19,60 @@ from torch import nn
 
 # Of torch's modules the attribute itself is replaced; the others hold no models of users.
 _NOT_SEARCHED = {"torch", "builtins", "abc", "typing", "lightning", "lightning_sp", "typing_extensions"}
+_Function = Callable[..., Any]
 
 
-def rebind(
-    root: nn.Module,
-    original: Callable[..., Any],
-    make: Callable[[Callable[..., Any]], Callable[..., Any]],
-    undo: ExitStack,
-) -> None:
-    """Bind each name of a model that is bound to a function to another one.
+class BoundNames:
+    """The names of a model that are bound to functions, found once: a large library has tens of thousands.
 
     Args:
         root: the model.
-        original: the function, compiled or not.
-        make: from what a name was bound to, the function or a compiled one, to what it is bound to.
-        undo: takes that back.
     """
-    packages = {each.__module__.partition(".")[0] for m in root.modules() for each in type(m).__mro__} - _NOT_SEARCHED
+
+    def __init__(self, root: nn.Module) -> None:
+        # By the function's identity: not every callable can be hashed. The values are held, so that none is another's later.
+        self._names: dict[int, list[tuple[dict[str, Any], str, Any]]] = defaultdict(list)
+        self._defaults: dict[int, list[FunctionType]] = defaultdict(list)
+        files = {each.__module__ for kind in {type(m) for m in root.modules()} for each in kind.__mro__}
+        packages = {file.partition(".")[0] for file in files} - _NOT_SEARCHED
+        for holder in _holders(root, packages):
+            for name, value in list(holder.items()):
+                if callable(value):
+                    self._names[id(_function_of(value))].append((holder, name, value))
+        for function in _functions(files, packages):
+            for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                if callable(value):
+                    self._defaults[id(_function_of(value))].append(function)
+
+    def rebind(self, original: _Function, make: Callable[[_Function], _Function], undo: ExitStack) -> None:
+        """Bind each name that is bound to a function to another one.
+
+        Args:
+            original: the function.
+            make: from what a name was bound to, the function or a compiled one, to what it is bound to.
+            undo: takes that back.
+        """
+        for holder, name, value in self._names.get(id(original), ()):
+            holder[name] = _bound(value, make)
+            undo.callback(partial(holder.__setitem__, name, value))
+        for function in self._defaults.get(id(original), ()):
+            _rebind_defaults(function, original, make, undo)
+
+    def rebind_to(self, original: _Function, own: _Function, undo: ExitStack) -> None:
+        """Bind each name that is bound to a function, compiled or not, to another one; `undo` takes that back."""
+        self.rebind(original, lambda _: own, undo)
+
+
+def _holders(root: nn.Module, packages: set[str]) -> list[dict[str, Any]]:
+    """Return the names of files, the attributes of modules, and the dicts in either."""
     loaded = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
     # Only a file's or an object's own names: asking a lazy module for one would load it.
     holders: list[dict[str, Any]] = [vars(module) for module in loaded if isinstance(module, ModuleType)]
     holders += [vars(module) for module in root.modules()]
-    holders += [
+    within = [
         value for holder in holders for name, value in holder.items() if type(value) is dict and name != "__builtins__"
     ]
-    for holder in holders:
-        for name, value in list(holder.items()):
-            bound = _bound(value, original, make)
-            if bound is not None:
-                holder[name] = bound
-                undo.callback(partial(holder.__setitem__, name, value))
-    for function in _functions({each.__module__ for m in root.modules() for each in type(m).__mro__}, packages):
-        _rebind_defaults(function, original, make, undo)
+    return [*{id(each): each for each in (*holders, *within)}.values()]
 
 
 def _functions(files: set[str], packages: set[str]) -> Iterator[FunctionType]:
@@ -63,38 +86,25 @@ def _functions(files: set[str], packages: set[str]) -> Iterator[FunctionType]:
 
 
 def _rebind_defaults(
-    function: FunctionType,
-    original: Callable[..., Any],
-    make: Callable[[Callable[..., Any]], Callable[..., Any]],
-    undo: ExitStack,
+    function: FunctionType, original: _Function, make: Callable[[_Function], _Function], undo: ExitStack
 ) -> None:
-    defaults, by_name = function.__defaults__, function.__kwdefaults__
-    bound = [_bound(each, original, make) for each in defaults or ()]
-    if defaults is not None and any(each is not None for each in bound):
-        function.__defaults__ = tuple(old if new is None else new for old, new in zip(defaults, bound, strict=True))
+    def bound(value: Any) -> Any:
+        return _bound(value, make) if callable(value) and _function_of(value) is original else value
+
+    if defaults := function.__defaults__:
+        function.__defaults__ = tuple(bound(each) for each in defaults)
         undo.callback(setattr, function, "__defaults__", defaults)
-    changed = {name: new for name, old in (by_name or {}).items() if (new := _bound(old, original, make)) is not None}
-    if by_name is not None and changed:
-        function.__kwdefaults__ = {**by_name, **changed}
+    if by_name := function.__kwdefaults__:
+        function.__kwdefaults__ = {name: bound(each) for name, each in by_name.items()}
         undo.callback(setattr, function, "__kwdefaults__", by_name)
 
 
-def rebind_to(root: nn.Module, original: Callable[..., Any], own: Callable[..., Any], undo: ExitStack) -> None:
-    """Bind each name of a model that is bound to a function, compiled or not, to another one; `undo` takes that back."""
-    rebind(root, original, lambda _: own, undo)
+def _bound(value: Any, make: Callable[[_Function], _Function]) -> _Function:
+    """Return what a name is bound to instead of a function, or of a partial of one."""
+    return partial(make(value.func), *value.args, **value.keywords) if type(value) is partial else make(value)
 
 
-def _bound(
-    value: Any, original: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any] | None:
-    """Return what a value is bound to instead; None where it is neither the function nor a partial of it."""
-    if type(value) is partial and _is(value.func, original):
-        return partial(make(value.func), *value.args, **value.keywords)
-    return make(value) if _is(value, original) else None
-
-
-def _is(value: Any, original: Callable[..., Any]) -> bool:
-    if value is original:
-        return True
-    # What torch.compile returns for a function.
-    return callable(value) and getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable") is original
+def _function_of(value: Any) -> Any:
+    """Return the function that a callable is, that it is a partial of, or that torch compiled it from."""
+    function = value.func if type(value) is partial else value
+    return getattr(function, "__dict__", {}).get("_torchdynamo_orig_callable", function)

@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.reductions.scope import has_tokens
 from lightning_sp.rewrite.dropout import attention_dropout
-from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.rebind import BoundNames
 
 # Of a batch's rows, one behind the other, in what a step puts through a model at once: chosen and rejected answers.
 _MOST_REPEATS = 2
@@ -30,8 +30,8 @@ _MOST_REPEATS = 2
 class RowDropoutInterception(AbstractContextManager[None]):
     """Makes `F.dropout` of what ranks hold alike the same on all of them while the context has a step in progress, until it exits."""
 
-    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
-        self.context, self.module = context, module
+    def __init__(self, context: SequenceContext, names: BoundNames) -> None:
+        self.context, self._names = context, names
         self._undo = ExitStack()
         self._original: Callable[..., Tensor] | None = None
 
@@ -39,7 +39,7 @@ class RowDropoutInterception(AbstractContextManager[None]):
         assert self._original is None
         self._original = F.dropout
         F.dropout = self._dropout
-        rebind(self.module, self._original, lambda _: self._dropout, self._undo)
+        self._names.rebind_to(self._original, self._dropout, self._undo)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()

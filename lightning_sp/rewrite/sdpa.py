@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sp.attention.spec.documents import document_ids
 from lightning_sp.context.sequence import SequenceInfo
@@ -20,15 +20,15 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.attention_call import attend
 from lightning_sp.rewrite.explicit_mask import explicit_mask
-from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.rebind import BoundNames
 from lightning_sp.rewrite.requested_mask import RequestedMask
 
 
 class SdpaInterception(AbstractContextManager[None]):
     """Makes `F.scaled_dot_product_attention` the sequence-parallel one while the context has a step in progress, until it exits."""
 
-    def __init__(self, context: SequenceContext, module: nn.Module) -> None:
-        self.context, self.module = context, module
+    def __init__(self, context: SequenceContext, names: BoundNames) -> None:
+        self.context, self._names = context, names
         self._undo = ExitStack()
         self._original: Callable[..., Tensor] | None = None
         self._fastpath = True
@@ -38,7 +38,7 @@ class SdpaInterception(AbstractContextManager[None]):
         self._original = F.scaled_dot_product_attention
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         F.scaled_dot_product_attention = self._sdpa
-        rebind(self.module, self._original, lambda _: self._sdpa, self._undo)
+        self._names.rebind_to(self._original, self._sdpa, self._undo)
         # The fused encoder path of nn.TransformerEncoder under no_grad would pass us by in validation.
         torch.backends.mha.set_fastpath_enabled(False)
 

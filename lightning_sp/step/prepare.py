@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import cast
 
 import torch
@@ -58,7 +57,7 @@ from lightning_sp.rewrite import (
     placeholder_ids,
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
-from lightning_sp.rewrite.rebind import rebind_to
+from lightning_sp.rewrite.rebind import BoundNames
 from lightning_sp.step.isolation import isolated
 
 # The attribute of a module whose query heads a forward without data has shown.
@@ -237,13 +236,14 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
 @contextmanager
 def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
+    names = BoundNames(module)
     with (
         used_as_whole(module),
         ReductionScope(context),
-        CrossEntropyInterception(context, partial(rebind_to, module)),
-        RowDropoutInterception(context, module),
-        SdpaInterception(context, module),
-        FlexInterception(context, module),
+        CrossEntropyInterception(context, names.rebind_to),
+        RowDropoutInterception(context, names),
+        SdpaInterception(context, names),
+        FlexInterception(context, names),
         HuggingFaceRewrite(context, module),
     ):
         yield

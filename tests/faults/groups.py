@@ -22,8 +22,8 @@ GROUPS = (
             ),
             Change(
                 "step/prepare.py",
-                "        SdpaInterception(context, module),\n",
-                "        SdpaInterception(context, module) if sdpa else contextmanager(lambda: iter([None]))(),\n",
+                "        SdpaInterception(context, names),\n",
+                "        SdpaInterception(context, names) if sdpa else contextmanager(lambda: iter([None]))(),\n",
             ),
             Change(
                 "step/runner.py",

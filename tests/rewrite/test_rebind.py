@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from lightning_sp.rewrite.rebind import rebind
+from lightning_sp.rewrite.rebind import BoundNames
 from tests.rewrite import mask_models
 
 
@@ -19,7 +19,7 @@ def test_names_bound_to_a_function_are_bound_to_another_and_given_back():
         return str
 
     with ExitStack() as undo:
-        rebind(model, original, make, undo)
+        BoundNames(model).rebind(original, make, undo)
         assert mask_models.scaled_dot_product_attention is str
         assert model.held is str
         assert torch.nn.functional.scaled_dot_product_attention is original, "torch's own modules are left alone"
@@ -28,7 +28,7 @@ def test_names_bound_to_a_function_are_bound_to_another_and_given_back():
     assert model.held is original
     flex, compiled = mask_models.flex_attention, mask_models.compiled_flex
     with ExitStack() as undo:
-        rebind(model, flex, lambda _: str, undo)
+        BoundNames(model).rebind_to(flex, str, undo)
         assert mask_models.flex_attention is str
         assert mask_models.compiled_flex is str, "compiled counts too"
     assert (mask_models.flex_attention, mask_models.compiled_flex) == (flex, compiled)

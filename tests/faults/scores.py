@@ -50,8 +50,8 @@ SCORES = (
     fault(
         "blocks of which something is hidden not sent",
         "attention/plan/block_sparsity.py",
-        "hidden is None or not bool(hidden.all())",
-        "hidden is None or not bool(hidden.any())",
+        "(~hidden).flatten(0, 1).any(0)",
+        "(~hidden).flatten(0, 1).all(0)",
         f"{LAW}[32-4]",
     ),
     fault(

@@ -6,10 +6,10 @@ join what they find into one map of the whole attention, from which each knows w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,6 +24,7 @@ from lightning_sp.layout import Range
 
 # Blocks along a side of the map, whatever the lengths: its shape is known before they are.
 SIDE = 64
+SAMPLE = 8  # every eighth position along a side
 _FAILED = 2  # in the map, of a rank that could not look
 
 
@@ -76,9 +77,7 @@ def search(
         positions = ScorePositions((0, like.shape[0]), heads, queries, global_positions(at_once.keys, like.device))
         for block in at_once.blocks:
             part = positions.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))
-            for at, tile in _tiles(part, block_size(plan.length), block_size(plan.key_length)):
-                if not found[at]:
-                    found[at] = int(_is_visible(scores, tile))
+            _look(scores, part, (block_size(plan.length), block_size(plan.key_length)), found)
     except Exception as raised:  # whatever a user's function may raise: the others wait for this rank's part
         error = raised
         found.fill_(_FAILED)
@@ -96,32 +95,27 @@ def search(
     return found
 
 
-def _is_visible(scores: Scores, tile: ScorePositions) -> bool:
-    """Return whether something of a tile is visible. A sample says so of most tiles; only where it finds nothing is all of it looked at.
+def _look(scores: Scores, part: ScorePositions, sizes: tuple[int, int], found: Tensor) -> None:
+    """Add the blocks of a part of the attention in which something is visible.
 
-    The last positions are in it: a tensor of a function's that is too short is found out here, where all ranks hear of it.
+    A sample says so of most; only what it does not find is looked at whole, a kernel's tile at a time, be there many blocks in it. The last
+    positions are in the sample: a tensor of a function's that is too short is found out here, where all ranks hear of it.
     """
-    sample = ScorePositions(tile.rows, tile.heads, *(torch.cat([p[:-1:8], p[-1:]]) for p in (tile.queries, tile.keys)))
-    for part in (sample, tile):
-        hidden = scores.hidden(part)
-        if hidden is None or not bool(hidden.all()):
-            return True
-    return False
+    is_short = max(part.queries.numel(), part.keys.numel()) <= SCORE_TILE
+    for stride in (1,) if is_short else (SAMPLE, 1):
+        queries, keys = (torch.cat([p[:-1:stride], p[-1:]]) for p in (part.queries, part.keys))
+        for own, run in product(*(torch.split(p, SCORE_TILE) for p in (queries, keys))):
+            rows, columns = own.cpu() // sizes[0], run.cpu() // sizes[1]
+            if not bool(found[torch.unique(rows)][:, torch.unique(columns)].all()):
+                found |= _visible_blocks(scores, ScorePositions(part.rows, part.heads, own, run), rows, columns)
 
 
-def _tiles(positions: ScorePositions, queries: int, keys: int) -> Iterator[tuple[tuple[int, int], ScorePositions]]:
-    """Yield the parts of a block of the plan that lie in one block of the map each, no larger than a kernel's tile."""
-    columns = list(_runs(positions.keys, keys))
-    for row, own in _runs(positions.queries, queries):
-        for column, run in columns:
-            yield (row, column), positions.part(queries=own, keys=run)
-
-
-def _runs(positions: Tensor, size: int) -> Iterator[tuple[int, slice]]:
-    """Yield (block, slice) of rising positions."""
-    numbers, counts = torch.unique_consecutive(positions.cpu() // size, return_counts=True)
-    start = 0
-    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        edges = [*range(start, start + count, SCORE_TILE), start + count]
-        yield from ((number, slice(a, b)) for a, b in pairwise(edges))
-        start += count
+def _visible_blocks(scores: Scores, tile: ScorePositions, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the blocks of a tile of which some row and head sees something. Shapes: rows (Sq,), columns (Sk,) -> (SIDE, SIDE)."""
+    hidden = scores.hidden(tile)
+    if hidden is not None and bool(hidden.all()):  # what the sample has left mostly is
+        return torch.zeros(SIDE, SIDE, dtype=torch.uint8)
+    shape = (rows.numel(), columns.numel())
+    visible = torch.ones(shape) if hidden is None else (~hidden).flatten(0, 1).any(0).expand(shape).cpu().float()
+    of_rows, of_columns = (F.one_hot(blocks, SIDE).float() for blocks in (rows, columns))
+    return (of_rows.T @ visible @ of_columns > 0).to(torch.uint8)

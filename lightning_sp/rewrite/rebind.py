@@ -35,10 +35,8 @@ class BoundNames:
         self._defaults: dict[int, list[FunctionType]] = defaultdict(list)
         files = {each.__module__ for kind in {type(m) for m in root.modules()} for each in kind.__mro__}
         packages = {file.partition(".")[0] for file in files} - _NOT_SEARCHED
-        for holder in _holders(root, packages):
-            for name, value in list(holder.items()):
-                if callable(value):
-                    self._names[id(_function_of(value))].append((holder, name, value))
+        for holder, name, value in _names(root, packages):
+            self._names[id(_function_of(value))].append((holder, name, value))
         for function in _functions(files, packages):
             for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 if callable(value):
@@ -63,16 +61,21 @@ class BoundNames:
         self.rebind(original, lambda _: own, undo)
 
 
-def _holders(root: nn.Module, packages: set[str]) -> list[dict[str, Any]]:
-    """Return the names of files, the attributes of modules, and the dicts in either."""
+def _names(root: nn.Module, packages: set[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield what is callable of the names of files, the attributes of modules, and the dicts in either: (holder, name, value)."""
     loaded = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
     # Only a file's or an object's own names: asking a lazy module for one would load it.
-    holders: list[dict[str, Any]] = [vars(module) for module in loaded if isinstance(module, ModuleType)]
-    holders += [vars(module) for module in root.modules()]
-    within = [
-        value for holder in holders for name, value in holder.items() if type(value) is dict and name != "__builtins__"
-    ]
-    return [*{id(each): each for each in (*holders, *within)}.values()]
+    outer: list[dict[str, Any]] = [vars(module) for module in loaded if isinstance(module, ModuleType)]
+    outer += [vars(module) for module in root.modules()]
+    within: dict[int, dict[str, Any]] = {}  # by identity: one table may be held by several
+    for holder in outer:
+        for name, value in list(holder.items()):
+            if callable(value):
+                yield holder, name, value
+            elif type(value) is dict and name != "__builtins__":
+                within[id(value)] = value
+    for holder in within.values():
+        yield from ((holder, name, value) for name, value in list(holder.items()) if callable(value))
 
 
 def _functions(files: set[str], packages: set[str]) -> Iterator[FunctionType]:

@@ -257,7 +257,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         options = replace(self._shard_options, infer_sequences=self._infers and not after)
         with self._tried(tried_training_step, *loops.batch_index(self._module, batch_idx)) as run:
             tried = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
-            inferred = tried(in_float32=loops.without_autocast(self), after=after)
+            inferred = tried(after=after, **loops.trial_options(self))
         self._shard_options = self._shard_options if after else replace(self._shard_options, inferred_dims=inferred)
 
     @contextmanager
@@ -317,11 +317,8 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._first_evaluations.is_due:
-            monitored, in_float32 = loops.monitored_names(self._module.trainer), loops.without_autocast(self)
             with self._tried(run, *args[1:]) as tried:
-                self._first_evaluations.compare(
-                    self._steps, tried, name=run.__name__, monitored=monitored, in_float32=in_float32
-                )
+                self._first_evaluations.compare(self._steps, tried, name=run.__name__, **loops.trial_options(self))
         assert self._batch is not None
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
         return self._steps.evaluate(self._batch, lambda: run(self, *args, **kwargs), filler=filler)

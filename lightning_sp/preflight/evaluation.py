@@ -1,22 +1,16 @@
 """The first batch of an evaluation: a crop of it through the user's own step, whole and sharded, and the numbers that it shows compared.
 
-    |shown - wanted| <= 1e-5 max(|shown|, |wanted|)        weights in 16 bits: 8e-2 max(|shown|, |wanted|, 1); autocast is switched off
-
-`shown` is what the ranks log, reduced as Lightning reduces it; `wanted` is that of whole sequences, each data-parallel group's counted once.
-A number that decides about the run, a monitored one, is refused where it differs; any other is named in a warning. What differs between two
-whole runs, a time, is not judged.
+Autocast is switched off meanwhile.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
@@ -24,92 +18,19 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
-from lightning_sp.preflight.explain.verdict import TOLERANCES
+from lightning_sp.preflight.numbers import RankNumbers, differences, tell
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.trial import alone, together
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.runner import StepRunner
 
-# Of one number a step's rounding in float32 makes some 1e-7; parts of models compute in that under float64 too.
-TOLERANCE, TOLERANCE_IN_16_BITS = 1e-5, TOLERANCES[torch.bfloat16]
 # Runs the user's step on a batch of the host, as the precision and the device want it; given what was whole.
 RunStep = Callable[[Any, SequenceInfo], Any]
 InFloat32 = Callable[[], AbstractContextManager[None]]
-_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "mean": lambda values: sum(values) / len(values),
-    "sum": sum,
-    "min": min,
-    "max": max,
-}
-
-
-@dataclass(frozen=True)
-class RankNumbers:
-    """The numbers of a step on one rank, by name.
-
-    Args:
-        sequence_rank: of the rank.
-        whole: of its group's crop as one device runs it.
-        again: of the same once more.
-        sharded: of this rank's part.
-        in_16_bits: whether the weights are in those.
-    """
-
-    sequence_rank: int
-    whole: Mapping[str, Number]
-    again: Mapping[str, Number]
-    sharded: Mapping[str, Number]
-    in_16_bits: bool
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A number that one device would show otherwise."""
-
-    name: str
-    rank: int
-    shown: Number
-    wanted: float
-
-    def describe(self) -> str:
-        """Return it in words."""
-        how = f"{self.shown.reduced} of the ranks" if self.shown.reduced else f"rank {self.rank}"
-        return f"{self.name} = {self.shown.value:.6g} ({how}), on one device {self.wanted:.6g}"
-
-
-def differences(of_ranks: Sequence[RankNumbers]) -> list[Difference]:
-    """Return the numbers that are not those of one device. Pure.
-
-    Args:
-        of_ranks: of every rank of the world, in order.
-    """
-    names = list(dict.fromkeys(name for each in of_ranks for name in each.sharded))
-    found = (_difference(name, of_ranks) for name in names)
-    return [each for each in found if each is not None]
-
-
-def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None:
-    having = [(rank, each) for rank, each in enumerate(of_ranks) if name in each.sharded and name in each.whole]
-    if not having or not all(each.again.get(name) == each.whole[name] for _, each in having):
-        return None
-    reduced = having[0][1].sharded[name].reduced
-    if reduced in _REDUCE:
-        reduce = _REDUCE[reduced]
-        shown = reduce([each.sharded[name].value for _, each in having])
-        groups = [each.whole[name].value for _, each in having if each.sequence_rank == 0]
-        pairs = [(having[0][0], shown, reduce(groups) if groups else math.nan)]
-    else:
-        pairs = [(rank, each.sharded[name].value, each.whole[name].value) for rank, each in having]
-    tolerance, floor = (TOLERANCE_IN_16_BITS, 1.0) if of_ranks[0].in_16_bits else (TOLERANCE, 0.0)
-    for rank, shown, wanted in pairs:
-        if math.isfinite(wanted) and not abs(shown - wanted) <= tolerance * max(abs(shown), abs(wanted), floor):
-            return Difference(name, rank, Number(shown, reduced), wanted)
-    return None
 
 
 def compare_evaluation(
@@ -164,23 +85,8 @@ def compare_evaluation(
         runner.context.last_attention_patterns = patterns
     of_ranks: list[RankNumbers] = comm.gather_objects(found, runner.groups.world)
     if differ := differences(of_ranks):
-        _tell(differ, f"{name} on a crop of {own.rows} x {crop.tokens} tokens", monitored)
+        tell(differ, f"{name} on a crop of {own.rows} x {crop.tokens} tokens", monitored)
     return True
-
-
-def _tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) -> None:
-    text = (
-        f"preflight: {step} shows other numbers than one device: {'; '.join(each.describe() for each in differ)}. A rank that makes a number of "
-        "its own tokens alone: use a torchmetrics metric, lightning_sp.reductions (batch_mean(x, mask), unshard(x)), or sync_dist=True for a "
-        "mean over equally many tokens. A number that all ranks of a sequence have, counted by each: self.metric.process_group = "
-        "self.trainer.strategy.data_parallel_group counts it once"
-    )
-    if decides := sorted({each.name for each in differ} & set(monitored)):
-        raise SequenceParallelError(
-            f"{text}. {', '.join(decides)} is monitored: checkpoints, early stopping or the learning rate would follow a wrong number; "
-            "preflight=False switches this check off"
-        )
-    rank_zero_warn(text)
 
 
 def _numbers(

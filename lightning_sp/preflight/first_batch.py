@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -78,6 +78,7 @@ def try_first_batch(
     *,
     config: StrategyConfig,
     options: ShardOptions,
+    monitored: Collection[str],
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
     after: int = 0,
 ) -> dict[str, int]:
@@ -89,6 +90,7 @@ def try_first_batch(
         run: the user's training_step on a batch.
         config: how long a crop is wanted, and whether batches are sharded by hand.
         options: which tensors carry the sequence.
+        monitored: names of logged numbers that decide about the run.
         in_float32: switches autocast off; None where there is none.
         after: optimizer steps of this fit so far; then a short crop is enough.
 
@@ -102,7 +104,7 @@ def try_first_batch(
         rank_zero_info(f"preflight: skipped, for {why}")
         return {}
     inferred = _inferred(batch, options)
-    found = _compare(batch, runner, run, config, options, in_float32, after=after)
+    found = _compare(batch, runner, run, config, options, in_float32, monitored, after=after)
     _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
     return inferred
 
@@ -114,6 +116,7 @@ def _compare(
     config: StrategyConfig,
     options: ShardOptions,
     in_float32: Callable[[], AbstractContextManager[None]] | None,
+    monitored: Collection[str],
     *,
     after: int,
 ) -> Agreement | None:
@@ -126,7 +129,7 @@ def _compare(
         return None
     try:
         trial = _trial(crop, own, runner, run, options, in_float32)
-        found = _run_again(trial, after) if after else run_preflight(trial)
+        found = _run_again(trial, after) if after else run_preflight(trial, monitored)
         if found is not None:
             rank_zero_info(found.describe())
         split = runner.context.mesh.layout.size > 1
@@ -208,6 +211,7 @@ def _trial(
         sequence_rank=mesh.sequence_rank,
         crop=f"a crop of {crop.rows} x {crop.tokens} tokens",
         device=runner.device,
+        control_group=runner.groups.world,
         in_float32=in_float32,
     )
 

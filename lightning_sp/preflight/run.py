@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from lightning_sp.preflight.hidden_branches import with_small_numbers, zero_weig
 from lightning_sp.preflight.other_tokens import modules_of_other_tokens
 from lightning_sp.preflight.random_draws import check_random_draws
 from lightning_sp.preflight.rounding import agreement_but_for_rounding
+from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
 
 
@@ -31,8 +32,12 @@ class TrialFailedError(SequenceParallelError):
     """A step does not run whole on a crop: nothing is known of what shards would make of it."""
 
 
-def run_preflight(trial: Trial) -> Agreement | None:
+def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agreement | None:
     """Run a step whole and sharded, forward and backward, and compare. Every rank must call it with the same samples.
+
+    Args:
+        trial: of the step.
+        monitored: names of logged numbers that decide about the run; None compares no numbers that are logged.
 
     Communicates: what two steps do, and one all_reduce of two float64 numbers for each parameter and buffer.
 
@@ -54,6 +59,9 @@ def run_preflight(trial: Trial) -> Agreement | None:
     found = _judged(trial, whole, sharded, started)
     if found is not None and not math.isnan(found.difference):
         _run_with_small_numbers(trial, whole)
+        if monitored is not None:
+            with _eager():
+                compare_training_numbers(trial, whole, sharded, monitored)
     return found
 
 

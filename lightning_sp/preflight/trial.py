@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
@@ -20,6 +21,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
 from lightning_sp.parallelize import gathered, optional_units, without_checkpoints
 from lightning_sp.preflight.comparison import buffers_of, plain_name
+from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated, streams
@@ -39,6 +41,7 @@ class Outcome:
         dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
+        numbers: that it logs; known of a sharded run alone.
     """
 
     loss: Tensor | None
@@ -48,6 +51,7 @@ class Outcome:
     dtypes: frozenset[torch.dtype] = frozenset()
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
+    numbers: Mapping[str, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ class Trial:
         sequence_rank: of this rank.
         crop: what is compared, in words.
         device: where the module is.
+        control_group: the world, on a backend for host objects.
         in_float32: switches autocast off for the runs within; None where there is none.
     """
 
@@ -84,6 +89,7 @@ class Trial:
     sequence_rank: int
     crop: str
     device: torch.device
+    control_group: ProcessGroup | None
     in_float32: Callable[[], AbstractContextManager[None]] | None = None
 
     @property
@@ -149,13 +155,22 @@ class Trial:
             SequenceParallelError: it fails; on all ranks together.
         """
         try:
-            with together(), isolated(self.module, self.device), gathered(self.module, self.own.uneven_entries):
+            with (
+                together(),
+                isolated(self.module, self.device),
+                gathered(self.module, self.own.uneven_entries),
+                recorded_numbers(self.module) as found,
+            ):
                 with self._named():
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 num_sums = 0 if self.context.step is None else self.context.step.num_sums
                 gradients = _backward(self.module, loss)
-                return Outcome(loss=loss, gradients=gradients, buffers=buffers_of(self.module), num_sums=num_sums)
+                buffers = buffers_of(self.module)
+                found.metrics(self.module, None, self.control_group)
+                return Outcome(
+                    loss=loss, gradients=gradients, buffers=buffers, num_sums=num_sums, numbers=found.numbers
+                )
         finally:
             self.context.step = None
 
@@ -172,6 +187,13 @@ class Trial:
                 "or counts something over all tokens of its input, of which it sees this rank's alone; do that on the whole batch, in the "
                 "collate function say, or with lightning_sp.reductions"
             ) from error
+
+    def numbers_of_whole(self, seed: int) -> Mapping[str, Number]:
+        """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""
+        with together(), self._alone(self.batch, seed), recorded_numbers(self.module) as found:
+            self.run_whole()
+            found.metrics(self.module, self.context.mesh.data_group, self.control_group)
+        return found.numbers
 
     def traced_whole(self, trace: Trace) -> float | None:
         """Run the whole crop forward, noting its calls, and return its loss; None where it has none, or fails."""

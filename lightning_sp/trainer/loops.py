@@ -55,6 +55,12 @@ def monitored_names(trainer: Trainer) -> list[str]:
     return [each for each in named if isinstance(each, str)]
 
 
+def trial_options(strategy: Strategy) -> dict[str, Any]:
+    """Return what a trial of a step is told of the run: the numbers that decide about it, and what switches autocast off."""
+    assert strategy.lightning_module is not None
+    return {"monitored": monitored_names(strategy.lightning_module.trainer), "in_float32": without_autocast(strategy)}
+
+
 def without_autocast(strategy: Strategy) -> Callable[[], AbstractContextManager[None]] | None:
     """Return what switches the Trainer's autocast off for a while; None where its precision has none."""
     plugin = strategy.precision_plugin

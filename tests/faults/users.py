@@ -95,16 +95,16 @@ USERS = (
     ),
     fault(
         "a whole sequence's number counted by each of its ranks",
-        "preflight/evaluation.py",
+        "preflight/numbers.py",
         "for _, each in having if each.sequence_rank == 0]",
         "for _, each in having]",
         "tests/preflight/test_evaluation.py::test_numbers_of_a_shard_are_named_in_a_warning[validate]",
     ),
     fault(
         "a monitored number of a shard in a warning alone",
-        "preflight/evaluation.py",
-        "& set(monitored)",
-        "& set()",
+        "preflight/numbers.py",
+        "{name for name in monitored if any",
+        "{name for name in () if any",
         "tests/preflight/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
     ),
     fault(

@@ -35,7 +35,7 @@ class Shown(Plain):
         self.accuracy = MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100)
         self.collection = MetricCollection({"mean": MeanMetric()}, prefix="of_")
         self.sum, self.own_sum = SumMetric(), SumMetric()
-        self.evaluator, self.only = Evaluator(), MeanMetric()
+        self.evaluator, self.only, self.of_all_targets = Evaluator(), MeanMetric(), MeanMetric()
 
     def setup(self, stage: str) -> None:
         self.own_sum.process_group = getattr(self.trainer.strategy, "data_parallel_group", None)
@@ -60,6 +60,9 @@ class Shown(Plain):
             self.log("entropy", -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean())
         if "summed" in self.kinds:
             self.log("summed", loss, sync_dist=True, reduce_fx="sum")
+        if "padded" in self.kinds:  # a metric that knows no ignored targets counts our padding
+            self.of_all_targets.update((targets >= 0).double())
+            self.log("of_all_targets", self.of_all_targets)
         if "metric" in self.kinds:
             self.sum.update(loss)
             self.log("total", self.sum)

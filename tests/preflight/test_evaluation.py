@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sp.preflight.evaluation import RankNumbers, differences
+from lightning_sp.preflight.numbers import RankNumbers, differences
 from lightning_sp.preflight.recording.logged import Number
 from tests.preflight import evaluation_ranks as ranks
 

@@ -1,0 +1,126 @@
+"""The numbers that a step shows, on the ranks and on one device.
+
+    |shown - wanted| <= 1e-5 max(|shown|, |wanted|)        in 16 bits: 8e-2 max(|shown|, |wanted|, 1)
+
+`shown` is what the ranks log, reduced as Lightning reduces it; `wanted` is that of whole sequences, each data-parallel group's counted once.
+A number that decides about the run, a monitored one, is refused where it differs; any other is named in a warning. What differs between two
+whole runs, a time, is not judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.explain.verdict import TOLERANCES
+from lightning_sp.preflight.recording.logged import Number
+
+# Of one number a step's rounding in float32 makes some 1e-7; parts of models compute in that under float64 too.
+TOLERANCE, TOLERANCE_IN_16_BITS = 1e-5, TOLERANCES[torch.bfloat16]
+# What Lightning adds to a name under which a number is monitored.
+_SUFFIXES = ("_step", "_epoch", "/dataloader_idx_")
+_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+    "min": min,
+    "max": max,
+}
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """The numbers of a step on one rank, by name.
+
+    Args:
+        sequence_rank: of the rank.
+        whole: of its group's crop as one device runs it.
+        again: of the same once more.
+        sharded: of this rank's part.
+        in_16_bits: whether the weights are in those.
+    """
+
+    sequence_rank: int
+    whole: Mapping[str, Number]
+    again: Mapping[str, Number]
+    sharded: Mapping[str, Number]
+    in_16_bits: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number that one device would show otherwise."""
+
+    name: str
+    rank: int
+    shown: Number
+    wanted: float
+
+    def describe(self) -> str:
+        """Return it in words."""
+        how = f"{self.shown.reduced} of the ranks" if self.shown.reduced else f"rank {self.rank}"
+        return f"{self.name} = {self.shown.value:.6g} ({how}), on one device {self.wanted:.6g}"
+
+
+def differences(of_ranks: Sequence[RankNumbers]) -> list[Difference]:
+    """Return the numbers that are not those of one device. Pure.
+
+    Args:
+        of_ranks: of every rank of the world, in order.
+    """
+    names = list(dict.fromkeys(name for each in of_ranks for name in each.sharded))
+    found = (_difference(name, of_ranks) for name in names)
+    return [each for each in found if each is not None]
+
+
+def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None:
+    having = [(rank, each) for rank, each in enumerate(of_ranks) if name in each.sharded and name in each.whole]
+    if not having or not all(each.again.get(name) == each.whole[name] for _, each in having):
+        return None
+    reduced = having[0][1].sharded[name].reduced
+    if reduced in _REDUCE:
+        reduce = _REDUCE[reduced]
+        shown = reduce([each.sharded[name].value for _, each in having])
+        groups = [each.whole[name].value for _, each in having if each.sequence_rank == 0]
+        pairs = [(having[0][0], shown, reduce(groups) if groups else math.nan)]
+    else:
+        pairs = [(rank, each.sharded[name].value, each.whole[name].value) for rank, each in having]
+    tolerance, floor = (TOLERANCE_IN_16_BITS, 1.0) if of_ranks[0].in_16_bits else (TOLERANCE, 0.0)
+    for rank, shown, wanted in pairs:
+        if math.isfinite(wanted) and not abs(shown - wanted) <= tolerance * max(abs(shown), abs(wanted), floor):
+            return Difference(name, rank, Number(shown, reduced), wanted)
+    return None
+
+
+def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) -> None:
+    """Name the numbers that differ in a warning, with the fix.
+
+    Args:
+        differ: of all ranks, alike on all.
+        step: in words, with the crop.
+        monitored: names of numbers that decide about the run.
+
+    Raises:
+        SequenceParallelError: one of them is monitored.
+    """
+    text = (
+        f"preflight: {step} shows other numbers than one device: {'; '.join(each.describe() for each in differ)}. A rank that makes a number of "
+        "its own tokens alone: use a torchmetrics metric, lightning_sp.reductions (batch_mean(x, mask), unshard(x)), or sync_dist=True for a "
+        "mean over equally many tokens. A number that all ranks of a sequence have, counted by each: self.metric.process_group = "
+        "self.trainer.strategy.data_parallel_group counts it once"
+    )
+    if decides := sorted({name for name in monitored if any(_is_of(name, each.name) for each in differ)}):
+        raise SequenceParallelError(
+            f"{text}. {', '.join(decides)} is monitored: checkpoints, early stopping or the learning rate would follow a wrong number; "
+            "preflight=False switches this check off"
+        )
+    rank_zero_warn(text)
+
+
+def _is_of(monitored: str, name: str) -> bool:
+    """Return whether a monitored name is that of a logged number."""
+    return monitored == name or (monitored.startswith(name) and monitored.removeprefix(name).startswith(_SUFFIXES))

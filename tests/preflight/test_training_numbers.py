@@ -1,0 +1,40 @@
+"""Before training: the numbers that a step logs are one device's, or they are named; a monitored one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.preflight import training_numbers_ranks as ranks
+
+LAYOUTS = [(2, dict(ring_size=2)), (2, dict(ulysses_size=2)), (4, dict(data_parallel_size=2, ring_size=2))]
+
+
+@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
+def test_right_numbers_are_logged_without_a_word(pools: Any, world: int, strategy: dict[str, int]):
+    (one,) = pools(1).run(ranks.trained, 1, ("right",), {})
+    for rank, found in enumerate(pools(world).run(ranks.trained, world, ("right",), strategy)):
+        assert (found["error"], found["said"], found["num_steps"]) == ("", [], 2)
+        # What Lightning shows of a step's numbers; of two groups `reduced` is each group's own.
+        names = {"val_loss", "reduced"} if world == 2 else {"val_loss"}
+        for name in names:
+            assert found["logged"][name] == pytest.approx(one["logged"][name], rel=1e-6), (rank, name)
+
+
+@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
+def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, world: int, strategy: dict[str, int]):
+    found, *others = pools(world).run(ranks.trained, world, ("entropy", "metric", "padded"), strategy, "", 31)
+    assert [each["error"] for each in (found, *others)] == [""] * world
+    (said,) = found["said"]
+    assert said.startswith("preflight: training_step on a crop of 2 x "), said
+    listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
+    assert [each.partition(" =")[0] for each in listed] == ["entropy", "of_all_targets", "total"], said
+
+
+def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):
+    for found in pools(2).run(ranks.trained, 2, ("right", "entropy"), dict(ring_size=2), "entropy_epoch"):
+        assert "entropy_epoch is monitored: checkpoints, early stopping" in found["error"]
+        assert found["num_steps"] == 0
+    for found in pools(2).run(ranks.trained, 2, ("right",), dict(ring_size=2), "val_loss"):
+        assert found["error"] == ""

@@ -1,0 +1,49 @@
+"""What each rank runs in test_training_numbers.py; returns plain values."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from tests.preflight.evaluation_ranks import Shown
+from tests.trainer.tiny import TokenDataset, quiet_trainer
+
+
+class Trained(Shown):
+    """Shows in training what it would show in validation."""
+
+    training_step = Shown.validation_step
+
+
+def trained(
+    world: int, kinds: tuple[str, ...], strategy: dict[str, Any], monitored: str = "", length: int = 32
+) -> dict[str, Any]:
+    """Fit two steps; return what was logged, what was said and how many steps ran.
+
+    Args:
+        world: number of ranks.
+        kinds: of numbers.
+        strategy: its options.
+        monitored: a number that a checkpoint is chosen by.
+        length: of the sequences.
+    """
+    torch.manual_seed(0)
+    module = Trained(*kinds)
+    micro = 2 // strategy.get("data_parallel_size", 1)
+    best = [ModelCheckpoint(dirpath="unwritten", monitor=monitored, save_top_k=0)] if monitored else []
+    trainer = quiet_trainer(world, strategy=strategy, max_steps=2, callbacks=best, enable_checkpointing=bool(best))
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, DataLoader(TokenDataset(8, length), batch_size=micro))
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+    said = [str(each.message) for each in caught if str(each.message).startswith("preflight:")]
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"logged": logged, "said": said, "error": error, "num_steps": len(module.evaluator.losses)}

@@ -229,8 +229,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
             batch, self._mesh, options, self._groups.world, by_hand=not self.config.shard_batch
         )
         self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
-        if trainer.evaluating:
-            self._first_evaluations.offer(batch, options, ("test" if trainer.testing else "validation", dataloader_idx))
+        self._first_evaluations.offer(batch, options, (loops.evaluated_step(trainer), dataloader_idx))
         self._evaluated.advance(trainer, dataloader_idx)
         local = super().batch_to_device(local, device, dataloader_idx)
         self._batch = info.to(self.root_device)
@@ -305,7 +304,9 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._evaluate(Strategy.predict_step, *args, **kwargs)
+        return self._whole_output(self._evaluate(Strategy.predict_step, *args, **kwargs))
+
+    def _whole_output(self, output: Any) -> Any:
         assert self._batch is not None
         return unsharded_output(output, self._batch, self.unshard, self._groups.sequence, self._groups.world)
 
@@ -317,8 +318,10 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._first_evaluations.is_due:
+            told = {**loops.trial_options(self), "name": run.__name__}
+            whole_output = self._whole_output if self._module.trainer.predicting else None
             with self._tried(run, *args[1:]) as tried:
-                self._first_evaluations.compare(self._steps, tried, name=run.__name__, **loops.trial_options(self))
+                self._first_evaluations.compare(self._steps, tried, whole_output=whole_output, **told)
         assert self._batch is not None
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
         return self._steps.evaluate(self._batch, lambda: run(self, *args, **kwargs), filler=filler)

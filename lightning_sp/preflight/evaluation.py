@@ -1,6 +1,6 @@
-"""The first batch of an evaluation: a crop of it through the user's own step, whole and sharded, and the numbers that it shows compared.
+"""The first batch of an evaluation: a crop of it through the user's own step, whole and sharded, and what it shows compared.
 
-Autocast is switched off meanwhile.
+Of validation and test the numbers, of a prediction what the step returns. Autocast is switched off meanwhile.
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
+from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.numbers import RankNumbers, differences, tell
+from lightning_sp.preflight.outputs import leaves, output_differences
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
-from lightning_sp.preflight.trial import alone, together
+from lightning_sp.preflight.trial import SEED, alone, together
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.runner import StepRunner
 
 # Runs the user's step on a batch of the host, as the precision and the device want it; given what was whole.
 RunStep = Callable[[Any, SequenceInfo], Any]
 InFloat32 = Callable[[], AbstractContextManager[None]]
+# Gives what a step on shards returned with whole sequences. Every rank must call it.
+WholeOutput = Callable[[Any], Any]
 
 
 def compare_evaluation(
@@ -42,6 +46,7 @@ def compare_evaluation(
     config: StrategyConfig,
     options: ShardOptions,
     monitored: Collection[str],
+    whole_output: WholeOutput | None = None,
 ) -> bool:
     """Compare what an evaluation step shows on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -53,12 +58,13 @@ def compare_evaluation(
         config: how long a crop is wanted.
         options: which tensors carry the sequence.
         monitored: names of numbers that decide about the run.
+        whole_output: of a step whose output is what counts, a prediction's.
 
     Returns:
         Whether they could be compared.
 
     Raises:
-        SequenceParallelError: a monitored number is not that of one device.
+        SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
     mesh, patterns = runner.context.mesh, runner.context.last_attention_patterns
     try:
@@ -74,7 +80,7 @@ def compare_evaluation(
                 sequence_group=runner.groups.sequence,
                 control_group=runner.groups.world,
             )
-            found = _numbers(own, runner, run, options, mesh.data_group)
+            found, outputs = _shown(own, runner, run, options, whole_output)
     except (
         Exception
     ) as error:  # whatever a step makes of a crop, on all ranks: what is wrong with the step itself, it will say itself
@@ -84,34 +90,53 @@ def compare_evaluation(
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
     of_ranks: list[RankNumbers] = comm.gather_objects(found, runner.groups.world)
+    step = f"{name} on a crop of {own.rows} x {crop.tokens} tokens"
     if differ := differences(of_ranks):
-        tell(differ, f"{name} on a crop of {own.rows} x {crop.tokens} tokens", monitored)
+        tell(differ, step, monitored)
+    told = [
+        f"rank {rank}: {each}" for rank, each in enumerate(comm.gather_objects(outputs, runner.groups.world)) if each
+    ]
+    if told:
+        raise SequenceParallelError(
+            f"preflight: {step} returns other outputs than one device: {told[0]}. It makes them from its part of the tokens: return tensors of "
+            "(rows, tokens, ...), which are gathered, or make them from whole ones, self.trainer.strategy.unshard(tensor); positions that the "
+            "step counts begin at 0 on each rank: take them from the batch. preflight=False switches this check off"
+        )
     return True
 
 
-def _numbers(
-    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, data_group: ProcessGroup
-) -> RankNumbers:
-    mesh, module = runner.context.mesh, runner.module
+def _shown(
+    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, whole_output: WholeOutput | None
+) -> tuple[RankNumbers, str]:
+    """Return the numbers of both runs, and in words what differs of their outputs where these count."""
+    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
     _, sharded = both_runs(own, own, options, mesh, runner.device)
 
-    def of_whole() -> Mapping[str, Number]:
+    def of_whole(seed: int) -> tuple[Mapping[str, Number], list[Any]]:
         part = untouched_run(own.batch, options, runner.device)
         with (
             together(),
-            alone(module, runner.context, part.info, device=runner.device, uneven=own.uneven_entries),
+            alone(module, runner.context, part.info, device=runner.device, uneven=own.uneven_entries, seed=seed),
             recorded_numbers(module) as found,
         ):
-            found.returned(run(part.batch, part.info))
-            found.metrics(module, data_group, runner.groups.world)
+            output = run(part.batch, part.info)
+            found.returned(output)
+            found.metrics(module, mesh.data_group, world)
+            kept = [] if whole_output is None else leaves(output)
         runner.end_without_backward()
-        return found.numbers
+        return found.numbers, kept
 
-    of_one, again = of_whole(), of_whole()
+    # Of numbers a time is told by two equal runs, of predictions what is drawn by two seeds.
+    (of_one, wanted), (again, other) = of_whole(SEED), of_whole(SEED if whole_output is None else SEED + 1)
     with together(), isolated(module, runner.device), recorded_numbers(module) as found:
-        found.returned(runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False))
-        found.metrics(module, None, runner.groups.world)
-    return RankNumbers(mesh.sequence_rank, of_one, again, found.numbers, has_16_bit_weights(module))
+        output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
+        found.returned(output)
+        found.metrics(module, None, world)
+        shown = [] if whole_output is None else leaves(whole_output(output))
+    in_16_bits = has_16_bit_weights(module)
+    tolerance = TOLERANCES[torch.bfloat16 if in_16_bits else torch.float32]
+    differ = output_differences(shown, wanted, other, tolerance=tolerance, in_16_bits=in_16_bits)
+    return RankNumbers(mesh.sequence_rank, of_one, again, found.numbers, in_16_bits), "; ".join(differ)
 
 
 class FirstEvaluationBatches:
@@ -133,8 +158,8 @@ class FirstEvaluationBatches:
         self._compared, self._first = set(), None
 
     def offer(self, batch: Any, options: ShardOptions, loader: tuple[str, int]) -> None:
-        """Remember a loader's first batch, and how it was sharded."""
-        if self._due and loader not in self._compared:
+        """Remember a loader's first batch, and how it was sharded; the loader is the step's name, empty in training, and its number."""
+        if self._due and loader[0] and loader not in self._compared:
             self._compared.add(loader)
             self._first = batch, options, loader
 
@@ -151,6 +176,7 @@ class FirstEvaluationBatches:
         name: str,
         monitored: Collection[str],
         in_float32: InFloat32 | None,
+        whole_output: WholeOutput | None = None,
     ) -> None:
         """Compare the step in progress, as `compare_evaluation`; a later one of this loader where that was not possible.
 
@@ -160,12 +186,20 @@ class FirstEvaluationBatches:
             name: of the step.
             monitored: names of numbers that decide about the run.
             in_float32: switches autocast off; None where there is none.
+            whole_output: of a step whose output is what counts.
         """
         assert self._first is not None
         (batch, options, loader), self._first = self._first, None
         with nullcontext() if in_float32 is None else in_float32():
             compared = compare_evaluation(
-                batch, runner, run, name=name, config=self._config, options=options, monitored=monitored
+                batch,
+                runner,
+                run,
+                name=name,
+                config=self._config,
+                options=options,
+                monitored=monitored,
+                whole_output=whole_output,
             )
         if not compared:
             self._compared.discard(loader)

@@ -20,6 +20,13 @@ def evaluation_loop(trainer: Trainer) -> Any:
     return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 
 
+def evaluated_step(trainer: Trainer) -> str:
+    """Return which evaluation is in progress; empty in training."""
+    if trainer.predicting:
+        return "predict"
+    return ("test" if trainer.testing else "validation") if trainer.evaluating else ""
+
+
 def forbid_inference_mode(trainer: Trainer) -> None:
     """FSDP2 fails at the training step after an inference_mode evaluation: inference tensors have no version counter."""
     for loop in (

@@ -94,7 +94,7 @@ class StrategyConfig(AttentionOptions):
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         compile: Compile each transformer block with torch.compile.
-        preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded; in evaluation what it logs.
+        preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded; and what a step logs or predicts.
         preflight_tokens: Length of the preflight's crop, rounded up to what the degrees divide; "auto" chooses.
         shard_batch: Shard the batches; False for loaders that shard by hand.
         sequence_dims: Extra batch entries that carry the sequence, and along which dim: ``{"pixel_mask": 1}``. Names that begin with

@@ -17,14 +17,13 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.numbers import RankNumbers, differences, tell
-from lightning_sp.preflight.outputs import leaves, output_differences
+from lightning_sp.preflight.outputs import leaves, output_differences, refuse_differences
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.trial import SEED, alone, together
 from lightning_sp.step.isolation import isolated
@@ -93,15 +92,7 @@ def compare_evaluation(
     step = f"{name} on a crop of {own.rows} x {crop.tokens} tokens"
     if differ := differences(of_ranks):
         tell(differ, step, monitored)
-    told = [
-        f"rank {rank}: {each}" for rank, each in enumerate(comm.gather_objects(outputs, runner.groups.world)) if each
-    ]
-    if told:
-        raise SequenceParallelError(
-            f"preflight: {step} returns other outputs than one device: {told[0]}. It makes them from its part of the tokens: return tensors of "
-            "(rows, tokens, ...), which are gathered, or make them from whole ones, self.trainer.strategy.unshard(tensor); positions that the "
-            "step counts begin at 0 on each rank: take them from the batch. preflight=False switches this check off"
-        )
+    refuse_differences(comm.gather_objects(outputs, runner.groups.world), step)
     return True
 
 

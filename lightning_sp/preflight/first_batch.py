@@ -101,7 +101,8 @@ def try_first_batch(
         SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
     """
     if why := _why_not(batch, runner, options):
-        rank_zero_info(f"preflight: skipped, for {why}")
+        if not after:
+            rank_zero_info(f"preflight: skipped, for {why}")
         return {}
     inferred = _inferred(batch, options)
     found = _compare(batch, runner, run, config, options, in_float32, monitored, after=after)
@@ -125,7 +126,8 @@ def _compare(
     cut = partial(_crops, batch, runner, config, options)
     crop, own = cut(wanted=wanted)
     if crop.num_targets == 0:
-        rank_zero_warn("preflight: not possible, for every target of the first batch is ignored: nothing was compared")
+        which = f"batch after {after} optimizer steps" if after else "first batch"
+        rank_zero_warn(f"preflight: not possible, for every target of the {which} is ignored: nothing was compared")
         return None
     try:
         trial = _trial(crop, own, runner, run, options, in_float32)
@@ -148,6 +150,9 @@ def _run_again(trial: Trial, after: int) -> Agreement | None:
     """Compare after some optimizer steps. In 16 bits a difference may be what rounding makes of small gradients: it is said, not refused."""
     try:
         return run_preflight(replace(trial, crop=f"{trial.crop} after {after} optimizer steps"))
+    except TrialFailedError as error:
+        rank_zero_info(f"preflight: not compared after {after} optimizer steps: {error}")
+        return None
     except SequenceParallelError as error:
         if not has_16_bit_weights(trial.module):
             raise

@@ -14,6 +14,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_sp.errors import SequenceParallelError
+
 _PART, _PART_IN_16_BITS = 1e-2, 1e-1
 _KINDS = (Tensor, np.ndarray, str, int, float)
 
@@ -47,6 +49,24 @@ def output_differences(
         if _difference(one, other, tolerance, part) is None and (how := _difference(own, one, tolerance, part)):
             found.append(f"output {index} of {len(wanted)}{_shape_of(one)}: {how}")
     return found
+
+
+def refuse_differences(of_ranks: Sequence[str], step: str) -> None:
+    """Refuse a step of which a rank's output differs.
+
+    Args:
+        of_ranks: what differs on each rank, in words; empty for nothing.
+        step: in words, with the crop.
+
+    Raises:
+        SequenceParallelError: one does.
+    """
+    if told := [f"rank {rank}: {each}" for rank, each in enumerate(of_ranks) if each]:
+        raise SequenceParallelError(
+            f"preflight: {step} returns other outputs than one device: {told[0]}. It makes them from its part of the tokens: return tensors of "
+            "(rows, tokens, ...), which are gathered, or make them from whole ones, self.trainer.strategy.unshard(tensor); positions that the "
+            "step counts begin at 0 on each rank: take them from the batch. preflight=False switches this check off"
+        )
 
 
 def _difference(a: Any, b: Any, tolerance: float, part: float) -> str | None:

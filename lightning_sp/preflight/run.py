@@ -45,12 +45,13 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
         What was found; None where the step returned no loss.
 
     Raises:
-        SequenceParallelError: they differ, cannot be compared, or the step cannot run on a crop.
+        SequenceParallelError: they differ or cannot be compared.
+        TrialFailedError: the step does not run whole on the crop: nothing can be said.
     """
     started = time.perf_counter()
     counts = write_counts(trial.module)
     with _eager():
-        whole = trial.whole()
+        whole = _run_whole(trial)
         _refuse_writes(counts, write_counts(trial.module))
         if whole.draws:
             check_random_draws(trial, whole)
@@ -73,12 +74,16 @@ def run_longer(trial: Trial) -> Agreement | None:
     """
     started = time.perf_counter()
     with _eager():
-        try:
-            whole = trial.whole()
-        except SequenceParallelError as error:
-            raise TrialFailedError(str(error)) from error
+        whole = _run_whole(trial)
         sharded = trial.sharded()
     return _judged(trial, whole, sharded, started)
+
+
+def _run_whole(trial: Trial) -> Outcome:
+    try:
+        return trial.whole()
+    except SequenceParallelError as error:
+        raise TrialFailedError(str(error)) from error
 
 
 def _run_with_small_numbers(trial: Trial, whole: Outcome) -> None:

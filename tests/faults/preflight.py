@@ -9,6 +9,27 @@ STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped"
 
 PREFLIGHT = (
     fault(
+        "numbers that training_step logs, not looked at",
+        "preflight/training_numbers.py",
+        "    if not any(comm.gather_objects(others, trial.control_group)):\n",
+        "    if True:\n",
+        "tests/preflight/test_training_numbers.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
+    ),
+    fault(
+        "predictions not looked at",
+        "preflight/outputs.py",
+        "(how := _difference(own, one, tolerance, part))",
+        "(how := _difference(one, one, tolerance, part))",
+        "tests/preflight/test_predictions.py::test_what_a_shard_makes_is_refused_on_all_ranks[text-output 0 of 2: ']",
+    ),
+    fault(
+        "a later trial that ends the run where it cannot run",
+        "preflight/first_batch.py",
+        "    except TrialFailedError as error:\n        rank_zero_info(f\"preflight: not compared after",
+        "    except ZeroDivisionError as error:\n        rank_zero_info(f\"preflight: not compared after",
+        f"{PREFLIGHT_TEST}::test_where_nothing_can_be_compared_it_says_so",
+    ),
+    fault(
         "branches behind weights that begin at zero, not tried",
         "preflight/hidden_branches.py",
         "            local.copy_(torch.randn(local.shape, generator=generator) * scale)\n",

@@ -151,10 +151,12 @@ def test_where_nothing_can_be_compared_it_says_so(pools):
         dict(build="llama", kind="nan"),
         dict(build="llama", kind="fixed_length", strategy={"preflight_tokens": 96}),
         dict(build="llama", kind="at_most_64"),
+        dict(build="llama", kind="later_at_most_63", max_steps=4, data={"size": 8}),
         dict(build="convolution", strategy={"preflight": False}),
     ]
-    nan, fixed, short, off = answers(pools, cases)
-    assert not any(a["error"] for a in (nan, fixed, short, off)), [a["error"] for a in (nan, fixed, short, off)]
+    nan, fixed, short, later, off = found = answers(pools, cases)
+    assert not any(each["error"] for each in found), [each["error"] for each in found]
+    assert any("not compared after 3 optimizer steps: preflight: training_step fails on" in line for line in later["said"])
     assert any("not compared at 96 tokens: preflight: training_step fails on" in line for line in short["said"])
     assert any("cannot be compared: whole, the loss is nan" in line for line in nan["said"])
     assert any("a crop of 2 x 96 tokens, whole and sharded, agree" in line for line in fixed["said"])

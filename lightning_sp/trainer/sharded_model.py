@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -39,6 +39,7 @@ from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.processes import ProcessStrategy
 from lightning_sp.trainer.weight_averaging import WeightAverages
+from lightning_sp.trainer.whole_steps import step_whole_where_needed
 
 
 class ShardedModelStrategy(ProcessStrategy):
@@ -165,6 +166,11 @@ class ShardedModelStrategy(ProcessStrategy):
         """
         reshard(self._module)
         return whole_state_dict(self._module if module is None else module, keep=self.is_global_zero)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        step_whole_where_needed(self.optimizers, self._groups.world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -25,8 +25,8 @@ PREFLIGHT = (
     fault(
         "a later trial that ends the run where it cannot run",
         "preflight/first_batch.py",
-        "    except TrialFailedError as error:\n        rank_zero_info(f\"preflight: not compared after",
-        "    except ZeroDivisionError as error:\n        rank_zero_info(f\"preflight: not compared after",
+        '    except TrialFailedError as error:\n        rank_zero_info(f"preflight: not compared after',
+        '    except ZeroDivisionError as error:\n        rank_zero_info(f"preflight: not compared after',
         f"{PREFLIGHT_TEST}::test_where_nothing_can_be_compared_it_says_so",
     ),
     fault(

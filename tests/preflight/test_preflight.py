@@ -156,7 +156,9 @@ def test_where_nothing_can_be_compared_it_says_so(pools):
     ]
     nan, fixed, short, later, off = found = answers(pools, cases)
     assert not any(each["error"] for each in found), [each["error"] for each in found]
-    assert any("not compared after 3 optimizer steps: preflight: training_step fails on" in line for line in later["said"])
+    assert any(
+        "not compared after 3 optimizer steps: preflight: training_step fails on" in line for line in later["said"]
+    )
     assert any("not compared at 96 tokens: preflight: training_step fails on" in line for line in short["said"])
     assert any("cannot be compared: whole, the loss is nan" in line for line in nan["said"])
     assert any("a crop of 2 x 96 tokens, whole and sharded, agree" in line for line in fixed["said"])

@@ -1,0 +1,160 @@
+"""An optimizer tried on small weights, whole and sharded: whether it steps a shard as it steps the whole.
+
+    ||shard's step - whole's step|| <= 5e-2 ||whole's step||        Muon orthogonalizes in bfloat16
+
+Elementwise ones do. Others look at rows, columns or norms of a weight; some of these fail on sharded tensors (Adafactor, Rprop, L-BFGS where
+a shard is uneven), and one that unwraps shards itself would train wrongly without a word.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
+
+from lightning_sp import comm
+from lightning_sp.checkpoint import sharded_like
+
+# Each element's step is made of its own gradients alone.
+ELEMENTWISE = {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, ASGD, Adadelta}
+_TOLERANCE = 5e-2
+_STEPS = 2
+_SEED = 1234
+
+
+def why_not_on_shards(optimizer: Optimizer, group: ProcessGroup | None) -> str | None:
+    """Return why an optimizer cannot step shards; None where it can, or is not known to. It is left as it is. Every rank must call it.
+
+    Args:
+        optimizer: of sharded parameters.
+        group: the world, on a backend for host objects.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return None
+    reasons: list[str | None] = comm.gather_objects(_difference(optimizer), group)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def cuda_devices(optimizer: Optimizer) -> list[torch.device]:
+    """Return the CUDA devices of an optimizer's parameters, whose random streams it may draw from."""
+    return list({p.device for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"})
+
+
+def _difference(optimizer: Optimizer) -> str | None:
+    wholes, shards = _trial_parameters(optimizer)
+    with torch.random.fork_rng(devices=cuda_devices(optimizer)):
+        try:
+            moved = _stepped(optimizer, wholes)
+        except Exception:  # it cannot be made anew, or takes no such small weights: nothing is known
+            return None
+        try:
+            moved_shards = _stepped(optimizer, shards)
+        except Exception as error:  # whatever an operation on sharded tensors raises
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    for whole, step, own in zip(_all(wholes), moved, moved_shards, strict=True):
+        local, wanted = own.to_local(), sharded_like(step, own).to_local()
+        apart, scale = float((local - wanted).double().norm()), float(step.double().norm())
+        if not apart <= _TOLERANCE * scale + 1e-12:
+            return f"it moves a weight of shape {tuple(whole.shape)} otherwise than the whole one"
+    return None
+
+
+def _trial_parameters(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
+    """Return small parameters for each group, whole and sharded, of the dims that the group's own have; with gradients for each step."""
+    generator = torch.Generator().manual_seed(_SEED)
+    wholes, shards = [], []
+    for group in optimizer.param_groups:
+        own, split = [], []
+        for like in {p.dim(): p for p in group["params"] if isinstance(p, DTensor) and p.dim()}.values():
+            ranks = like.device_mesh.size()
+            for rows in (2 * ranks, 2 * ranks + 1):
+                value = torch.randn(rows, *(3,) * (like.dim() - 1), generator=generator).to(like.device, like.dtype)
+                own.append(nn.Parameter(value))
+                split.append(nn.Parameter(sharded_like(value, _of_shape(like, value))))
+        wholes.append(own)
+        shards.append(split)
+    return wholes, shards
+
+
+def _of_shape(like: DTensor, value: Tensor) -> DTensor:
+    """Return a tensor of a value's shape, sharded as another."""
+    return torch.distributed.tensor.empty(
+        *value.shape, dtype=value.dtype, device_mesh=like.device_mesh, placements=like.placements
+    )
+
+
+def _stepped(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> list[Any]:
+    """Step an optimizer like another over other parameters, and return how far each has moved."""
+    copied = _like(optimizer, groups)
+    parameters = _all(groups)
+    before = [p.detach().clone() for p in parameters]
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    torch.manual_seed(_SEED)
+    for _ in range(_STEPS):
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.grad = sharded_like(gradient, parameter)
+        copied.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    return [p.detach() - old for p, old in zip(parameters, before, strict=True)]
+
+
+def _like(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> Optimizer:
+    """Return the same optimizer over other parameters, with a state of its own.
+
+    Raises:
+        TypeError: it is neither made of its defaults alone, as torch's are, nor can be copied without the user's parameters.
+    """
+    own_groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, groups, strict=True) if own]
+    try:
+        return type(optimizer)(own_groups, **optimizer.defaults)
+    except TypeError:
+        if not _can_be_copied(optimizer):
+            raise
+    copied: Optimizer = object.__new__(type(optimizer))
+    hooks: dict[str, Any] = {
+        name: OrderedDict() for name, value in vars(optimizer).items() if "_hooks" in name and isinstance(value, dict)
+    }
+    others = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    vars(copied).update({**others, **hooks, "state": defaultdict(dict), "param_groups": own_groups})
+    return copied
+
+
+def _can_be_copied(optimizer: Optimizer) -> bool:
+    """Return whether a copy would move nothing of the user's: what wraps another optimizer, or keeps parameters of its own, would."""
+    held = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
+    return not any(map(_holds_parameters, held))
+
+
+def _holds_parameters(value: Any) -> bool:
+    return any(isinstance(each, (Optimizer, nn.Parameter, nn.Module)) for each in _flat(value))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, set)):
+        yield from (leaf for each in value for leaf in _flat(each))
+    elif isinstance(value, dict):
+        yield from (leaf for pair in value.items() for each in pair for leaf in _flat(each))
+    else:
+        yield value
+
+
+def _all(groups: list[list[Any]]) -> list[Any]:
+    return [each for group in groups for each in group]

@@ -1,0 +1,150 @@
+"""What each rank runs in test_optimizers.py; returns plain values."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp.trainer import optimizer_trial
+from tests.trainer.tiny import MODELS, Plain, TokenDataset, _full, quiet_trainer
+
+
+class NormOfShards(torch.optim.Optimizer):
+    """Unwraps sharded tensors itself, and divides each step by the norm of what it finds."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                weight, gradient = (t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad))
+                if gradient.numel():
+                    weight.add_(gradient / (gradient.norm() + 1e-8), alpha=-group["lr"])
+        return loss
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Holds an optimizer of the same parameters, and is not made of its defaults."""
+
+    def __init__(self, params: Any, kind: Any, lr: float = 0.1) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        self.inner = kind(params, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+def made(name: str, parameters: Any) -> Any:
+    """Make an optimizer by its name."""
+    if name == "hugging face":
+        from transformers import Adafactor
+
+        return Adafactor(parameters, lr=0.01, scale_parameter=True, relative_step=False)
+    if name == "LBFGS":
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+    if name == "wrapper":
+        return Wrapper(parameters, torch.optim.Rprop)
+    own = {"norm of shards": NormOfShards}
+    return (own.get(name) or getattr(torch.optim, name))(parameters, lr=0.01)
+
+
+class Module(Plain):
+    """Trains by an optimizer of choice, with a schedule."""
+
+    def __init__(self, name: str, manual: bool = False) -> None:
+        # Without biases: the gradient of an attention key's bias is rounding alone, which Adafactor would make a step of.
+        super().__init__(MODELS["llama"])
+        self.name, self.automatic_optimization = name, not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.lr_schedulers().step()
+            return None
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = made(self.name, self.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fit several in one call."""
+    return [fit(**case) for case in cases]
+
+
+def fit(
+    name: str,
+    world: int = 1,
+    strategy: dict[str, Any] | None = None,
+    manual: bool = False,
+    save: str = "",
+    resume: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit with an optimizer; return the weights and what was said.
+
+    Args:
+        name: of `made`.
+        world: ranks.
+        strategy: its options; None for plain Lightning.
+        manual: step it by hand.
+        save: path of a checkpoint at the end.
+        resume: path of one to begin with.
+        options: of the Trainer.
+    """
+    torch.manual_seed(0)
+    module = Module(name, manual)
+    loader = DataLoader(TokenDataset(6), batch_size=2 // (strategy or {}).get("data_parallel_size", 1))
+    trainer = quiet_trainer(world, strategy=strategy, **{"max_epochs": 1, **options})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, ckpt_path=resume or None, weights_only=True)
+        if save:
+            trainer.save_checkpoint(save)
+    state = trainer.strategy.lightning_module_state_dict()
+    said = [str(each.message) for each in caught]
+    return {
+        "weights": {n: _full(v.detach()).clone() for n, v in state.items()},
+        "said": [each for each in said if "cannot step sharded weights" in each],
+        "warned": [each for each in said if "lr_scheduler.step()" in each],
+        "sharded": all(
+            isinstance(value, DTensor)
+            for parameter, values in trainer.optimizers[0].state.items()
+            for value in values.values()
+            if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape
+        ),
+    }
+
+
+def differences(names: list[str]) -> list[str | None]:
+    """Return how each optimizer's trial on this mesh ends, those known to be elementwise included, and that it moved nothing."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    values = [torch.arange(10.0).view(5, 2), torch.arange(3.0)]
+    parameters = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
+    found = []
+    for name in names:
+        optimizer = made(name, parameters)
+        wholes, _ = optimizer_trial._trial_parameters(optimizer)
+        try:
+            optimizer_trial._stepped(optimizer, wholes)
+            found.append(optimizer_trial._difference(optimizer))
+        except TypeError:
+            found.append("cannot be made anew")
+        assert all(torch.equal(p.full_tensor(), v) for p, v in zip(parameters, values, strict=True))
+    return found

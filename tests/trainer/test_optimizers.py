@@ -1,0 +1,60 @@
+"""Optimizers that cannot step shards step whole weights, as on one device; the others step shards."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.testing import max_error
+from lightning_sp.trainer.optimizer_trial import ELEMENTWISE
+from tests.trainer import optimizer_ranks as ranks
+
+WHOLE = ["Adafactor", "hugging face", "Rprop", "LBFGS", "norm of shards"]
+LAYOUTS = [(2, dict(ring_size=2, preflight=False)), (4, dict(data_parallel_size=2, ulysses_size=2, shard_size=2))]
+OPTIONS = dict(gradient_clip_val=0.5)
+
+
+@pytest.fixture(scope="module")
+def alone(pools):
+    found = pools(1).run(ranks.fits, [dict(name=name, **(OPTIONS if name != "LBFGS" else {})) for name in WHOLE])[0]
+    return dict(zip(WHOLE, found, strict=True))
+
+
+def same(answer, expected, name):
+    for parameter, weight in expected["weights"].items():
+        assert max_error(answer["weights"][parameter], weight) < 1e-10, (name, parameter)
+
+
+@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=["2", "4"])
+def test_a_fit_is_one_devices(pools, alone, world, strategy):
+    cases = [dict(name=n, world=world, strategy=strategy, **(OPTIONS if n != "LBFGS" else {})) for n in WHOLE]
+    for rank, answers in enumerate(pools(world).run(ranks.fits, cases)):
+        for name, answer in zip(WHOLE, answers, strict=True):
+            same(answer, alone[name], name)
+            assert answer["sharded"], name
+            assert not answer["warned"], name
+            assert len(answer["said"]) == (rank == 0), (name, answer["said"])
+
+
+def test_the_reason_is_said(pools):
+    said = pools(2).run(ranks.fit, "norm of shards", 2, LAYOUTS[0][1])[0]["said"]
+    assert said[0].startswith(
+        "NormOfShards cannot step sharded weights (it moves a weight of shape (4, 3) otherwise than the whole one)"
+    )
+    assert "each of its steps gathers" in said[0]
+
+
+def test_by_hand_and_resumed(pools, tmp_path):
+    (one,) = pools(1).run(ranks.fits, [dict(name="Adafactor", manual=True, max_epochs=2)])[0]
+    common = dict(name="Adafactor", manual=True, world=2, strategy=LAYOUTS[0][1])
+    path = str(tmp_path / "half")
+    pools(2).run(ranks.fits, [dict(**common, save=path)])
+    for (answer,) in pools(2).run(ranks.fits, [dict(**common, resume=path, max_epochs=2)]):
+        same(answer, one, "resumed")
+
+
+def test_which_optimizers_step_shards(pools):
+    elementwise = sorted(each.__name__ for each in ELEMENTWISE)
+    for found in pools(2).run(ranks.differences, [*elementwise, "Rprop", "wrapper"]):
+        assert found[: len(elementwise)] == [None] * len(elementwise), dict(zip(elementwise, found, strict=False))
+        assert found[-2]
+        assert found[-1] == "cannot be made anew", "a copy would move the inner optimizer's weights"

@@ -23,6 +23,27 @@ PREFLIGHT = (
         "tests/preflight/test_predictions.py::test_what_a_shard_makes_is_refused_on_all_ranks[text-output 0 of 2: ']",
     ),
     fault(
+        "optimizers not tried on shards",
+        "trainer/optimizer_trial.py",
+        "    if type(optimizer) in ELEMENTWISE:\n",
+        "    if True:\n",
+        "tests/trainer/test_optimizers.py::test_the_reason_is_said",
+    ),
+    fault(
+        "a whole step whose states stay whole",
+        "trainer/whole_steps.py",
+        "self._rename_states(parameters, sharded_like)",
+        "self._rename_states(parameters, lambda value, _: value)",
+        "tests/trainer/test_optimizers.py::test_a_fit_is_one_devices[2]",
+    ),
+    fault(
+        "a closure of a whole step that runs on the weights of before",
+        "trainer/whole_steps.py",
+        "            parameter.to_local().copy_(sharded_like(whole, parameter).to_local())  # type: ignore[attr-defined]\n",
+        "            if self._optimizer.state.get(parameter) is None:\n                continue\n",
+        "tests/trainer/test_optimizers.py::test_a_fit_is_one_devices[2]",
+    ),
+    fault(
         "a later trial that ends the run where it cannot run",
         "preflight/first_batch.py",
         '    except TrialFailedError as error:\n        rank_zero_info(f"preflight: not compared after',

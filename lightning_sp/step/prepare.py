@@ -55,6 +55,8 @@ from lightning_sp.rewrite import (
     decoder_inputs,
     hugging_face_models,
     placeholder_ids,
+    row_end,
+    source_of_decoder_inputs,
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
 from lightning_sp.rewrite.rebind import BoundNames
@@ -229,7 +231,9 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         balance=config.balance,
         device=device.type,
         decoder_inputs=of_labels,
+        decoder_inputs_of=source_of_decoder_inputs(models),
         placeholders=placeholder_ids(models),
+        row_end=row_end(models),
     )
 
 

@@ -119,6 +119,10 @@ def _token_classes(model: Any, form: str, side: str, generator: torch.Generator)
 
 def _row_classes(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
     ids, mask = _tokens(model, side, LENGTH, generator)
+    if getattr(model.config, "is_encoder_decoder", False):
+        # Classified by the last end-of-sequence token: each row has one.
+        last = LENGTH - 1 - mask.flip(1).argmax(1)
+        ids[torch.arange(ROWS), last] = model.config.eos_token_id
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(ROWS) % int(model.config.num_labels)}
 
 

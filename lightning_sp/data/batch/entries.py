@@ -66,15 +66,15 @@ def plain_entries(batch: Any) -> dict[str, Any]:
 
 
 def batch_entries(batch: Any, options: ShardOptions) -> dict[str, Any]:
-    """Return a whole batch's entries by name, with the decoder's inputs that its model would make of the labels.
+    """Return a whole batch's entries by name, with the decoder's inputs that its model would make of the labels or ids.
 
     Made of a shard's they would lack a token at each edge.
     """
     entries = plain_entries(batch)
     given = any(isinstance(entries.get(f"{DECODER}{name}"), Tensor) for name in ("input_ids", "inputs_embeds"))
-    labels = entries.get("labels")
-    if options.decoder_inputs is not None and not given and isinstance(labels, Tensor):
-        entries[f"{DECODER}input_ids"] = options.decoder_inputs(labels)
+    source = entries.get(options.decoder_inputs_of)
+    if options.decoder_inputs is not None and not given and isinstance(source, Tensor):
+        entries[f"{DECODER}input_ids"] = options.decoder_inputs(source)
     return entries
 
 

@@ -17,9 +17,10 @@ class ShardOptions:
     `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
     `infer_sequences` is whether entries of other names are taken for sequences by their shapes, to be tried by a preflight;
     `inferred_dims` are those that were.
-    `decoder_inputs` makes a Hugging Face decoder's input of whole labels, where the batch has none. `placeholders` are ids in whose place
-    a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an encoder-decoder batch are padded to different
-    lengths where they must be told apart, as a step in progress does.
+    `decoder_inputs` makes a Hugging Face decoder's input, where the batch has none, of the entry `decoder_inputs_of`, whole.
+    `placeholders` are ids in whose place a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an
+    encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does. `row_end` is a token
+    that each row must have, for the model classifies rows by it.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -32,5 +33,7 @@ class ShardOptions:
     device: str = "cpu"
     attention: tuple[AttentionPattern, ...] = ()
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
+    decoder_inputs_of: str = "labels"
     placeholders: tuple[int, ...] = ()
     apart: bool = True
+    row_end: int | None = None

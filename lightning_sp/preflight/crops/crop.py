@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.documents import boundaries_from_positions
@@ -158,6 +159,7 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
             for name, value in entries.items():
                 cut = _cut(value, dims.get(name), rows, (row, last), windows.get(name))
                 found[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
+            _end_rows(found, options.row_end)
             # Without a decoder's inputs that its model would make: it makes them of the crop's labels.
             held = {name: found[name] for name in plain_entries(batch)}
             crop = Crop(batch=rebuild_plain(batch, held), rows=height, tokens=tokens, num_targets=count)
@@ -203,6 +205,19 @@ def _cut(value: Any, dim: int | None, rows: int, row_range: tuple[int, int], win
     if dim is not None and window is not None:
         value = value.narrow(dim, *window)
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _end_rows(entries: Mapping[str, Any], end: int | None) -> None:
+    """Give each row whose end was cut off that token in the place of its last one, in place."""
+    ids = entries.get("input_ids")
+    if end is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return
+    mask = entries.get("attention_mask")
+    mask = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids)
+    last = ids.shape[1] - 1 - (mask != 0).long().flip(1).argmax(1)
+    cut = ~((ids == end) & (mask != 0)).any(1)
+    rows = torch.arange(len(ids))
+    ids[rows[cut], last[cut]] = end
 
 
 def _is_mask(value: Any, windows: Mapping[int, tuple[int, int]]) -> bool:

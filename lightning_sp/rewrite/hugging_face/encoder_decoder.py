@@ -23,8 +23,27 @@ def is_encoder_decoder(model: Any) -> bool:
     )
 
 
+# Heads whose labels are of rows: their decoder reads the encoder's own tokens.
+_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")
+
+
+def source_of_decoder_inputs(models: list[Any]) -> str:
+    """Return the batch's entry of which these models would make their decoder's input."""
+    of_rows = [own_class(each).__name__.endswith(_OF_ROWS) for each in models]
+    return "input_ids" if any(of_rows) else "labels"
+
+
+def row_end(models: list[Any]) -> int | None:
+    """Return the token by which these models classify rows: an encoder-decoder takes the state of the last one of each row."""
+    classify = [each for each in models if is_encoder_decoder(each) and own_class(each).__name__.endswith(_OF_ROWS[0])]
+    end = classify[0].config.eos_token_id if classify else None
+    return end if isinstance(end, int) else None
+
+
 def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
-    """Return the function from whole labels to the decoder's input, as these models would; None where not all of them are encoder-decoders.
+    """Return the function from whole labels, or ids, to the decoder's input, as these models would.
+
+    None where not all of them are encoder-decoders.
 
     Shapes: (B, S) -> (B, S).
     """
@@ -38,8 +57,8 @@ def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
 
     def refuse(labels: Tensor) -> Tensor:
         raise SequenceParallelError(
-            f"the batch has labels of shape {tuple(labels.shape)} and no decoder_input_ids: how {names} makes these of them is not known; put "
-            "them into the batch, in the collate function, the labels shifted by one to the right behind the start token"
+            f"the batch has labels or ids of shape {tuple(labels.shape)} and no decoder_input_ids: how {names} makes these of them is not "
+            "known; put them into the batch, in the collate function, the labels shifted by one to the right behind the start token"
         )
 
     return refuse
@@ -47,7 +66,10 @@ def decoder_inputs(models: list[Any]) -> Callable[[Tensor], Tensor] | None:
 
 def _shift_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     """Return the function with which a model makes its decoder's input of whole labels: its method, or its file's; None where neither is."""
-    method: Callable[[Tensor], Tensor] | None = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    names = ("prepare_decoder_input_ids_from_labels", "_shift_right")  # the second of T5's heads
+    method: Callable[[Tensor], Tensor] | None = next(
+        (getattr(model, name) for name in names if hasattr(model, name)), None
+    )
     if method is not None:
         return method
     shift = getattr(sys.modules[own_class(model).__module__], "shift_tokens_right", None)

@@ -1,4 +1,4 @@
-"""Hugging Face's Adafactor with its own schedule, which looks at rows and columns of whole weights; clipped and accumulated."""
+"""Hugging Face's Adafactor with its own schedule, which looks at rows and columns of whole weights; clipped and accumulated"""
 
 from __future__ import annotations
 

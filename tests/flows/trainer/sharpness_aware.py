@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization: an optimizer around another, two backwards a step, a norm over all gradients."""
+"""Sharpness-aware minimization: an optimizer around another, two backwards a step, a norm over all gradients"""
 
 from __future__ import annotations
 

@@ -51,3 +51,16 @@ def test_a_crop_holds_targets_and_the_edge_of_two_documents():
     assert torch.equal(crop_batch(three, ShardOptions(), extent).batch["input_ids"], ids[1:3, :64]), (
         "always as many rows"
     )
+
+
+def test_a_row_keeps_the_token_that_it_is_classified_by():
+    ids = torch.arange(2 * 200).view(2, 200) + 10
+    mask = torch.ones_like(ids)
+    mask[1, 40:] = 0
+    batch = {"input_ids": ids.clone(), "attention_mask": mask, "labels": torch.tensor([0, 1])}
+    batch["input_ids"][0, 199] = batch["input_ids"][1, 39] = 2
+    options = ShardOptions(row_end=2)
+    found = crop_batch(batch, options, crop_extent(batch, options, SequenceLayout(2, 1))).batch["input_ids"]
+    assert found.shape == (2, 64)
+    assert (found == 2).nonzero().tolist() == [[0, 63], [1, 39]]
+    assert batch["input_ids"][0, 63] != 2, "the batch itself is left as it is"

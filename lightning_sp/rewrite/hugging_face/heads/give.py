@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_sp.context.step import SequenceContext
+from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.heads.single_tokens import (
     give_single_tokens,
     picks_before_pooler,
@@ -33,5 +34,7 @@ def _is_known(model: Any) -> bool:
         return isinstance(getattr(model, "qa_outputs", None), nn.Module)
     if "ForSequenceClassification" not in name:
         return True
+    if is_encoder_decoder(model):  # pools the decoder's states at the last end-of-sequence token
+        return False
     known = isinstance(getattr(model, "score", None), nn.Module)
     return known or any(takes_first_token(each) or picks_before_pooler(each) for each in model.modules())

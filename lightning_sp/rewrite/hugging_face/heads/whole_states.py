@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.reductions import unshard
 
@@ -47,7 +48,7 @@ def _unshard_inputs(
     context: SequenceContext, running: _Running, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     running.shards = None
-    if context.step is None or context.mesh.layout.size == 1:
+    if context.step is None:
         return None
     given = {**dict(zip(_READ, args, strict=False)), **kwargs}
     running.shards = {
@@ -55,9 +56,9 @@ def _unshard_inputs(
         for name in _READ
         if isinstance(tensor := given.get(name), Tensor)
         and tensor.dim() == 2
-        and tensor.shape[1] == context.local_length
+        and _sequence_of(context, tensor) is not None
     }
-    return _replaced({name: unshard(tensor) for name, tensor in running.shards.items()}, args, kwargs)
+    return _replaced({name: _whole(context, tensor) for name, tensor in running.shards.items()}, args, kwargs)
 
 
 def _shard_inputs(
@@ -79,13 +80,27 @@ def _unshard_states(
     context: SequenceContext, running: _Running, _: nn.Module, inputs: tuple[Any, ...], output: Any
 ) -> Any:
     states = None if running.shards is None or isinstance(output, Tensor) else output[0]
-    if states is None or states.dim() != 3 or states.shape[1] != context.local_length:
+    if states is None or states.dim() != 3 or _sequence_of(context, states) is None:
         return output
-    whole = unshard(states)
+    whole = _whole(context, states)
     if isinstance(output, tuple):
         return (whole, *output[1:])
     output[next(iter(output))] = whole
     return output
+
+
+def _sequence_of(context: SequenceContext, tensor: Tensor) -> SequenceInfo | None:
+    """Return the batch's sequence whose tokens on this rank a tensor has as dim 1: of an encoder-decoder one of two."""
+    step = context.step
+    lengths = () if step is None else step.batch.sequences
+    return next((each for each in lengths if context.local_tokens(each) == tensor.shape[1]), None)
+
+
+def _whole(context: SequenceContext, tensor: Tensor) -> Tensor:
+    sequence = _sequence_of(context, tensor)
+    assert sequence is not None
+    # A single rank has the whole, but for padding that tells two sequences apart.
+    return unshard(tensor) if context.mesh.layout.size > 1 else tensor.narrow(1, 0, sequence.length)
 
 
 def _end(running: _Running, *_: Any) -> None:

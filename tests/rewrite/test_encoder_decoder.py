@@ -126,7 +126,8 @@ def test_of_two_models_it_is_not_known_whose_shift_the_labels_need():
         own = decoder_inputs([model])(labels)
         assert own.tolist() == [[model.config.decoder_start_token_id, 5, 6]]
     with pytest.raises(
-        SequenceParallelError, match=r"labels or ids of shape \(1, 3\) and no decoder_input_ids: how T5.*, Blenderbot.* makes"
+        SequenceParallelError,
+        match=r"labels or ids of shape \(1, 3\) and no decoder_input_ids: how T5.*, Blenderbot.* makes",
     ):
         decoder_inputs(models)(labels)
 

@@ -87,8 +87,10 @@ def _full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def tiny_llama() -> nn.Module:
-    return Llama(LlamaConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=48))
+def tiny_llama(num_layers: int = 2) -> nn.Module:
+    return Llama(
+        LlamaConfig(vocab_size=VOCAB, dim=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, hidden_dim=48)
+    )
 
 
 def tiny_gpt(dropout: float = 0.0) -> nn.Module:

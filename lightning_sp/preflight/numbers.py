@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.explain.verdict import TOLERANCES
-from lightning_sp.preflight.recording.logged import Number
+from lightning_sp.preflight.recording.logged import WEIGHT, Number
 
 # Of one number a step's rounding in float32 makes some 1e-7; parts of models compute in that under float64 too.
 TOLERANCE, TOLERANCE_IN_16_BITS = 1e-5, TOLERANCES[torch.bfloat16]
@@ -90,10 +90,22 @@ def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None
     else:
         pairs = [(rank, each.sharded[name].value, each.whole[name].value) for rank, each in having]
     tolerance, floor = (TOLERANCE_IN_16_BITS, 1.0) if of_ranks[0].in_16_bits else (TOLERANCE, 0.0)
+    if name.endswith(WEIGHT) and _of_shapes(name, of_ranks):
+        return None
     for rank, shown, wanted in pairs:
         if math.isfinite(wanted) and not abs(shown - wanted) <= tolerance * max(abs(shown), abs(wanted), floor):
             return Difference(name, rank, Number(shown, reduced), wanted)
     return None
+
+
+def _of_shapes(name: str, of_ranks: Sequence[RankNumbers]) -> bool:
+    """Return whether all ranks of each sequence have the same: what is made of shapes alone weighs batches as the whole does."""
+    groups: list[list[Number | None]] = []
+    for each in of_ranks:
+        if each.sequence_rank == 0 or not groups:
+            groups.append([])
+        groups[-1].append(each.sharded.get(name))
+    return all(len(set(group)) == 1 for group in groups)
 
 
 def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) -> None:
@@ -111,7 +123,7 @@ def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) ->
         f"preflight: {step} shows other numbers than one device: {'; '.join(each.describe() for each in differ)}. A rank that makes a number of "
         "its own tokens alone: use a torchmetrics metric, lightning_sp.reductions (batch_mean(x, mask), unshard(x)), or sync_dist=True for a "
         "mean over equally many tokens. A number that all ranks of a sequence have, counted by each: self.metric.process_group = "
-        "self.trainer.strategy.data_parallel_group counts it once"
+        "self.trainer.strategy.data_parallel_group counts it once. A batch_size that counts a rank's own tokens: sync_dist=True adds them up"
     )
     if decides := sorted({name for name in monitored if any(_is_of(name, each.name) for each in differ)}):
         raise SequenceParallelError(
@@ -123,4 +135,5 @@ def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) ->
 
 def _is_of(monitored: str, name: str) -> bool:
     """Return whether a monitored name is that of a logged number."""
+    name = name.removesuffix(WEIGHT)
     return monitored == name or (monitored.startswith(name) and monitored.removeprefix(name).startswith(_SUFFIXES))

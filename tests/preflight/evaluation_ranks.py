@@ -63,6 +63,11 @@ class Shown(Plain):
         if "padded" in self.kinds:  # a metric that knows no ignored targets counts our padding
             self.of_all_targets.update((targets >= 0).double())
             self.log("of_all_targets", self.of_all_targets)
+        if "weights" in self.kinds:
+            self.log("by_rows", loss, batch_size=len(batch["input_ids"]))
+            self.log("by_shape", loss, batch_size=batch["input_ids"].numel())
+            self.log("by_all_tokens", loss, batch_size=int((targets > 30).sum()), sync_dist=True)
+            self.log("by_tokens", loss, batch_size=int((targets > 30).sum()))
         if "metric" in self.kinds:
             self.sum.update(loss)
             self.log("total", self.sum)

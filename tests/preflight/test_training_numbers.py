@@ -24,12 +24,18 @@ def test_right_numbers_are_logged_without_a_word(pools: Any, world: int, strateg
 
 @pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
 def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, world: int, strategy: dict[str, int]):
-    found, *others = pools(world).run(ranks.trained, world, ("entropy", "metric", "padded"), strategy, "", 31)
+    kinds = ("entropy", "metric", "padded", "weights")
+    found, *others = pools(world).run(ranks.trained, world, kinds, strategy, "", 31)
     assert [each["error"] for each in (found, *others)] == [""] * world
     (said,) = found["said"]
     assert said.startswith("preflight: training_step on a crop of 2 x "), said
     listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
-    assert [each.partition(" =")[0] for each in listed] == ["entropy", "of_all_targets", "total"], said
+    assert [each.partition(" =")[0] for each in listed] == [
+        "entropy",
+        "by_tokens (batch_size)",
+        "of_all_targets",
+        "total",
+    ], said
 
 
 def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):

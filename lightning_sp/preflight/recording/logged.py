@@ -15,6 +15,9 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sp import comm
 
+# Behind a name: what weighs the number in its mean over an epoch. Synchronized, the ranks' own add up.
+WEIGHT = " (batch_size)"
+
 
 @dataclass(frozen=True)
 class Number:
@@ -94,6 +97,8 @@ class StepNumbers:
             by = (reduce_fx if isinstance(reduce_fx, str) else "") if options.get("sync_dist") else ""
             if not isinstance(value, Tensor) or value.numel() == 1:
                 self.numbers[name] = Number(_plain(value), {"avg": "mean"}.get(by, by))
+                if options.get("batch_size") is not None and not options.get("sync_dist"):
+                    self.numbers[name + WEIGHT] = Number(_plain(options["batch_size"]))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 float(weight.norm()), gradient.abs().max().item()      DTensor: this rank's term of an unfinished sum      here: the whole's
 weight.data = average                                  DTensor: nothing                                   here: as of any tensor
+weight[0].zero_(), gradient[:10] = 0                   DTensor: nothing, or an error                      here: as of any tensor
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
+from lightning_sp.parallelize.fsdp.sharded_parts import PART_OPS, part, writing_methods
 
 # Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
 _RUNS: list[property] = []
@@ -24,7 +26,7 @@ _READ = torch.ops.aten._local_scalar_dense.default
 
 @contextmanager
 def used_as_whole(root: nn.Module) -> Iterator[None]:
-    """Let `item`, `float`, `int` and `bool` of a DTensor return the whole's number, and let `parameter.data = ...` reach FSDP2's shards.
+    """Let a DTensor's `item`, `float`, `int` and `bool` be the whole's, and let `parameter.data = ...` and writes to parts reach the shards.
 
     Args:
         root: the sharded module.
@@ -46,10 +48,29 @@ def _use_latest() -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     if _RUNS:
         handlers[_READ] = _read
+        handlers.update(dict.fromkeys(PART_OPS, _part))
         DTensor.data = _RUNS[-1]  # type: ignore[assignment]
+        for name, method in writing_methods():
+            setattr(DTensor, name, method)
     else:
-        handlers.pop(_READ, None)
+        for op in (_READ, *PART_OPS):
+            handlers.pop(op, None)
         del DTensor.data
+        for name, _ in writing_methods():
+            delattr(DTensor, name)
+
+
+def _part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        del handlers[op_call]
+        try:
+            return op_call(*args, **kwargs)
+        finally:
+            handlers[op_call] = _part
+
+    return part(op_call, args, kwargs, run)
 
 
 def _read(op_call: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:

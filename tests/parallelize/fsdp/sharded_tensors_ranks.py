@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize import used_as_whole
@@ -76,3 +77,71 @@ def overlapping() -> tuple[bool, bool]:
     held = abs(weight.sum().item() - whole) < 1e-12
     later.__exit__(None, None, None)
     return held, weight.sum().item() == part and "data" not in vars(type(weight))
+
+
+def _first(t: Any) -> None:
+    t[0].zero_()
+
+
+def _rows(t: Any) -> None:
+    t[1:4] = 0
+
+
+def _columns(t: Any) -> None:
+    t[:, 1] += 2
+
+
+def _listed(t: Any) -> None:
+    t[torch.tensor([0, 4])] = torch.arange(3.0, dtype=torch.float64)
+
+
+def _masked(t: Any) -> None:
+    t[t > 5] = -1.0
+
+
+def _chunks(t: Any) -> None:
+    a, b = t.chunk(2)
+    a.mul_(3)
+    b.sub_(1)
+
+
+def _within(t: Any) -> None:
+    t[1:][2][1:].fill_(7)
+
+
+def _diagonal(t: Any) -> None:
+    t.diagonal().add_(1)
+
+
+def _unbound(t: Any) -> None:
+    for number, row in enumerate(t.unbind(0)):
+        row.mul_(number)
+
+
+def _copied(t: Any) -> None:
+    t[0].copy_(t[4])
+
+
+def _narrowed(t: Any) -> None:
+    torch.nn.init.constant_(t.narrow(0, 2, 2), 5.0)
+
+
+PARTS = (_first, _rows, _columns, _listed, _masked, _chunks, _within, _diagonal, _unbound, _copied, _narrowed)
+
+
+def parts() -> list[tuple[str, bool]]:
+    """Write to parts of a weight, of its data and of its gradient, sharded and whole; return whether both are the same."""
+    module, found = _sharded(), []
+    with used_as_whole(module), torch.no_grad():
+        for write in PARTS:
+            for of in (lambda p: p, lambda p: p.data, lambda p: p.grad):
+                values = torch.arange(15.0, dtype=torch.float64).view(5, 3)
+                one = torch.nn.Parameter(values.clone())
+                one.grad = values.clone()
+                parameter = module.weight
+                parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
+                parameter.grad = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+                write(of(one))
+                write(of(parameter))
+                found.append((write.__name__, torch.equal(of(parameter).full_tensor(), of(one))))
+    return found

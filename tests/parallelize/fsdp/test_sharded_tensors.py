@@ -23,3 +23,9 @@ def test_assigned_data_is_what_the_forward_uses(pools):
 
 def test_a_run_that_ends_late_leaves_a_later_ones_alone(pools):
     assert pools(2).run(ranks.overlapping) == [(True, True)] * 2
+
+
+def test_a_write_to_a_part_reaches_the_whole(pools):
+    for found in pools(2).run(ranks.parts):
+        assert len(found) == 33
+        assert [name for name, same in found if not same] == []

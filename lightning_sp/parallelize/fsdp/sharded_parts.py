@@ -1,0 +1,139 @@
+"""Writes to a part of a sharded tensor, `weight[0].zero_()` or `gradient[:10] = 0`, that reach the tensor.
+
+A row or a slice along the sharded dim is a view on one device. Of a DTensor it is a gathered copy: what is written to it was lost without a
+word. Here the write is made to the copy and brought home: the tensor is gathered, its part is set, and each rank keeps its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+_ATEN = torch.ops.aten
+PART_OPS = (
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.unbind.int,
+    _ATEN.diagonal.default,
+)
+_DUNDERS = (
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
+    "__ipow__",
+)
+# Whose name ends as of those that write, and that write no elements.
+_NO_WRITES = {"requires_grad_", "share_memory_", "rename_"}
+_WRITES = [
+    name
+    for name in dir(Tensor)
+    if (name.endswith("_") and not name.startswith("_") and name not in _NO_WRITES) or name in _DUNDERS
+]
+
+
+class _Home(NamedTuple):
+    """Where a part is from: which output of which operation on what."""
+
+    tensor: DTensor
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int | None
+
+
+def part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+    """Take a part of a sharded tensor, and note where it is from if it is a copy.
+
+    Args:
+        op_call: one of `PART_OPS`.
+        args: of it, the tensor first.
+        kwargs: of it.
+        run: makes the part as torch does.
+    """
+    tensor = args[0]
+    try:
+        result = run(*args, **kwargs)
+    except RuntimeError:  # `unbind` of what is sharded along that dim is not defined
+        replicated = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        result = run(replicated, *args[1:], **kwargs)
+    for index, each in enumerate(result) if isinstance(result, (list, tuple)) else [(None, result)]:
+        if not isinstance(each, DTensor):
+            continue
+        if _storage(each) != _storage(tensor) or hasattr(tensor, "_home"):  # or a part of such a copy
+            each._home = _Home(tensor, op_call, args[1:], kwargs, index)  # type: ignore[attr-defined]
+    return result
+
+
+def writing_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the methods of DTensor that write, by name, as they are while a run is in progress."""
+    for name in _WRITES:
+        if callable(original := getattr(Tensor, name, None)):
+            yield name, _writing(original)
+    yield "__setitem__", _set_item
+
+
+def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        _bring_home(self)
+        return result
+
+    return write
+
+
+def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
+    """As of a tensor on one device. Every rank must call it. Communicates: one all_gather of the tensor."""
+    with torch.no_grad():
+        whole = _whole(tensor)
+        whole[_plain(index)] = _plain(value)
+        _keep_shard(tensor, whole)
+    _bring_home(tensor)
+
+
+def _bring_home(written: DTensor) -> None:
+    """Write to the tensor that a part is from what the part has become; and to that one's, if it is a part itself."""
+    home: _Home | None = getattr(written, "_home", None)
+    if home is None:
+        return
+    with torch.no_grad():
+        whole = _whole(home.tensor)
+        found = home.op(whole, *home.args, **home.kwargs)
+        (found if home.output is None else found[home.output]).copy_(_whole(written))
+        _keep_shard(home.tensor, whole)
+    _bring_home(home.tensor)
+
+
+def _keep_shard(tensor: DTensor, whole: Tensor) -> None:
+    # src_data_rank=None: every rank holds the whole and keeps its part.
+    shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor._local_tensor.copy_(shard._local_tensor)
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor()
+    return whole.detach().clone()
+
+
+def _plain(value: Any) -> Any:
+    """Return what an index or a value holds with its sharded tensors whole."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_plain(each) for each in value)
+    return _whole(value) if isinstance(value, DTensor) else value
+
+
+def _storage(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()

@@ -1,7 +1,10 @@
-"""Writes to a part of a sharded tensor, `weight[0].zero_()` or `gradient[:10] = 0`, that reach the tensor.
+"""Writes to a part of a sharded tensor, `weight[0].zero_()` or `gradient[:10] = 0`, that reach the tensor; and random numbers of all of it.
 
 A row or a slice along the sharded dim is a view on one device. Of a DTensor it is a gathered copy: what is written to it was lost without a
 word. Here the write is made to the copy and brought home: the tensor is gathered, its part is set, and each rank keeps its shard.
+
+Of random numbers DTensor draws each shard's from its rank's stream: after one seed for all, each shard would hold the same, and otherwise
+replicas would differ. Here the first rank draws the whole's and gives each rank its shard: those of one device after the same seed.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ PART_OPS = (
     _ATEN.unbind.int,
     _ATEN.diagonal.default,
 )
+RANDOM_OPS = (_ATEN.randn_like.default, _ATEN.rand_like.default, _ATEN.bernoulli.default)
+_RANDOM = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
 _DUNDERS = (
     "__iadd__",
     "__isub__",
@@ -81,7 +86,7 @@ def writing_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the methods of DTensor that write, by name, as they are while a run is in progress."""
     for name in _WRITES:
         if callable(original := getattr(Tensor, name, None)):
-            yield name, _writing(original)
+            yield name, _drawing(original) if name in _RANDOM else _writing(original)
     yield "__setitem__", _set_item
 
 
@@ -93,6 +98,35 @@ def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return write
+
+
+def _drawing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def draw(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        with torch.no_grad():
+            whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            original(whole, *(_plain(each) for each in args), **kwargs)
+            self._local_tensor.copy_(_of_first(whole, self)._local_tensor)
+        _bring_home(self)
+        return self
+
+    return draw
+
+
+def random(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Draw random numbers like a sharded tensor: the whole's, of which each rank keeps its shard. As one of `RANDOM_OPS`."""
+    like: DTensor = args[0]
+    whole = (
+        _whole(like)
+        if op_call is _ATEN.bernoulli.default
+        else torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    )
+    drawn = op_call(whole, *args[1:], **kwargs)
+    return _of_first(drawn, like)
+
+
+def _of_first(whole: Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements)
 
 
 def _set_item(tensor: DTensor, index: Any, value: Any) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
-from lightning_sp.parallelize.fsdp.sharded_parts import PART_OPS, part, writing_methods
+from lightning_sp.parallelize.fsdp.sharded_parts import PART_OPS, RANDOM_OPS, part, random, writing_methods
 
 # Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
 _RUNS: list[property] = []
@@ -48,12 +48,12 @@ def _use_latest() -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     if _RUNS:
         handlers[_READ] = _read
-        handlers.update(dict.fromkeys(PART_OPS, _part))
+        handlers.update({**dict.fromkeys(PART_OPS, _part), **dict.fromkeys(RANDOM_OPS, random)})
         DTensor.data = _RUNS[-1]  # type: ignore[assignment]
         for name, method in writing_methods():
             setattr(DTensor, name, method)
     else:
-        for op in (_READ, *PART_OPS):
+        for op in (_READ, *PART_OPS, *RANDOM_OPS):
             handlers.pop(op, None)
         del DTensor.data
         for name, _ in writing_methods():

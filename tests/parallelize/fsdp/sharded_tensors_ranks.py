@@ -145,3 +145,15 @@ def parts() -> list[tuple[str, bool]]:
                 write(of(parameter))
                 found.append((write.__name__, torch.equal(of(parameter).full_tensor(), of(one))))
     return found
+
+
+def drawn() -> list[bool]:
+    """Draw a weight anew, and noise like it, on all ranks from one seed; return whether they are one device's."""
+    module, found = _sharded(), []
+    with used_as_whole(module), torch.no_grad():
+        for draw in (nn.init.normal_, nn.init.xavier_uniform_, torch.randn_like, torch.rand_like):
+            torch.manual_seed(7)
+            one = draw(torch.zeros(5, 3, dtype=torch.float64))
+            torch.manual_seed(7)
+            found.append(torch.equal(draw(module.weight).full_tensor(), one))
+    return found

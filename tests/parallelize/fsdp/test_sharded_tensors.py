@@ -29,3 +29,7 @@ def test_a_write_to_a_part_reaches_the_whole(pools):
     for found in pools(2).run(ranks.parts):
         assert len(found) == 33
         assert [name for name, same in found if not same] == []
+
+
+def test_random_numbers_are_those_of_the_whole(pools):
+    assert pools(2).run(ranks.drawn) == [[True] * 4] * 2

@@ -164,8 +164,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        loops.forbid_inference_mode(trainer)
-        self._let_loaders_through(trainer)
+        self._prepare_trainer(trainer)
         self._averages.note_dtypes(self._module)
         if self._prepared is not self._module:
             self._prepare(self._module)

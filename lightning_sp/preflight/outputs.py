@@ -1,7 +1,7 @@
 """What a predict step returns on a crop, whole and sharded: tensors, numbers and texts in any nest, compared one by one.
 
 floating point    ||shown - wanted|| <= tolerance ||wanted||
-others            at most one element in a hundred differs (in 16 bits one in ten): an argmax may follow rounding
+others            at most one element in a thousand differs (in 16 bits one in ten): an argmax may follow rounding
 """
 
 from __future__ import annotations

@@ -35,8 +35,10 @@ from lightning_sp.checkpoint import (
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import MetaDevice, reshard, without_gradient_sync
+from lightning_sp.trainer.agreed_numbers import watch_numbers
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
+from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.processes import ProcessStrategy
 from lightning_sp.trainer.weight_averaging import WeightAverages
 from lightning_sp.trainer.whole_steps import step_whole_where_needed
@@ -166,6 +168,12 @@ class ShardedModelStrategy(ProcessStrategy):
         """
         reshard(self._module)
         return whole_state_dict(self._module if module is None else module, keep=self.is_global_zero)
+
+    def _prepare_trainer(self, trainer: Trainer) -> None:
+        """Change of a Trainer what a run on shards needs: no inference mode, no sampler of its own, logged numbers compared."""
+        forbid_inference_mode(trainer)
+        watch_numbers(trainer, self._groups)
+        self._let_loaders_through(trainer)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -31,7 +31,7 @@ class Shown(Plain):
 
     def __init__(self, *kinds: str) -> None:
         super().__init__(lambda: GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=1, num_heads=4, max_positions=64)))
-        self.kinds = kinds
+        self.kinds, self.hits = kinds, list[torch.Tensor]()
         self.accuracy = MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100)
         self.collection = MetricCollection({"mean": MeanMetric()}, prefix="of_")
         self.sum, self.own_sum = SumMetric(), SumMetric()
@@ -40,10 +40,19 @@ class Shown(Plain):
     def setup(self, stage: str) -> None:
         self.own_sum.process_group = getattr(self.trainer.strategy, "data_parallel_group", None)
 
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """An override, as users have them."""
+        super().log(*args, **kwargs)
+
+    def on_validation_epoch_end(self) -> None:
+        if "gathered" in self.kinds:
+            self.log("gathered", torch.cat(self.hits).mean())
+
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
         logits, targets = self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten()
         loss, hit = F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).double()
         self.evaluator.losses.append(float(loss))
+        self.hits.append(hit)
         if "right" in self.kinds:
             self.log("val_loss", loss)
             self.log_dict({"synced": hit.mean()}, sync_dist=True)
@@ -55,7 +64,13 @@ class Shown(Plain):
             self.own_sum.update(loss)
             self.log("own_sum", self.own_sum)
             self.log("seconds", time.perf_counter())
-            self.log("of_rank_0", hit.mean() * (self.global_rank + 1), rank_zero_only=True)
+            self.log("of_rank_0", loss, rank_zero_only=True)
+        if "hidden" in self.kinds:
+            # Under the name of a metric that is right, of rank 0 alone, and reduced by a function.
+            self.accuracy.update(logits, targets)
+            self.log("accuracy", (targets < 30).double().mean())
+            self.log("alone", (targets < 30).double().mean(), rank_zero_only=True)
+            self.log("greatest", loss, sync_dist=True, reduce_fx=torch.max)
         if "entropy" in self.kinds:
             self.log("entropy", -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean())
         if "summed" in self.kinds:
@@ -106,11 +121,11 @@ def shown(world: int, run: str, kinds: tuple[str, ...], strategy: dict[str, Any]
         except SequenceParallelError as refusal:
             error = str(refusal)
     said = [str(each.message) for each in caught if str(each.message).startswith("preflight:")]
+    ranks = [str(each.message) for each in caught if "the ranks of one sequence log" in str(each.message)]
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {"logged": logged, "said": said, "error": error, "num_steps": len(module.evaluator.losses)}
+    return {"logged": logged, "said": said, "ranks": ranks, "error": error, "num_steps": len(module.evaluator.losses)}
 
 
-def monitored(name: str) -> dict[str, Any]:
+def monitored(name: str, kinds: tuple[str, ...] = ("right", "entropy")) -> dict[str, Any]:
     """Fit by a ring of two with an early stopping by a number."""
-    kinds = ("right", "entropy")
     return shown(2, "fit", kinds, dict(ring_size=2), callbacks=[EarlyStopping(name)])

@@ -48,6 +48,22 @@ def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):
         assert found["error"] == ""
 
 
+def test_a_number_is_not_hidden_by_a_metric_of_its_name_nor_by_how_it_is_logged(pools: Any):
+    found, _ = pools(2).run(ranks.shown, 2, "validate", ("hidden",), dict(ring_size=2))
+    (said,) = found["said"]
+    listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
+    assert [each.partition(" =")[0] for each in listed] == ["accuracy", "alone"], said
+
+
+def test_what_is_gathered_until_the_end_of_an_epoch_is_refused_where_it_is_monitored(pools: Any):
+    for found in pools(2).run(ranks.monitored, "gathered", ("right", "gathered")):
+        assert "the ranks of one sequence log other numbers after a validation: gathered = " in found["error"]
+        assert "gathered is monitored" in found["error"]
+    said = pools(2).run(ranks.shown, 2, "fit", ("right", "gathered"), dict(ring_size=2))[0]["ranks"]
+    assert len(said) == 1
+    assert said[0].startswith("the ranks of one sequence log other numbers after a validation: gathered = ")
+
+
 def test_a_metric_that_one_rank_alone_updates_is_left_out(pools: Any):
     for found in pools(2).run(ranks.shown, 2, "validate", ("rank 0",), dict(ring_size=2)):
         assert (found["error"], found["said"], found["num_steps"]) == ("", [], 2)

@@ -51,7 +51,7 @@ def test_what_is_drawn_is_not_judged_and_the_switch_works(pools: Any):
         ([torch.ones(3)], [2 * torch.ones(3)], [2 * torch.ones(3)], ["output 0 of 1 (3,): differs by 5.0e-01"]),
         ([torch.ones(3)], [torch.ones(4)], [torch.ones(4)], ["output 0 of 1 (4,): shape (3,), on one device (4,)"]),
         # An argmax may follow rounding, in a few of many.
-        ([torch.arange(200)], [torch.arange(200).clamp(min=1)], [torch.arange(200).clamp(min=1)], []),
+        ([torch.arange(2000)], [torch.arange(2000).clamp(min=1)], [torch.arange(2000).clamp(min=1)], []),
         ([1, "a"], [1, "b"], [1, "b"], ["output 1 of 2: 'a' is on one device 'b'"]),
         ([1, "a"], [1, "b"], [1, "c"], []),
         ([1], [1, 2], [1, 2], ["1 tensors, numbers and texts, on one device 2"]),

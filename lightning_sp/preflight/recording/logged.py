@@ -84,7 +84,8 @@ class StepNumbers:
                     each._computed = None
             with suppress(Exception):  # a metric that a crop is too short for
                 found = metric.compute()
-                shown = self._names.get(id(metric), name)
+                # A number logged under the metric's own name is what is shown: by `log("accuracy", self.accuracy(...))` a step's.
+                shown = self._names.get(id(metric), f"{name} (metric)" if name in self.numbers else name)
                 for part, value in (found if isinstance(found, Mapping) else {"": found}).items():
                     if isinstance(value, Tensor) and value.numel() == 1:
                         self.numbers[part if part and shown == name else shown + part] = Number(_plain(value))
@@ -92,9 +93,9 @@ class StepNumbers:
     def _take(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
         if isinstance(value, Metric):
             self._names[id(value)] = name
-        elif isinstance(value, (Tensor, int, float)) and not options.get("rank_zero_only"):
+        elif isinstance(value, (Tensor, int, float)):
             reduce_fx = options.get("reduce_fx", "mean")
-            by = (reduce_fx if isinstance(reduce_fx, str) else "") if options.get("sync_dist") else ""
+            by = _name_of(reduce_fx) if options.get("sync_dist") else ""
             if not isinstance(value, Tensor) or value.numel() == 1:
                 self.numbers[name] = Number(_plain(value), {"avg": "mean"}.get(by, by))
                 if options.get("batch_size") is not None and not options.get("sync_dist"):
@@ -104,7 +105,8 @@ class StepNumbers:
 @contextmanager
 def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
     """Collect what a LightningModule logs in the block, instead of logging it; its metrics begin anew. Within `isolated`."""
-    found = StepNumbers(type(module).log)
+    # Lightning's own: a user's override may take *args.
+    found = StepNumbers(next(vars(each)["log"] for each in reversed(type(module).__mro__) if "log" in vars(each)))
     for _, metric in _outermost_metrics(module):
         metric.reset()
     with ExitStack() as undo:
@@ -122,6 +124,12 @@ def _outermost_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[st
             yield path, child
         else:
             yield from _outermost_metrics(child, f"{path}.")
+
+
+def _name_of(reduce_fx: Any) -> str:
+    """Return how Lightning reduces over the ranks, in its words; empty for a function that it does not know."""
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    return name.removeprefix("a") if name in ("amax", "amin") else name
 
 
 def _was_updated(metric: Any) -> bool:

@@ -44,8 +44,8 @@ from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, 
 from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
+from lightning_sp.trainer.batch_hooks import HandedBatch
 from lightning_sp.trainer.features import check_precision, check_trainer_features
-from lightning_sp.trainer.manual_optimization import tried_training_step
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -100,6 +100,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._interceptions = ExitStack()
         self._shard_options = ShardOptions()
         self._batch: SequenceInfo | None = None
+        self._handed = HandedBatch()
         self._first_batch = FirstBatch()
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
@@ -230,7 +231,7 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
         self._first_evaluations.offer(batch, options, (loops.evaluated_step(trainer), dataloader_idx))
         self._evaluated.advance(trainer, dataloader_idx)
-        local = super().batch_to_device(local, device, dataloader_idx)
+        local = self._handed.note(super().batch_to_device(local, device, dataloader_idx))
         self._batch = info.to(self.root_device)
         if info.balance is not None:
             self._log_once(info.balance.describe(), topic="balance")
@@ -246,14 +247,13 @@ class SequenceParallelStrategy(ShardedModelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
         whole, after = self._first_batch.take(self._module.trainer.global_step)
         if whole is not None:
-            self._preflight(whole, batch_idx, after)
+            self._preflight(whole, self._handed.tried_step(batch, batch_idx), batch_idx, after)
 
-    def _preflight(self, batch: Any, batch_idx: int, after: int) -> None:
+    def _preflight(self, batch: Any, step: Callable[..., Any], batch_idx: int, after: int) -> None:
         options = replace(self._shard_options, infer_sequences=self._infers and not after)
-        with self._tried(tried_training_step, *loops.batch_index(self._module, batch_idx)) as run:
+        with self._tried(step, *loops.batch_index(self._module, batch_idx)) as run:
             tried = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
             inferred = tried(after=after, **loops.trial_options(self))
         self._shard_options = self._shard_options if after else replace(self._shard_options, inferred_dims=inferred)

@@ -2,7 +2,7 @@
 
     ||shard's step - whole's step|| <= 5e-2 ||whole's step||        Muon orthogonalizes in bfloat16
 
-Elementwise ones do. Others look at rows, columns or norms of a weight; some of these fail on sharded tensors (Adafactor, Rprop, L-BFGS where
+Elementwise ones do. Others look at rows, columns or norms of a weight; some of these fail on sharded tensors (Adafactor, L-BFGS where
 a shard is uneven), and one that unwraps shards itself would train wrongly without a word.
 """
 

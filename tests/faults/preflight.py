@@ -51,6 +51,13 @@ PREFLIGHT = (
         "tests/preflight/test_evaluation.py::test_a_number_is_not_hidden_by_a_metric_of_its_name_nor_by_how_it_is_logged",
     ),
     fault(
+        "a hook that changes the batch, not tried",
+        "trainer/batch_hooks.py",
+        "        return tried_training_step if same else partial(_after_hooks, batch_idx)\n",
+        "        return tried_training_step\n",
+        STOPPED,
+    ),
+    fault(
         "optimizers not tried on shards",
         "trainer/optimizer_trial.py",
         "    if type(optimizer) in ELEMENTWISE:\n",

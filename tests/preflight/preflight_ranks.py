@@ -219,8 +219,20 @@ class Step(Plain):
         super().__init__(build)
         self.kind = kind
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.kind == "masked_by_position":
+            batch["shift_labels"][:, -1] = -100
+        if self.kind == "masked_by_value":
+            batch["shift_labels"] = batch["shift_labels"].masked_fill(batch["input_ids"] % 5 == 0, -100)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return getattr(self, f"_{self.kind}")(batch)
+
+    def _masked_by_position(self, batch: Any) -> Tensor:
+        return self._plain(batch)
+
+    def _masked_by_value(self, batch: Any) -> Tensor:
+        return self._plain(batch)
 
     def _plain(self, batch: Any) -> Tensor:
         return _ce(self.logits(batch), batch["shift_labels"])

@@ -32,7 +32,8 @@ def test_a_fit_is_one_devices(pools, alone, world, strategy):
             same(answer, alone[name], name)
             assert answer["sharded"], name
             assert not answer["warned"], name
-            assert len(answer["said"]) == (rank == 0), (name, answer["said"])
+            # Rprop writes by an index, which reaches shards in a run.
+            assert len(answer["said"]) == (rank == 0 and name != "Rprop"), (name, answer["said"])
 
 
 def test_the_reason_is_said(pools):

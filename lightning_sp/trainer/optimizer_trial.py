@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +40,24 @@ _STEPS = 2
 _SEED = 1234
 
 
-def why_not_on_shards(optimizer: Optimizer, group: ProcessGroup | None) -> str | None:
-    """Return why an optimizer cannot step shards; None where it can, or is not known to. It is left as it is. Every rank must call it.
+class Verdict(NamedTuple):
+    """Of one trial."""
+
+    fails: str | None = None  # why the optimizer cannot step shards
+    untried: str | None = None  # why nothing is known
+
+
+def verdict_on_shards(optimizer: Optimizer, group: ProcessGroup | None) -> Verdict:
+    """Return whether an optimizer steps a shard as it steps the whole. It is left as it is. Every rank must call it.
 
     Args:
         optimizer: of sharded parameters.
         group: the world, on a backend for host objects.
     """
     if type(optimizer) in ELEMENTWISE:
-        return None
-    reasons: list[str | None] = comm.gather_objects(_difference(optimizer), group)
-    return next((reason for reason in reasons if reason is not None), None)
+        return Verdict()
+    verdicts: list[Verdict] = comm.gather_objects(_trial(optimizer), group)
+    return next((verdict for verdict in verdicts if verdict != Verdict()), Verdict())
 
 
 def cuda_devices(optimizer: Optimizer) -> list[torch.device]:
@@ -58,23 +65,27 @@ def cuda_devices(optimizer: Optimizer) -> list[torch.device]:
     return list({p.device for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"})
 
 
-def _difference(optimizer: Optimizer) -> str | None:
+def _trial(optimizer: Optimizer) -> Verdict:
     wholes, shards = _trial_parameters(optimizer)
     with torch.random.fork_rng(devices=cuda_devices(optimizer)):
         try:
             moved = _stepped(optimizer, wholes)
-        except Exception:  # it cannot be made anew, or takes no such small weights: nothing is known
-            return None
+        except Exception as error:  # it cannot be made anew, or takes no such small weights: nothing is known
+            return Verdict(untried=_first_line(error))
         try:
             moved_shards = _stepped(optimizer, shards)
         except Exception as error:  # whatever an operation on sharded tensors raises
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return Verdict(fails=_first_line(error))
     for whole, step, own in zip(_all(wholes), moved, moved_shards, strict=True):
         local, wanted = own.to_local(), sharded_like(step, own).to_local()
         apart, scale = float((local - wanted).double().norm()), float(step.double().norm())
         if not apart <= _TOLERANCE * scale + 1e-12:
-            return f"it moves a weight of shape {tuple(whole.shape)} otherwise than the whole one"
-    return None
+            return Verdict(fails=f"it moves a weight of shape {tuple(whole.shape)} otherwise than the whole one")
+    return Verdict()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _trial_parameters(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:

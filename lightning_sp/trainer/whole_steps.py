@@ -20,24 +20,31 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sp.checkpoint import sharded_like
-from lightning_sp.trainer.optimizer_trial import cuda_devices, why_not_on_shards
+from lightning_sp.trainer.optimizer_trial import cuda_devices, verdict_on_shards
 
 Closure = Callable[[], Any]
 
 
 def step_whole_where_needed(optimizers: Sequence[Optimizer], group: ProcessGroup | None) -> None:
-    """Let each optimizer that cannot step shards step whole weights, and say so. Every rank must call it.
+    """Let each optimizer that cannot step shards step whole weights, and say so; and which could not be tried. Every rank must call it.
 
     Args:
         optimizers: of sharded parameters.
         group: the world, on a backend for host objects.
     """
     for optimizer in optimizers:
-        if reason := why_not_on_shards(optimizer, group):
+        fails, untried = verdict_on_shards(optimizer, group)
+        if untried:
+            rank_zero_warn(
+                f"{type(optimizer).__name__} could not be tried on small weights ({untried}): it steps sharded weights, and whether these steps "
+                "are one device's is not known. They are where it treats each element alone, or sees rows and norms through torch's own "
+                "operations; not where it unwraps shards (`to_local()`). One that is made of (params, **defaults) can be tried"
+            )
+        elif fails:
             parameters = [p for each in optimizer.param_groups for p in each["params"]]
             size = sum(p.numel() * p.element_size() for p in parameters) / 2**20
             rank_zero_warn(
-                f"{type(optimizer).__name__} cannot step sharded weights ({reason}): each of its steps gathers {len(parameters)} weights, their "
+                f"{type(optimizer).__name__} cannot step sharded weights ({fails}): each of its steps gathers {len(parameters)} weights, their "
                 f"gradients and states, {size:.1f} MiB each, on every rank, and is one device's. An optimizer that steps element by element, "
                 "AdamW or SGD, needs no gathering"
             )

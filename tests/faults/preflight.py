@@ -65,6 +65,13 @@ PREFLIGHT = (
         "tests/trainer/test_optimizers.py::test_the_reason_is_said",
     ),
     fault(
+        "an optimizer that cannot be tried, without a word",
+        "trainer/optimizer_trial.py",
+        "            return Verdict(untried=_first_line(error))\n",
+        "            return Verdict()\n",
+        "tests/trainer/test_optimizers.py::test_one_that_cannot_be_tried_is_said_to_be_so",
+    ),
+    fault(
         "a whole step whose states stay whole",
         "trainer/whole_steps.py",
         "self._rename_states(parameters, sharded_like)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from lightning_sp.trainer.optimizer_trial import ELEMENTWISE
+from lightning_sp.trainer.optimizer_trial import ELEMENTWISE, Verdict
 from tests.trainer import optimizer_ranks as ranks
 
 WHOLE = ["Adafactor", "hugging face", "Rprop", "LBFGS", "norm of shards"]
@@ -55,7 +55,16 @@ def test_by_hand_and_resumed(pools, tmp_path):
 
 def test_which_optimizers_step_shards(pools):
     elementwise = sorted(each.__name__ for each in ELEMENTWISE)
-    for found in pools(2).run(ranks.differences, [*elementwise, "Rprop", "wrapper"]):
-        assert found[: len(elementwise)] == [None] * len(elementwise), dict(zip(elementwise, found, strict=False))
-        assert found[-2]
-        assert found[-1] == "cannot be made anew", "a copy would move the inner optimizer's weights"
+    for *found, rprop, wrapper in pools(2).run(ranks.verdicts, [*elementwise, "Rprop", "wrapper"]):
+        assert found == [Verdict()] * len(elementwise), dict(zip(elementwise, found, strict=True))
+        assert rprop.fails
+        assert not wrapper.fails
+        assert "missing 1 required positional argument: 'kind'" in wrapper.untried, (
+            "a copy would move the inner optimizer's weights"
+        )
+
+
+def test_one_that_cannot_be_tried_is_said_to_be_so(pools):
+    for rank, answer in enumerate(pools(2).run(ranks.fit, "wrapper", 2, LAYOUTS[0][1])):
+        assert len(answer["said"]) == (rank == 0)
+        assert all("Wrapper could not be tried on small weights (TypeError: " in each for each in answer["said"])

@@ -43,9 +43,9 @@ def _same(answer, one, *, losses=True):
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_layout_drops_what_one_process_drops(pools, expected, world):
     first, *others = LAYOUTS[world]
-    cases = [dict(build=b, max_epochs=2, **first) for b in BUILDS]
+    cases = [dict(build=b, max_epochs=2, **first) for b in (BUILDS if world == 2 else BUILDS[::2])]
     cases += [
-        dict(build=b, max_epochs=2, **layout) for b in (BUILDS if world == 2 else BUILDS[1:3]) for layout in others
+        dict(build=b, max_epochs=2, **layout) for i, layout in enumerate(others) for b in BUILDS[(i + 1) % 2 :: 2]
     ]
     # Hugging Face's norms compute in float32, whose rounding is another one for a loss weighted by a micro-batch's tokens.
     cases = [c for c in cases if c["build"] not in ("llama", "gpt oss") or "accumulate_grad_batches" not in c]

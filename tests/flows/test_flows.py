@@ -19,8 +19,8 @@ FLOWS = {flow.name: flow for flow in flows()}
 # what is refused.
 SUBSET = (
     "buckets", "datasets_streaming", "flattening_with_lengths", "several_next_tokens", "dpo", "mean_by_hand", "inputs_embeds", "two_models",
-    "manual_optimization", "lora", "resume", "hidden_states", "llava_images_and_text_accumulated", "tuples",
-    "heads_in_turn", "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen_vl_images", "gemma_images",
+    "manual_optimization", "lora", "hidden_states", "llava_images_and_text_accumulated", "tuples",
+    "heads_in_turn", "modernbert_mean", "as_many_tags_as_tokens", "qwen_vl_images", "gemma_images",
 )  # fmt: skip
 
 

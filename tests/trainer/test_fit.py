@@ -55,9 +55,10 @@ def test_packed_and_padded_sequences_through_the_trainer(pools):
     expected = pools(1).run(scenarios.fits, [dict(model="llama", world=1, strategy={}, data=d) for d in variants])[0]
     layouts = [dict(ulysses_size=2, ring_size=2), dict(ring_size=4)]
     for layout in layouts:
-        cases = [dict(model="llama", world=4, strategy=layout, data=d) for d in variants]
+        chosen = variants if layout is layouts[0] else variants[2:]
+        cases = [dict(model="llama", world=4, strategy=layout, data=d) for d in chosen]
         for answers in pools(4).run(scenarios.fits, cases):
-            for answer, one in zip(answers, expected, strict=True):
+            for answer, one in zip(answers, expected[-len(chosen) :], strict=True):
                 same_run(answer, one)
 
 

@@ -109,11 +109,13 @@ def test_a_mean_of_integers_is_not_rounded_down(pools):
 
 
 def test_tokens_are_counted_once_whoever_holds_them(pools):
-    # 30 tokens are padded for four ranks; the padding does not count.
-    for strategy in (dict(ring_size=4), dict(data_parallel_size=2, ring_size=2), dict(data_parallel_size=4)):
-        assert pools(4).run(ranks.tokens_seen, strategy, 4, 30) == [4 * 30] * 4, strategy
-        # Five samples do not fill the last batch: what completes it does not count either.
-        assert pools(4).run(ranks.tokens_seen, strategy, 4, 30, 5) == [5 * 30] * 4, strategy
+    # 30 tokens are padded for four ranks, and five samples do not fill the last batch: what completes them does not count.
+    for strategy, samples in (
+        (dict(ring_size=4), 4),
+        (dict(data_parallel_size=2, ring_size=2), 5),
+        (dict(data_parallel_size=4), 5),
+    ):
+        assert pools(4).run(ranks.tokens_seen, strategy, 4, 30, samples) == [samples * 30] * 4, strategy
 
 
 def test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group(pools):

@@ -106,7 +106,7 @@ def test_law_on_eight_ranks(pools):
         dict(ulysses=u, ring=r, heads=heads[0], kv_heads=heads[1], length=37, mask=stretched(name, 37), **more)
         for (u, r), (heads, name, more) in itertools.product([(8, 1), (1, 8), (2, 4), (4, 2)], chosen)
     ]
-    cases += [dict(case, method="all_gather") for case in cases if case["ring"] > 1]
+    cases += [dict(case, method="all_gather") for case in cases if case["ring"] > 1][::2]
     for i, answers in enumerate(zip(*pools(8).run(law_case, cases), strict=True)):
         expected = whole(**{n: v for n, v in cases[i].items() if n not in ("ulysses", "ring", "method")})
         for rank, answer in enumerate(answers):

@@ -29,9 +29,10 @@ REFUSED = [
 
 @pytest.mark.parametrize("strategy", [RING, ULYSSES], ids=["ring", "ulysses without preflight"])
 def test_every_gradient_is_that_of_one_process(pools, strategy):
-    cases = [{**case, "strategy": strategy} for case in EXACT]
+    chosen = EXACT if strategy is RING else EXACT[::2]
+    cases = [{**case, "strategy": strategy} for case in chosen]
     found = pools(2).run(ranks.sharded, cases)
-    for case, answer, other in zip(EXACT, *found, strict=True):
+    for case, answer, other in zip(chosen, *found, strict=True):
         assert not answer["error"], (case, answer["error"])
         assert answer["own"] == (True, False), "torch has its own functions again"
         expected = ranks.one_process(**case)

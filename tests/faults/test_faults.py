@@ -43,12 +43,23 @@ class Collected:
         self.failed += [report.nodeid] * report.failed
 
 
-def test_each_test_that_must_notice_a_fault_is_there():
+def test_each_test_that_must_notice_a_fault_is_there_and_not_slow():
     """In this process: what another file of tests has imported already, and torch with it, is not imported again."""
     tests, found = {test for fault in FAULTS for test in fault.tests}, Collected()
     files = sorted({str(ROOT / test.partition("::")[0]) for test in tests})
-    arguments = ["--collect-only", "-q", "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "no:xdist", *files]
-    assert (pytest.main(arguments, plugins=[found]), found.failed) == (0, [])
+    arguments = [
+        "--collect-only",
+        "-q",
+        "--rootdir",
+        str(ROOT),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow",
+    ]
+    assert (pytest.main([*arguments, *files], plugins=[found]), found.failed) == (0, [])
     assert sorted(tests - found.tests) == []
 
 

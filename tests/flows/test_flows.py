@@ -15,12 +15,12 @@ pytest.importorskip("torchdata")
 pytest.importorskip("trl")
 
 FLOWS = {flow.name: flow for flow in flows()}
-# Of each topic: own samplers and streams, packed documents, parts of a model called alone, two optimizers, adapters, images in the text; and
-# what is refused.
+# Of each topic: own samplers, packed documents, parts of a model called alone, hooks that write to it, adapters, images in the text; what
+# is refused; and each flow that must notice a planted fault.
 SUBSET = (
-    "buckets", "datasets_streaming", "flattening_with_lengths", "several_next_tokens", "dpo", "mean_by_hand", "inputs_embeds", "two_models",
-    "manual_optimization", "lora", "hidden_states", "llava_images_and_text_accumulated", "tuples",
-    "heads_in_turn", "modernbert_mean", "as_many_tags_as_tokens", "qwen_vl_images", "gemma_images",
+    "buckets", "flattening_with_lengths", "several_next_tokens", "dpo", "mean_by_hand", "inputs_embeds", "adversarial",
+    "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "tuples", "bart_classes",
+    "heads_in_turn", "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen_vl_images", "gemma_images",
 )  # fmt: skip
 
 

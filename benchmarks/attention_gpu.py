@@ -40,6 +40,7 @@ from lightning_sp.attention.plan.blocks import Block, Kind, plan_of
 from lightning_sp.attention.schemes.ring import Ring
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.scores import Scores
+from lightning_sp.config import AttentionOptions
 from lightning_sp.layout import SequenceLayout, merge, shard
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair, head and head dim
@@ -81,7 +82,9 @@ class Case:
     def block_kernel(self) -> BlockKernel:
         """Return the kernel that the operator would take."""
         heads, kv_heads, dim = self.sizes
-        kernel = select_kernel(self.kernel, torch.device(self.device), getattr(torch, self.dtype), Scores())
+        kernel = select_kernel(
+            AttentionOptions(kernel=self.kernel), torch.device(self.device), getattr(torch, self.dtype), Scores()
+        )
         return BlockKernel(kernel, dim**-0.5, (HeadGroup((0, heads), (0, kv_heads)),))
 
 

@@ -47,10 +47,10 @@ class AttentionOptions:
         _check_name("ring_transport", self.ring_transport, RING_TRANSPORTS)
         _check_name("ring_method", self.ring_method, RING_METHODS)
         _check_bool("ring_saves_kv", self.ring_saves_kv)
-        if self.ring_saves_kv and self.ring_transport == "shared_memory":
+        if self.ring_saves_kv and self.ring_transport not in ("auto", "network"):
             raise SequenceParallelError(
-                "ring_saves_kv=True with ring_transport='shared_memory': no keys and values travel there, each rank reads them in place, so "
-                "there is nothing to save; use ring_transport='network' (or 'auto', which takes the network then), or ring_saves_kv=False"
+                f"ring_saves_kv=True with ring_transport={self.ring_transport!r}: no keys and values travel there, each rank reads them in "
+                "place, so there is nothing to save; use ring_transport='network' (or 'auto', which then takes it), or ring_saves_kv=False"
             )
 
     @property

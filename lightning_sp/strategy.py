@@ -30,13 +30,12 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.errors import SequenceParallelError
-from lightning_sp.layout import SequenceLayout
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import reshard
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
+from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unsharded_output
@@ -52,7 +51,7 @@ from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 CHECKPOINT_KEY = "lightning_sp"
 
 
-class SequenceParallelStrategy(ShardedModelStrategy):
+class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
     """Train transformers on sequences split over devices: ``Trainer(strategy="sequence_parallel", devices=8)``.
 
     Results are those of a single device, or training does not start. See `config.StrategyConfig` for the options, which are the same
@@ -107,43 +106,6 @@ class SequenceParallelStrategy(ShardedModelStrategy):
         self._window = TokenWindow()
         self._cursor = DataCursor()
         self._streams = RandomStreams()
-
-    # ---- what users and callbacks read
-
-    @property
-    def sequence_mesh(self) -> SequenceMesh:
-        """Return the attention's mesh, with the layout of the batch in progress; known once `setup` has seen the model."""
-        if self._mesh is None:
-            raise SequenceParallelError("the attention's mesh is not known before the trainer has set up the model")
-        return self._mesh if self._batch is None else replace(self._mesh, layout=self._batch.layout)
-
-    @property
-    def layout(self) -> SequenceLayout:
-        """Return which tokens of the batch in progress each rank has: what `lightning_sp.shard` and `unshard` take. Zigzag before one."""
-        return self.sequence_mesh.layout
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Return how many ranks share one sequence."""
-        return 1 if self._device_mesh is None else int(self._device_mesh["sequence_parallel"].size())
-
-    @property
-    def last_batch_shape(self) -> tuple[int, int, int] | None:
-        """Return (rows, padded length, length) of the batch that was sharded last, in whole tokens; an encoder's and a decoder's together."""
-        return None if self._batch is None else self._batch.shape
-
-    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return whole sequences from every rank's part of the current batch, without padding, in global order.
-
-        Shapes: (..., s, ...) -> (..., S, ...) along `dim`. Communicates: one all_gather over the sequence's ranks.
-        """
-        mesh = self.sequence_mesh
-        return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
-
-    @property
-    def _steps(self) -> StepRunner:
-        assert self._runner is not None
-        return self._runner
 
     # ---- mesh
 

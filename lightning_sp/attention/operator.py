@@ -101,11 +101,11 @@ def attention_op(
         exchanged, exchanged_kv = exchange_cross(q, k, v, ulysses.split, ulysses.rank, ulysses.group)
         q, k, v = split_cross(exchanged, exchanged_kv)
     ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses)
-    local_kernel = select_kernel(spec.options.kernel, q.device, q.dtype, spec.scores)
+    local_kernel = select_kernel(spec.options, q.device, q.dtype, spec.scores)
     block_kernel = BlockKernel(local_kernel, spec.scale, ulysses.split.head_groups(ulysses.rank))
     own_sinks = None if spec.sinks is None else spec.sinks[slice(*ulysses.queries)]
     saved_kv = empty_saved_kv(k, ring.size if spec.options.ring_saves_kv else 1)
-    forward = all_gather_forward if _at_once(spec, ring, k) else ring_forward
+    forward = all_gather_forward if _at_once(ring, k) else ring_forward
     out, lse = forward(ring, block_kernel, q, k, v, own_sinks, saved_kv if saved_kv.numel() else None)
     if ulysses.group is not None:
         heads_out = out
@@ -156,14 +156,14 @@ def attention_backward_op(
         q, k, v = saved
     ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses)
     gradients = ScoreGradients.like(spec.scores, learns)
-    local_kernel = select_kernel(spec.options.kernel, q.device, q.dtype, spec.scores, gradients)
+    local_kernel = select_kernel(spec.options, q.device, q.dtype, spec.scores, gradients)
     block_kernel = BlockKernel(local_kernel, spec.scale, ulysses.split.head_groups(ulysses.rank))
     dsinks = None
     if spec.sinks is not None:
         own = slice(*ulysses.queries)
         dsinks = torch.zeros_like(spec.sinks)
         dsinks[own] = sink_gradient(spec.sinks[own], grad, out, lse)
-    backward = all_gather_backward if _at_once(spec, ring, k) else ring_backward
+    backward = all_gather_backward if _at_once(ring, k) else ring_backward
     gradients_of_heads = backward(ring, block_kernel, grad, q, k, v, out, lse, saved_kv if saved_kv.numel() else None)
     dq, dk, dv = map(_token_major, gradients_of_heads)
     return dq, dk, dv, encode_gradients(code, sinks=dsinks, bias=gradients.bias, of_function=gradients.tensors)
@@ -277,12 +277,12 @@ def _plan(
     return plan_of(spec.mask, layout, length, q.shape[0], keys, blocks, tile_on(q.device.type))
 
 
-def _at_once(spec: AttentionSpec, ring: Ring, k: Tensor) -> bool:
+def _at_once(ring: Ring, k: Tensor) -> bool:
     token_bytes = 2 * k[:, :, :1].numel() * k.element_size()
-    return uses_all_gather(spec.options.ring_method, ring, token_bytes=token_bytes, device_type=k.device.type)
+    return uses_all_gather(ring, token_bytes=token_bytes, device_type=k.device.type)
 
 
 def _ring(plan: Plan, spec: AttentionSpec, ulysses: Ulysses) -> Ring:
     group = comm.group_by_name(spec.ring_group)
     heads = ulysses.queries if spec.scores.names() else None
-    return Ring(plan, comm.rank_in(group), group, heads, spec.options.effective_ring_transport)
+    return Ring(plan, comm.rank_in(group), group, heads, spec.options)

@@ -15,7 +15,7 @@ from lightning_sp.attention.kernels.kernel import Kernel
 from lightning_sp.attention.kernels.tiled import TiledKernel
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 from lightning_sp.attention.spec.scores import SCORE_TILE, ScoreGradients, Scores
-from lightning_sp.config import KERNELS
+from lightning_sp.config import KERNELS, AttentionOptions
 from lightning_sp.errors import SequenceParallelError, closest
 
 
@@ -41,14 +41,18 @@ def check_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int)
 
 
 def select_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, scores: Scores, gradients: ScoreGradients | None = None
+    options: AttentionOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    scores: Scores,
+    gradients: ScoreGradients | None = None,
 ) -> Kernel:
-    """Return the local kernel for an option, a device and a dtype that `check_kernel` let through.
+    """Return the local kernel for the options, a device and a dtype that `check_kernel` let through.
 
     What a fused kernel does not compute goes to the tiled one, with one warning that names both.
 
     Args:
-        name: the option.
+        options: of the attention; `kernel` names one.
         device: of the tensors.
         dtype: of the tensors.
         scores: what changes the scores.
@@ -64,7 +68,7 @@ def select_kernel(
                 f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the flash kernels need 8.0 or "
                 "newer; use precision='32-true' there"
             )
-    asked, serving = kernel_for(name, device.type, dtype, scores.names())
+    asked, serving = kernel_for(options.kernel, device.type, dtype, scores.names())
     if serving is not TiledKernel:
         fused: Kernel = serving(scores.softcap) if serving is FlashAttnKernel else serving()
         return fused

@@ -40,15 +40,15 @@ RATES = {"cpu": Rates(call_s=4e-4, bytes_per_s=4e9)}
 _decided: WeakKeyDictionary[Plan, dict[int, bool]] = WeakKeyDictionary()
 
 
-def uses_all_gather(method: str, ring: Ring, *, token_bytes: int, device_type: str) -> bool:
+def uses_all_gather(ring: Ring, *, token_bytes: int, device_type: str) -> bool:
     """Return whether all keys come first; the same on all ranks of the ring, for it is reckoned for its first.
 
     Args:
-        method: the option `ring_method`.
-        ring: who holds what.
+        ring: who holds what, and by which `ring_method`.
         token_bytes: of the keys and values of a token.
         device_type: of the tensors; only a CPU was measured, elsewhere "auto" takes hops.
     """
+    method = ring.options.ring_method
     if ring.size == 1 or method == "hops":
         return False
     rates = RATES.get(device_type)

@@ -22,7 +22,7 @@ Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-atten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -43,6 +43,7 @@ from lightning_sp.attention.schemes.transport import (
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.sinks import add_sinks
+from lightning_sp.config import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Ring:
     rank: int
     group: ProcessGroup | None
     heads: Range | None = None  # query heads of this rank, where the kernel is to know where a score lies
-    transport: str = "auto"  # a name of `select_transport`
+    options: AttentionOptions = field(default_factory=AttentionOptions)
 
     @property
     def size(self) -> int:
@@ -105,19 +106,21 @@ class Ring:
 
     def begin_forward(self, k: Tensor, v: Tensor, saved_kv: Tensor | None = None) -> Transport:
         """Begin a pass: this rank's keys and values are ready for the others. Shapes: see `Transport.begin_forward`."""
-        required = self.transport != "auto"
-        for transport in transports_for(self.transport):
+        name = self.options.effective_ring_transport
+        required = name != "auto"
+        for transport in transports_for(name):
             if (begun := transport.begin_forward(self, k, v, saved_kv, required=required)) is not None:
                 return begun
-        raise AssertionError(f"no transport {self.transport!r} for this ring")
+        raise AssertionError(f"no transport {name!r} for this ring")
 
     def begin_backward(self, k: Tensor, v: Tensor, saved_kv: Tensor | None = None) -> Transport:
         """Begin a backward pass, for which what has arrived in the forward may have been saved."""
-        required = self.transport != "auto"
-        for transport in transports_for(self.transport):
+        name = self.options.effective_ring_transport
+        required = name != "auto"
+        for transport in transports_for(name):
             if (begun := transport.begin_backward(self, k, v, saved_kv, required=required)) is not None:
                 return begun
-        raise AssertionError(f"no transport {self.transport!r} for this ring")
+        raise AssertionError(f"no transport {name!r} for this ring")
 
     def saved_range(self, hop: int) -> Range:
         """Return where a hop's keys lie among those that are saved, with room for all."""

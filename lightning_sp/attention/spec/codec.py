@@ -6,7 +6,7 @@ of the tuples below; nobody else reads their order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -99,6 +99,8 @@ class _Tensors(NamedTuple):
 
 
 _STATIC = (*ATTENTION_OPTIONS, "ring_group", "ulysses_group")
+# How an option is read from text, by its type.
+_READ: dict[str, Callable[[str], Any]] = {"str": str, "bool": lambda text: text == "True", "int": int, "float": float}
 
 
 def encode(spec: AttentionSpec) -> Code:
@@ -175,7 +177,7 @@ def static_part(options: str) -> Static:
     texts = dict(zip(_STATIC, options.split("\n"), strict=True))
     ring, ulysses = texts.pop("ring_group"), texts.pop("ulysses_group")
     types = {f.name: f.type for f in fields(AttentionOptions)}
-    values: dict[str, Any] = {name: text == "True" if types[name] == "bool" else text for name, text in texts.items()}
+    values: dict[str, Any] = {name: _READ[str(types[name])](text) for name, text in texts.items()}
     return Static(AttentionOptions(**values), ring, ulysses)
 
 

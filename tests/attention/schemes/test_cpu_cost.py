@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 from lightning_sp.attention.plan.blocks import key_ranges, plan_of
 from lightning_sp.attention.schemes.cpu_cost import uses_all_gather
 from lightning_sp.attention.schemes.ring import Ring
+from lightning_sp.config import AttentionOptions
 from lightning_sp.layout import SequenceLayout
 
 
@@ -17,7 +20,8 @@ def ring_of(size, length, mask=None, rank=0):
 
 
 def decides(method, ring, device="cpu"):
-    return uses_all_gather(method, ring, token_bytes=2 * 8 * 64 * 4, device_type=device)
+    ring = replace(ring, options=AttentionOptions(ring_method=method))
+    return uses_all_gather(ring, token_bytes=2 * 8 * 64 * 4, device_type=device)
 
 
 # docs/log/ring.md, "Hops or all at once": of these all at once was the cheaper one in 8 ranks at 64 tokens alone.

@@ -1,0 +1,58 @@
+"""What users and callbacks read of a run: its mesh, the layout of the batch in progress, and whole sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
+from lightning_sp.mesh import SequenceMesh
+from lightning_sp.step.runner import StepRunner
+
+
+class CurrentSequence:
+    """The part of the strategy that is read from outside; the strategy sets what is read."""
+
+    _device_mesh: DeviceMesh | None
+    _mesh: SequenceMesh | None
+    _runner: StepRunner | None
+    _batch: SequenceInfo | None
+
+    @property
+    def sequence_mesh(self) -> SequenceMesh:
+        """Return the attention's mesh, with the layout of the batch in progress; known once `setup` has seen the model."""
+        if self._mesh is None:
+            raise SequenceParallelError("the attention's mesh is not known before the trainer has set up the model")
+        return self._mesh if self._batch is None else replace(self._mesh, layout=self._batch.layout)
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """Return which tokens of the batch in progress each rank has: what `lightning_sp.shard` and `unshard` take. Zigzag before one."""
+        return self.sequence_mesh.layout
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Return how many ranks share one sequence."""
+        return 1 if self._device_mesh is None else int(self._device_mesh["sequence_parallel"].size())
+
+    @property
+    def last_batch_shape(self) -> tuple[int, int, int] | None:
+        """Return (rows, padded length, length) of the batch that was sharded last, in whole tokens; an encoder's and a decoder's together."""
+        return None if self._batch is None else self._batch.shape
+
+    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Return whole sequences from every rank's part of the current batch, without padding, in global order.
+
+        Shapes: (..., s, ...) -> (..., S, ...) along `dim`. Communicates: one all_gather over the sequence's ranks.
+        """
+        mesh = self.sequence_mesh
+        return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
+
+    @property
+    def _steps(self) -> StepRunner:
+        assert self._runner is not None
+        return self._runner

@@ -5,7 +5,7 @@ Owns transport, not meaning: what a buffer contains is the caller's concern. No 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,14 @@ class _SumOverRanks(torch.autograd.Function):
         return reduce_sum(grad_outputs[0], ctx.group), None
 
 
+def _eager_sum(tensor: Tensor, group: ProcessGroup | None) -> Any:
+    return _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+
+
+# Not for a compiler: traced by torch 2.11 it loses its gradient once lengths change, without a word.
+_sum: Callable[..., Tensor] = torch.compiler.disable(_eager_sum)  # type: ignore[no-untyped-call]
+
+
 def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the differentiable sum over a group's ranks (the world for None).
 
@@ -112,8 +120,7 @@ def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tensor
-    total: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return total
+    return _sum(tensor, group)
 
 
 class _GatherOverRanks(torch.autograd.Function):
@@ -134,6 +141,13 @@ class _GatherOverRanks(torch.autograd.Function):
         return total.to(received.dtype).view(ctx.shape), None
 
 
+def _eager_gather(tensor: Tensor, group: ProcessGroup) -> Any:
+    return _GatherOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+
+
+_gather: Callable[..., tuple[Tensor, ...]] = torch.compiler.disable(_eager_gather)  # type: ignore[no-untyped-call]
+
+
 def gather_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """Return the equally shaped tensors of all ranks, in rank order, differentiable: the gradient is that of the sum of all ranks' losses.
 
@@ -143,5 +157,4 @@ def gather_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor
         return [tensor]
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return gather(tensor, group)
-    parts: tuple[Tensor, ...] = _GatherOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return list(parts)
+    return list(_gather(tensor, group))

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 _ATEN = torch.ops.aten
 PART_OPS = (
@@ -72,8 +74,7 @@ def part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Calla
     try:
         result = run(*args, **kwargs)
     except RuntimeError:  # `unbind` of what is sharded along that dim is not defined
-        replicated = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-        result = run(replicated, *args[1:], **kwargs)
+        result = run(_replicated(tensor), *args[1:], **kwargs)
     for index, each in enumerate(result) if isinstance(result, (list, tuple)) else [(None, result)]:
         if not isinstance(each, DTensor):
             continue
@@ -155,6 +156,14 @@ def _keep_shard(tensor: DTensor, whole: Tensor) -> None:
     # src_data_rank=None: every rank holds the whole and keeps its part.
     shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor._local_tensor.copy_(shard._local_tensor)
+
+
+def _replicated(tensor: DTensor) -> DTensor:
+    """Return a tensor whole on every rank. Within a dispatch, where torch 2.11's own `redistribute` fails, an autograd function."""
+    placements = (Replicate(),) * tensor.device_mesh.ndim
+    spec = DTensorSpec(tensor.device_mesh, placements, tensor_meta=tensor._spec.tensor_meta)
+    local = redistribute_local_tensor(tensor._local_tensor, tensor._spec, spec)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _whole(tensor: DTensor) -> Tensor:

@@ -4,6 +4,8 @@
     python -m tools.models bert llama      these model types again; the other rows stay
     python -m tools.models --not-exact     what the page does not call exact again
     python -m tools.models --workers 2     so many at a time, each with worlds of its own
+    python -m tools.models --precision bf16-mixed
+                                           the exact ones in another precision: prints which are refused there, and leaves the page as it is
 
 Each answer is kept at once in .cache/models.json, so a run goes on where another ended. Owns the order of the work; cases, runs and the
 page are in its siblings.
@@ -14,26 +16,31 @@ from __future__ import annotations
 import argparse
 import queue
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Thread
+from typing import Any
 
 from tqdm import tqdm
 
 from lightning_sp.errors import closest
 from tools.models.answers import FILE, Answers, package_version
 from tools.models.batches import forms_of
-from tools.models.page import PAGE, not_exact, write_page
+from tools.models.page import PAGE, exact, not_exact, write_page
 from tools.models.registry import Case, entries, heads
-from tools.models.worlds import Worlds, answer
+from tools.models.worlds import Pools, Worlds, alarms, answer
+
+Work = tuple[Case, str]  # a form of a case
 
 
-def main(words: Sequence[str], num_workers: int, limit_s: float) -> None:
+def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str | None) -> None:
     """Run what is asked for, then write the page.
 
     Args:
         words: model types whose rows are renewed; none: every case that this version of the package has no answer for.
         num_workers: cases at a time.
         limit_s: of one training run.
+        precision: of the Trainer, to look for false alarms in it; None: write the page.
     """
     cases, answers = [*entries(), *heads()], Answers(FILE, package_version())
     known = {case.model_type for case in cases}
@@ -42,20 +49,44 @@ def main(words: Sequence[str], num_workers: int, limit_s: float) -> None:
             raise SystemExit(
                 f"transformers has no model type {word!r} with a class to try{closest(word, sorted(known))}"
             )
-    work = [
-        (case, form)
-        for case in cases
-        for form in forms_of(case.kind)
-        if (case.model_type in words if words else answers.of(case, form) is None)
-    ]
-    run(work, answers, num_workers, limit_s)
+    every = [(case, form) for case in cases for form in forms_of(case.kind)]
+    if precision is not None:
+        chosen = [(case, form) for case, form in every if not words or case.model_type in words]
+        look_for_alarms(chosen, num_workers, limit_s, precision)
+        return
+    work = [(c, form) for c, form in every if (c.model_type in words if words else answers.of(c, form) is None)]
+    run(work, answer, answers.add, num_workers, limit_s)
     write_page(cases, answers)
     print(f"wrote {PAGE}")
 
 
-def run(work: list[tuple[Case, str]], answers: Answers, num_workers: int, limit_s: float) -> None:
-    """Run cases, some at a time, each worker in worlds of its own; keep each answer."""
-    waiting: queue.SimpleQueue[tuple[Case, str]] = queue.SimpleQueue()
+def look_for_alarms(chosen: list[Work], num_workers: int, limit_s: float, precision: str) -> None:
+    """Run the cases that the page calls exact in another precision, and print which are refused there."""
+    known = exact()
+    work = [(case, form) for case, form in chosen if (case.model_type, case.kind, form) in known]
+    others: list[str] = []
+    num_compared = 0
+
+    def note(case: Case, form: str, found: dict[str, Any]) -> None:
+        nonlocal num_compared
+        num_compared += found["outcome"] != "not compared"
+        if found["outcome"] != "ran":
+            others.append(f"{case.name}, {form}: {found['outcome']}: {found['why']}")
+
+    run(work, partial(alarms, precision=precision), note, num_workers, limit_s)
+    print(f"{len(work)} cases that are exact in float64, in {precision}: {num_compared} compared")
+    print("\n".join(sorted(others)))
+
+
+def run(
+    work: list[Work],
+    ask: Callable[[Pools, Case, str], dict[str, Any]],
+    note: Callable[[Case, str, dict[str, Any]], None],
+    num_workers: int,
+    limit_s: float,
+) -> None:
+    """Run cases, some at a time, each worker in worlds of its own; note each answer."""
+    waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
     for each in work:
         waiting.put(each)
     progress = tqdm(total=len(work), disable=not work, file=sys.stdout)
@@ -67,8 +98,8 @@ def run(work: list[tuple[Case, str]], answers: Answers, num_workers: int, limit_
                     case, form = waiting.get_nowait()
                 except queue.Empty:
                     return
-                found = answer(worlds, case, form)
-                answers.add(case, form, found)
+                found = ask(worlds, case, form)
+                note(case, form, found)
                 progress.set_postfix_str(f"{case.name}: {found['outcome']}")
                 progress.update()
 
@@ -88,5 +119,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--limit", type=float, default=120.0, metavar="S", help="seconds that one training run may take; 120"
     )
+    parser.add_argument("--precision", help="of the Trainer, to look for false alarms in it: 32-true, bf16-mixed")
     arguments = parser.parse_args()
-    main([*arguments.types, *(not_exact() if arguments.not_exact else ())], arguments.workers, arguments.limit)
+    main(
+        [*arguments.types, *(not_exact() if arguments.not_exact else ())],
+        arguments.workers,
+        arguments.limit,
+        arguments.precision,
+    )

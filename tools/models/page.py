@@ -72,6 +72,14 @@ def not_exact() -> list[str]:
     return sorted({row.model_type for row in rows if set(row.outcomes) - {"exact", "-"}})
 
 
+def exact() -> set[tuple[str, str, str]]:
+    """Return what the page calls exact: model type, kind, form."""
+    rows = read_page(PAGE.read_text() if PAGE.exists() else "")
+    return {
+        (r.model_type, r.kind, f) for r in rows for f, said in zip(FORMS, r.outcomes, strict=True) if said == "exact"
+    }
+
+
 def page(rows: Sequence[Row]) -> str:
     """Return the page."""
     counted = Counter(reason for row in rows for reason in row.reasons)

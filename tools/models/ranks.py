@@ -24,14 +24,14 @@ FLOOR = 1e-3
 LAYOUTS = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
 
 
-def reference(trial: Trial, file: str, seed: int = 5) -> dict[str, Any]:
-    """Train on one device with plain Lightning, and write weights before and after to a file; return the losses, or why it cannot."""
+def reference(trial: Trial, file: str, seed: int = 5, precision: str = "64-true") -> dict[str, Any]:
+    """Train on one device with plain Lightning, and write weights before and after to a file; return whether that ran, or why it cannot."""
     quiet()
     try:
         module = User(trial)
         before = weights_of(module)
         torch.manual_seed(seed)
-        _trainer(strategy="auto", devices=1).fit(module, _loader(trial, module))
+        _trainer(strategy="auto", devices=1, precision=precision).fit(module, _loader(trial, module))
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     after = weights_of(module)
@@ -58,6 +58,22 @@ def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, An
         gc.collect()
     expected = torch.load(file)
     return compare(weights_of(module), module.losses, expected)
+
+
+def alarm(trial: Trial, layout: str, precision: str) -> dict[str, Any]:
+    """Train under the strategy in a precision in which rounding differs, one device's too; return whether it is refused, and why."""
+    quiet()
+    ulysses, ring = LAYOUTS[layout]
+    module = User(trial)
+    torch.manual_seed(5)
+    strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
+    try:
+        _trainer(strategy=strategy, devices=ulysses * ring, precision=precision).fit(module, _loader(trial, module))
+    except SequenceParallelError as error:
+        return {"outcome": "refused", "why": first_line(error)}
+    finally:
+        gc.collect()
+    return {"outcome": "ran"}
 
 
 def seeds_differ(trial: Trial, file: str) -> dict[str, Any]:
@@ -97,8 +113,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _trainer(**options: Any) -> pl.Trainer:
+    options = {"precision": "64-true", **options}
     return pl.Trainer(
-        accelerator="cpu", precision="64-true", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, **options,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_sp.testing import RankPool
 from tools.models.batches import Trial
 from tools.models.outcome import worst
-from tools.models.ranks import LAYOUTS, reference, seeds_differ, sharded
+from tools.models.ranks import LAYOUTS, alarm, reference, seeds_differ, sharded
 from tools.models.registry import Case
 
 PRELOAD = (
@@ -83,6 +83,23 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
                     "why", "without left padding, with which plain Lightning's own weights are not finite in float64"
                 )
     return {**found, "seconds": round(time.monotonic() - started_s, 1)}
+
+
+def alarms(
+    pools: Pools, case: Case, form: str, precision: str, layouts: Sequence[str] = tuple(LAYOUTS)
+) -> dict[str, Any]:
+    """Return what of a case is refused, or not, in another precision; "not compared" where plain Lightning does not train it there."""
+    trial = Trial.of(case, form)
+    for layout in layouts:
+        ulysses, ring = LAYOUTS[layout]
+        found = answer_of(pools(ulysses * ring), alarm, trial, layout, precision)
+        if found["outcome"] != "ran":
+            with tempfile.TemporaryDirectory(prefix="models-") as folder:
+                alone = answer_of(pools(1), reference, trial, str(Path(folder) / "reference.pt"), 5, precision)
+            if alone["outcome"] != "ran":
+                return {"outcome": "not compared", "why": alone["why"]}
+            return {"outcome": found["outcome"], "why": f"{layout}: {found['why']}"}
+    return {"outcome": "ran"}
 
 
 def _over_layouts(pools: Pools, trial: Trial, layouts: Sequence[str], file: str) -> dict[str, Any]:

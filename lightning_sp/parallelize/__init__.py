@@ -29,7 +29,7 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
-from lightning_sp.parallelize.supported_parameters import check_adapters, check_hooks, check_parameters
+from lightning_sp.parallelize.supported_parameters import check_hooks, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "ParameterLayout",
     "RootUnit",
     "broadcast_initial_weights",
-    "check_adapters",
     "check_hooks",
     "check_layout",
     "check_parameters",

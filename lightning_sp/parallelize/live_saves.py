@@ -5,13 +5,18 @@ Hugging Face and PEFT read storages that a shard does not have. To gather here w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sp.errors import SequenceParallelError
+
+_PROMPTS = "prompt_encoder."
+_REPLACED = ("_parameters", "_forward_pre_hooks", "_forward_hooks")
 
 
 def refuse_live_saves(root: nn.Module) -> None:
@@ -19,14 +24,35 @@ def refuse_live_saves(root: nn.Module) -> None:
     for module in root.modules():
         save = getattr(module, "save_pretrained", None)
         if callable(save) and "save_pretrained" not in vars(module):
-            module.save_pretrained = partial(_save, save, type(module).__name__)  # type: ignore[assignment]
+            module.save_pretrained = partial(_save, save, module)  # type: ignore[assignment]
 
 
-def _save(save: Callable[..., Any], name: str, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+def _save(save: Callable[..., Any], module: nn.Module, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
     if state_dict is None:
         raise SequenceParallelError(
-            f"{name.removeprefix('FSDP')}.save_pretrained: every rank holds a shard of each parameter; gather on all ranks, then save on "
-            "one: state = trainer.strategy.whole_state_dict(model); "
+            f"{type(module).__name__.removeprefix('FSDP')}.save_pretrained: every rank holds a shard of each parameter; gather on "
+            "all ranks, then save on one: state = trainer.strategy.whole_state_dict(model); "
             "if trainer.is_global_zero: model.save_pretrained(folder, state_dict=state)"
         )
-    return save(*args, state_dict=state_dict, **kwargs)
+    with _whole_prompts(module, state_dict):
+        return save(*args, state_dict=state_dict, **kwargs)
+
+
+@contextmanager
+def _whole_prompts(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give PEFT's prompt encoders the values of a state while this is entered: it saves what they compute, whatever the state says.
+
+    One rank computes it: without the hooks in which FSDP2 would gather.
+    """
+    encoders = {name: each for name, each in module.named_modules() if name.startswith(_PROMPTS)}
+    before = [(each, {name: vars(each)[name] for name in _REPLACED}) for each in encoders.values()]
+    for name, each in encoders.items():
+        own = {key: f"{name}.{key}" for key in each._parameters}
+        parameters = {k: nn.Parameter(state[n]) if n in state else each._parameters[k] for k, n in own.items()}
+        hooks: dict[str, Any] = {name: OrderedDict() for name in _REPLACED[1:]}
+        vars(each).update({"_parameters": parameters, **hooks})
+    try:
+        yield
+    finally:
+        for each, values in before:
+            vars(each).update(values)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -64,20 +62,3 @@ def check_hooks(root: nn.Module, *kinds: str) -> None:
                 f"{user_name(name)} has {num_hooks} hook(s) that FSDP2 would never call; register_post_accumulate_grad_hook works from "
                 "on_fit_start on, register_hook does not: change gradients there, in on_before_optimizer_step, or in a hook of the module"
             )
-
-
-def check_adapters(root: nn.Module) -> None:
-    """Refuse PEFT's prompts: they stand before the sequence, and each shard would get its own. Equal on all ranks.
-
-    Raises:
-        SequenceParallelError: with the kind and its length.
-    """
-    for name, module in root.named_modules():
-        configs: Any = getattr(module, "peft_config", None)
-        for config in configs.values() if isinstance(configs, dict) else ():
-            if getattr(config, "is_prompt_learning", False):
-                raise SequenceParallelError(
-                    f"{user_name(name) or 'the model'} has PEFT's {type(config).__name__} with {config.num_virtual_tokens} virtual tokens: the "
-                    "model puts them before the tokens that it gets, here a part of the sequence on each rank, and so before each part; use "
-                    "LoRA, DoRA or IA3, or train without sequence parallelism"
-                )

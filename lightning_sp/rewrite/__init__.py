@@ -5,6 +5,7 @@ from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs, ro
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models
 from lightning_sp.rewrite.hugging_face.placement import placeholder_ids
+from lightning_sp.rewrite.hugging_face.virtual_tokens import check_virtual_tokens, num_virtual_tokens
 from lightning_sp.rewrite.row_dropout import RowDropoutInterception
 from lightning_sp.rewrite.sdpa import SdpaInterception
 
@@ -13,8 +14,10 @@ __all__ = [
     "HuggingFaceRewrite",
     "RowDropoutInterception",
     "SdpaInterception",
+    "check_virtual_tokens",
     "decoder_inputs",
     "hugging_face_models",
+    "num_virtual_tokens",
     "placeholder_ids",
     "row_end",
     "source_of_decoder_inputs",

@@ -26,7 +26,6 @@ from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, 
 from lightning_sp.parallelize import (
     ParameterLayout,
     broadcast_initial_weights,
-    check_adapters,
     check_layout,
     check_parameters,
     check_unsharded,
@@ -52,8 +51,10 @@ from lightning_sp.rewrite import (
     HuggingFaceRewrite,
     RowDropoutInterception,
     SdpaInterception,
+    check_virtual_tokens,
     decoder_inputs,
     hugging_face_models,
+    num_virtual_tokens,
     placeholder_ids,
     row_end,
     source_of_decoder_inputs,
@@ -98,10 +99,11 @@ def attention_mesh(module: nn.Module, config: StrategyConfig, base: DeviceMesh, 
         SequenceParallelError: the model is sharded already, or the degrees or the transport do not fit it.
     """
     check_unsharded(module)
-    check_adapters(module)
     if parameter_layout(module) is None:
         check_parameters(module)
     size = int(base["sequence_parallel"].size())
+    if size > 1:
+        check_virtual_tokens(module)
     ulysses, ring = resolve_split(config, size, _query_heads(module, config, size, device))
     mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
     check_ring_transport(config.ring_transport, mesh)
@@ -234,6 +236,7 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         decoder_inputs_of=source_of_decoder_inputs(models),
         placeholders=placeholder_ids(models),
         row_end=row_end(models),
+        virtual_tokens=num_virtual_tokens(module),
     )
 
 

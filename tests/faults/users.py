@@ -5,9 +5,24 @@ from __future__ import annotations
 from tests.faults.fault import fault
 
 COMPILED = "tests/trainer/compile/test_user_compile.py"
+PEFT = "tests/trainer/pretrained/test_peft.py"
 OPTIONS = "tests/trainer/test_lightning_options.py"
 
 USERS = (
+    fault(
+        "virtual tokens at each rank's first tokens",
+        "rewrite/hugging_face/virtual_tokens.py",
+        "    positions = sequence.position_ids\n",
+        "    positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(len(embeddings), -1)\n",
+        f"{PEFT}::test_virtual_tokens_train_and_are_saved_as_on_one_device[prompt]",
+    ),
+    fault(
+        "a prompt that is saved as a zero",
+        "parallelize/live_saves.py",
+        "nn.Parameter(state[n]) if n in state else",
+        "nn.Parameter(0 * state[n]) if n in state else",
+        f"{PEFT}::test_virtual_tokens_train_and_are_saved_as_on_one_device[prompt by a network]",
+    ),
     fault(
         "weights of a compiled model that stay each rank's own",
         "parallelize/initial_weights.py",

@@ -20,7 +20,7 @@ class ShardOptions:
     `decoder_inputs` makes a Hugging Face decoder's input, where the batch has none, of the entry `decoder_inputs_of`, whole.
     `placeholders` are ids in whose place a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an
     encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does. `row_end` is a token
-    that each row must have, for the model classifies rows by it.
+    that each row must have, for the model classifies rows by it. `virtual_tokens` are those that a model puts before its sequence.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -37,3 +37,4 @@ class ShardOptions:
     placeholders: tuple[int, ...] = ()
     apart: bool = True
     row_end: int | None = None
+    virtual_tokens: int = 0

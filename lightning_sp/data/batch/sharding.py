@@ -26,6 +26,7 @@ from lightning_sp.data.batch.entries import (
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.shard_sequence import BatchSequence, shard_sequence
 from lightning_sp.data.batch.sharded_batch import rebuild
+from lightning_sp.data.batch.virtual_tokens import make_room
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
 
@@ -50,6 +51,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     if layout.size == 1 and not named_dims(entries, options):
         return batch, _without_sequence(entries)
     dims = sequence_dims(entries, options)
+    if options.virtual_tokens:
+        entries, dims = make_room(entries, dims, options)
     own, encoder = split_sequences(dims)
     sequence = BatchSequence(entries=entries, dims=own, others=encoder, prefix=DECODER if encoder else "")
     local, info = shard_sequence(sequence, layout, rank, options)

@@ -37,6 +37,7 @@ from lightning_sp.rewrite.hugging_face.positions.relative_bias import wrap_relat
 from lightning_sp.rewrite.hugging_face.positions.rope_index import count_on_whole_sequence
 from lightning_sp.rewrite.hugging_face.positions.rotary import wrap_rotary
 from lightning_sp.rewrite.hugging_face.positions.temperature import wrap_temperature
+from lightning_sp.rewrite.hugging_face.virtual_tokens import place_virtual_tokens
 
 _numbers = itertools.count()
 # Its embeddings are handed this rank's positions: the model itself is left alone.
@@ -48,6 +49,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
 
     def __init__(self, context: SequenceContext, module: nn.Module) -> None:
         self.context = context
+        self.module = module
         self.models = hugging_face_models(module)
         self._undo = ExitStack()
 
@@ -75,6 +77,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             number_runs_of_whole_sequence(model, self.context, self._undo)
         if any([count_placeholders_of_all_ranks(model, self.context, self._undo) for model in self.models]):
             place_by_whole_sequence(self.context, self._undo)
+        place_virtual_tokens(self.module, self.context, self._undo)
         counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]
         summed = [sums_ids(model) for model in self.models if is_encoder_decoder(model)]
         if any(PositionCount.BY_CUMSUM in each for each in counts) or any(summed):

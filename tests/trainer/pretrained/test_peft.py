@@ -1,9 +1,10 @@
-"""PEFT's adapters train as on one device, are saved alone and loaded by plain PEFT; prompts are refused by name."""
+"""PEFT's adapters train as on one device, are saved alone and loaded by plain PEFT; so do tokens before the sequence."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_sp import export_checkpoint
 from lightning_sp.testing import max_error
@@ -83,13 +84,31 @@ def test_plain_peft_loads_what_was_saved(pools, base, tmp_path):
         assert trained is None or max_error(value.double(), trained) < 1e-6, name
 
 
-@pytest.mark.parametrize("kind", ["prompt", "prefix"])
-def test_prompts_are_refused_by_name(pools, base, kind):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("prefix", "PrefixTuningConfig with 3 virtual tokens, which are keys and values of each layer and no part of the sequence"),
+        ("prompt, classes", "PromptTuningConfig with 4 virtual tokens in a PeftModelForSequenceClassification"),
+    ],
+)  # fmt: skip
+def test_virtual_tokens_that_stand_elsewhere_are_refused_by_name(pools, base, kind, said):
     case = dict(kind=kind, place="__init__", folder=base, strategy=RING, world=2)
-    name, number = {"prompt": ("PromptTuningConfig", 4), "prefix": ("PrefixTuningConfig", 3)}[kind]
     for (answer,) in pools(2).run(ranks.runs, [case]):
-        assert f"model has PEFT's {name} with {number} virtual tokens" in answer["error"], answer
+        assert f"model has PEFT's {said}" in answer["error"], answer
         assert "LoRA" in answer["error"]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prompt by a network"])
+def test_virtual_tokens_train_and_are_saved_as_on_one_device(pools, base, tmp_path, kind):
+    case = dict(kind=kind, place="__init__", folder=base)
+    alone, saved = str(tmp_path / "alone"), str(tmp_path / "saved")
+    (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, saved=alone, **case)])[0]
+    for strategy in (RING, ULYSSES):
+        for (actual,) in pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, saved=saved, **case)]):
+            same(actual, expected, case)
+        found, wanted = (load_file(f"{folder}/adapter_model.safetensors") for folder in (saved, alone))
+        assert set(found) == set(wanted) == {"prompt_embeddings"}
+        assert max_error(found["prompt_embeddings"], wanted["prompt_embeddings"]) < 1e-10
 
 
 def test_parameters_that_are_no_plain_tensors_are_refused_by_name(pools, base):

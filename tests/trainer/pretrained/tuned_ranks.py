@@ -20,10 +20,12 @@ from tests.trainer.tiny import BothWays, Plain, TokenDataset, _full
 
 def adapter(kind: str) -> Any:
     """Return PEFT's configuration of a kind of adapter."""
-    from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig
+    from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
 
-    if kind == "prompt":
-        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    if kind == "prompt by a network":
+        return PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=8)
+    if kind.startswith("prompt"):
+        return PromptTuningConfig(task_type="SEQ_CLS" if "classes" in kind else "CAUSAL_LM", num_virtual_tokens=4)
     if kind == "prefix":
         return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     if kind == "ia3":
@@ -88,6 +90,8 @@ class Tuned(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        # PEFT's logits have the virtual tokens before the others; on shards the batch has room for them too.
+        logits = logits[:, -batch["shift_labels"].shape[1] :]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
         self.losses.append(float(loss.detach()))
         return loss
@@ -160,6 +164,9 @@ def run(
     }
     if saved:
         answer["live"] = live_save(module.model, saved)
+        if strategy is None:
+            module.model.save_pretrained(saved)
+            return answer
         state = trainer.strategy.whole_state_dict(module.model)
         if trainer.is_global_zero:
             module.model.save_pretrained(saved, state_dict=state)

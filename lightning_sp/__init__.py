@@ -3,7 +3,7 @@
     config -> mesh -> batch sharding -> model rewrite -> attention -> loss -> gradients -> checkpoint
 
 These names are what a first script needs (`docs/api.md`); score functions, position biases and dropout come from `lightning_sp.attention`.
-Importing the package registers the strategy: ``Trainer(strategy="sequence_parallel")``.
+Importing the package registers the strategy, ``Trainer(strategy="sequence_parallel")``, and lets `load_from_checkpoint` read its folders.
 """
 
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
@@ -16,6 +16,7 @@ from lightning_sp.loss.cross_entropy import sharded_cross_entropy
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.registration import register_strategy
 from lightning_sp.strategy import SequenceParallelStrategy
+from lightning_sp.trainer.load_from_checkpoint import read_checkpoint_folders
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,3 +37,4 @@ __all__ = [
 ]
 
 register_strategy()
+read_checkpoint_folders()

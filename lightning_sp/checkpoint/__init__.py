@@ -1,6 +1,6 @@
 """Checkpoints: a DCP directory that is the same for every mesh, or one whole file; resumed on any degrees, exported for one process."""
 
-from lightning_sp.checkpoint.export import export_checkpoint
+from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
 from lightning_sp.checkpoint.folder import local_path
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
@@ -18,6 +18,7 @@ from lightning_sp.checkpoint.state import (
 __all__ = [
     "derived_seed",
     "export_checkpoint",
+    "is_checkpoint_folder",
     "load_checkpoint",
     "load_model_state",
     "load_optimizer_state",
@@ -25,6 +26,7 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "random_state",
+    "read_checkpoint_folder",
     "restore_random_state",
     "save_checkpoint",
     "sharded_like",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from lightning_sp.checkpoint.folder import damage, local_path, partial_path, read_manifest
+from lightning_sp.checkpoint.folder import MANIFEST, META, damage, local_path, partial_path, read_manifest
 from lightning_sp.checkpoint.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
 
@@ -50,6 +50,23 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
         save_file({name: value.contiguous() for name, value in state.items()}, temporary, metadata={"format": "pt"})
     temporary.replace(target)
     return target
+
+
+def is_checkpoint_folder(path: str | Path) -> bool:
+    """Return whether a path is of a folder that the strategy wrote, or began to write."""
+    folder = Path(path)
+    return any((folder / name).is_file() for name in (META, MANIFEST))
+
+
+def read_checkpoint_folder(path: str | Path) -> dict[str, Any]:
+    """Return a checkpoint folder as the dict that Lightning writes to a file, but for the optimizers' states.
+
+    Raises:
+        SequenceParallelError: it is half-written or damaged.
+    """
+    source = local_path(path)
+    checkpoint, _ = read_folder(source)
+    return {**checkpoint, "state_dict": read_model(source)}
 
 
 def read_model(source: Path, prefix: str = "") -> dict[str, Tensor]:

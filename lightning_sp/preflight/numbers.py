@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.explain.verdict import TOLERANCES
+from lightning_sp.preflight.recording.attributes import ATTRIBUTE
 from lightning_sp.preflight.recording.logged import WEIGHT, Number
 
 # Of one number a step's rounding in float32 makes some 1e-7; parts of models compute in that under float64 too.
@@ -125,6 +126,11 @@ def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) ->
         "mean over equally many tokens. A number that all ranks of a sequence have, counted by each: self.metric.process_group = "
         "self.trainer.strategy.data_parallel_group counts it once. A batch_size that counts a rank's own tokens: sync_dist=True adds them up"
     )
+    if any(each.name.endswith(ATTRIBUTE) for each in differ):
+        text += (
+            ". What a step leaves in an attribute is this rank's own: a later step would read that; make it of lightning_sp.reductions, or add "
+            "it up over the ranks before it is used"
+        )
     if decides := sorted({name for name in monitored if any(_is_of(name, each.name) for each in differ)}):
         raise SequenceParallelError(
             f"{text}. {', '.join(decides)} is monitored: checkpoints, early stopping or the learning rate would follow a wrong number; "

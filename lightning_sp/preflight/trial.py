@@ -167,6 +167,7 @@ class Trial:
                 num_sums = 0 if self.context.step is None else self.context.step.num_sums
                 gradients = _backward(self.module, loss)
                 buffers = buffers_of(self.module)
+                found.attributes(self.module)
                 found.metrics(self.module, None, self.control_group)
                 return Outcome(
                     loss=loss, gradients=gradients, buffers=buffers, num_sums=num_sums, numbers=found.numbers
@@ -192,6 +193,7 @@ class Trial:
         """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""
         with together(), self._alone(self.batch, seed), recorded_numbers(self.module) as found:
             self.run_whole()
+            found.attributes(self.module)
             found.metrics(self.module, self.context.mesh.data_group, self.control_group)
         return found.numbers
 

@@ -38,6 +38,18 @@ def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, world: int, strat
     ], said
 
 
+@pytest.mark.parametrize(("world", "strategy"), LAYOUTS[1:], ids=str)
+def test_what_a_step_keeps_of_a_shard_is_named_in_a_warning(pools: Any, world: int, strategy: dict[str, int]):
+    found, *others = pools(world).run(ranks.trained, world, ("right", "kept"), strategy)
+    assert [(each["error"], each["num_steps"]) for each in (found, *others)] == [("", 2)] * world
+    (said,) = found["said"]
+    rows = 2 if world == 2 else 1  # of a group's crop
+    assert f"self.num_tokens (attribute) = {16 * rows} (rank 0), on one device {32 * rows}" in said
+    assert "self.memory of shape (2, " in said
+    assert said.count("(attribute) =") == 2, said
+    assert "What a step leaves in an attribute is this rank's own" in said
+
+
 def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):
     for found in pools(2).run(ranks.trained, 2, ("right", "entropy"), dict(ring_size=2), "entropy_epoch"):
         assert "entropy_epoch is monitored: checkpoints, early stopping" in found["error"]

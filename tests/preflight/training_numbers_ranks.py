@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -11,13 +12,31 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from tests.preflight.evaluation_ranks import Shown
-from tests.trainer.tiny import TokenDataset, quiet_trainer
+from tests.trainer.tiny import VOCAB, TokenDataset, quiet_trainer
 
 
 class Trained(Shown):
-    """Shows in training what it would show in validation."""
+    """Shows in training what it would show in validation, and leaves something in attributes."""
 
-    training_step = Shown.validation_step
+    def __init__(self, *kinds: str) -> None:
+        super().__init__(*kinds)
+        self.num_steps, self.started_s, self.average = 0, 0.0, torch.zeros(())
+        self.last_logits: torch.Tensor | None = None
+        self.num_tokens, self.memory = 0, torch.zeros(2, VOCAB)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        loss = self.validation_step(batch, batch_idx)
+        with torch.no_grad():
+            logits = self.logits(batch)
+            if "right" in self.kinds:
+                self.num_steps += 1
+                self.started_s = time.perf_counter()
+                self.average = 0.9 * self.average + 0.1 * loss
+                self.last_logits = logits
+            if "kept" in self.kinds:
+                self.num_tokens += batch["input_ids"].numel()
+                self.memory[: len(logits)] = logits.mean(1).to(self.memory)
+        return loss
 
 
 def trained(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from lightning_sp.parallelize.fsdp.sharded_parts import PART_OPS, RANDOM_OPS, pa
 # Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
 _RUNS: list[property] = []
 _READ = torch.ops.aten._local_scalar_dense.default
+# Methods that may give one number of a whole tensor: a plain tensor at once, for what takes no DTensor (`torch.tensor([...])`), and for a log
+# that is read after the run.
+_NUMBERS = ("norm", "sum", "mean", "max", "min", "amax", "amin", "std", "var", "all", "any", "count_nonzero", "dot")
 
 
 @contextmanager
@@ -50,14 +54,30 @@ def _use_latest() -> None:
         handlers[_READ] = _read
         handlers.update({**dict.fromkeys(PART_OPS, _part), **dict.fromkeys(RANDOM_OPS, random)})
         DTensor.data = _RUNS[-1]  # type: ignore[assignment]
-        for name, method in writing_methods():
+        for name, method in _methods():
             setattr(DTensor, name, method)
     else:
         for op in (_READ, *PART_OPS, *RANDOM_OPS):
             handlers.pop(op, None)
         del DTensor.data
-        for name, _ in writing_methods():
+        for name, _ in _methods():
             delattr(DTensor, name)
+
+
+def _methods() -> Iterator[tuple[str, Any]]:
+    """Yield what a DTensor's methods are during a run; torch's class has none of its own by these names."""
+    yield from writing_methods()
+    for name in _NUMBERS:
+        yield name, _whole_number(getattr(torch.Tensor, name))
+
+
+def _whole_number(original: Any) -> Any:
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return found.full_tensor() if isinstance(found, DTensor) and found.dim() == 0 else found
+
+    return method
 
 
 def _part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

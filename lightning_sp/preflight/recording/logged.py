@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection
 
 from lightning_sp import comm
+from lightning_sp.preflight.recording.attributes import attributes_of, changed_attributes
 
 # Behind a name: what weighs the number in its mean over an epoch. Synchronized, the ranks' own add up.
 WEIGHT = " (batch_size)"
@@ -37,13 +38,15 @@ class StepNumbers:
 
     Args:
         log: `LightningModule.log`, whose arguments these are.
+        attributes: of the modules, as they were before the step.
 
     Attributes:
         numbers: by the name under which they are shown.
     """
 
-    def __init__(self, log: Any) -> None:
+    def __init__(self, log: Any, attributes: Mapping[str, Any]) -> None:
         self.numbers: dict[str, Number] = {}
+        self._attributes = attributes
         self._names: dict[int, str] = {}  # under which metrics are logged
         self._signature = inspect.signature(log)
 
@@ -65,6 +68,11 @@ class StepNumbers:
         for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             if isinstance(value, Tensor) and value.numel() == 1 and str(name) not in self.numbers:
                 self.numbers[f"{name} (returned)"] = Number(_plain(value))
+
+    def attributes(self, module: nn.Module) -> None:
+        """Take what the step has left in attributes of the user's modules."""
+        changed = changed_attributes(module, self._attributes)
+        self.numbers |= {name: Number(value) for name, value in changed.items()}
 
     def metrics(self, module: nn.Module, group: ProcessGroup | None, control_group: ProcessGroup | None) -> None:
         """Take what the module's metrics say of the step. Every rank must call it.
@@ -106,7 +114,8 @@ class StepNumbers:
 def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
     """Collect what a LightningModule logs in the block, instead of logging it; its metrics begin anew. Within `isolated`."""
     # Lightning's own: a user's override may take *args.
-    found = StepNumbers(next(vars(each)["log"] for each in reversed(type(module).__mro__) if "log" in vars(each)))
+    log = next(vars(each)["log"] for each in reversed(type(module).__mro__) if "log" in vars(each))
+    found = StepNumbers(log, attributes_of(module))
     for _, metric in _outermost_metrics(module):
         metric.reset()
     with ExitStack() as undo:

@@ -31,6 +31,9 @@ def _read(weight: Any) -> list[Any]:
         int(numbers[-1]),
         bool(weight.sum() > 0),
         bool(weight.isnan().any()),
+        # As Lightning's `grad_norm` makes its total.
+        *torch.tensor([weight.norm(), weight.data.norm(1), weight.sum(), weight.max(), weight.std()]).tolist(),
+        (weight / weight.norm()).abs().sum().item(),
     ]
 
 

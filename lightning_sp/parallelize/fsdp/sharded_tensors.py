@@ -75,7 +75,9 @@ def _whole_number(original: Any) -> Any:
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
-        return found.full_tensor() if isinstance(found, DTensor) and found.dim() == 0 else found
+        # One with a gradient stays: a penalty on sharded weights is refused where it meets the loss.
+        whole = isinstance(found, DTensor) and found.dim() == 0 and not found.requires_grad
+        return found.full_tensor() if whole else found
 
     return method
 

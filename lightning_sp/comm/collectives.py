@@ -120,7 +120,8 @@ def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tensor
-    return _sum(tensor, group)
+    total: Tensor = (_sum if torch.compiler.is_compiling() else _eager_sum)(tensor, group)
+    return total
 
 
 class _GatherOverRanks(torch.autograd.Function):
@@ -157,4 +158,4 @@ def gather_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor
         return [tensor]
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return gather(tensor, group)
-    return list(_gather(tensor, group))
+    return list((_gather if torch.compiler.is_compiling() else _eager_gather)(tensor, group))

@@ -32,7 +32,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.parallelize import reshard
+from lightning_sp.parallelize import check_optimized, reshard
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.current_sequence import CurrentSequence
@@ -45,6 +45,7 @@ from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch
 from lightning_sp.trainer.features import check_precision, check_trainer_features
+from lightning_sp.trainer.manual_optimization import tried_training_step
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -209,9 +210,11 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        check_optimized(self._module, self.optimizers)
         whole, after = self._first_batch.take(self._module.trainer.global_step)
         if whole is not None:
-            self._preflight(whole, self._handed.tried_step(batch, batch_idx), batch_idx, after)
+            step = self._handed.tried(tried_training_step, "on_train_batch_start", batch, batch_idx)
+            self._preflight(whole, step, batch_idx, after)
 
     def _preflight(self, batch: Any, step: Callable[..., Any], batch_idx: int, after: int) -> None:
         options = replace(self._shard_options, infer_sequences=self._infers and not after)
@@ -281,7 +284,8 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         if self._first_evaluations.is_due:
             told = {**loops.trial_options(self), "name": run.__name__}
             whole_output = self._whole_output if self._module.trainer.predicting else None
-            with self._tried(run, *args[1:]) as tried:
+            hook, indices = self._evaluated.batch_start_hook(self._module.trainer)
+            with self._tried(self._handed.tried(run, hook, args[0], *indices), *args[1:]) as tried:
                 self._first_evaluations.compare(self._steps, tried, whole_output=whole_output, **told)
         assert self._batch is not None
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)

@@ -61,7 +61,9 @@ def _plain(value: Any, where: str, strange: list[str], sharded: dict[str, DTenso
         return value.detach().cpu().clone()
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):  # OmegaConf's are no Mapping
+    is_class = isinstance(value, type)
+    # OmegaConf's are no Mapping.
+    if isinstance(value, Mapping) or (not is_class and hasattr(value, "items") and hasattr(value, "keys")):
         return {_key(k): _plain(v, f"{where}[{k!r}]", strange, sharded) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
         return {_plain(v, where, strange, None) for v in value}  # a name in a tensor's place would be a dict

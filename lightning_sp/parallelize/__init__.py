@@ -29,7 +29,7 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
-from lightning_sp.parallelize.supported_parameters import check_hooks, check_parameters
+from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "broadcast_initial_weights",
     "check_hooks",
     "check_layout",
+    "check_optimized",
     "check_parameters",
     "check_unsharded",
     "checkpoint_blocks",

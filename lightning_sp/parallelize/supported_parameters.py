@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import user_name
@@ -62,3 +66,25 @@ def check_hooks(root: nn.Module, *kinds: str) -> None:
                 f"{user_name(name)} has {num_hooks} hook(s) that FSDP2 would never call; register_post_accumulate_grad_hook works from "
                 "on_fit_start on, register_hook does not: change gradients there, in on_before_optimizer_step, or in a hook of the module"
             )
+
+
+def check_optimized(root: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse what an optimizer steps beside the shards of the model: its gradient is a rank's own. Equal on all ranks.
+
+    Args:
+        root: the sharded model.
+        optimizers: of a training that is about to make a step.
+
+    Raises:
+        SequenceParallelError: with the first such tensor.
+    """
+    stepped = (tensor for each in optimizers for group in each.param_groups for tensor in group["params"])
+    for tensor in stepped:
+        if isinstance(tensor, DTensor):
+            continue
+        names = [user_name(name) for name, parameter in root.named_parameters() if parameter is tensor]
+        what = names[0] if names else "a tensor that is no parameter of the LightningModule"
+        raise SequenceParallelError(
+            f"an optimizer steps {what}, of shape {tuple(tensor.shape)}, which was not there when the model was sharded: no rank would add its "
+            "gradient to the others'; make it a parameter of a module in __init__ or configure_model, and freeze it until it is to learn"
+        )

@@ -112,6 +112,7 @@ def _shown(
         ):
             output = run(part.batch, part.info)
             found.returned(output)
+            found.attributes(module)
             found.metrics(module, mesh.data_group, world)
             kept = [] if whole_output is None else leaves(output)
         runner.end_without_backward()
@@ -122,6 +123,7 @@ def _shown(
     with together(), isolated(module, runner.device), recorded_numbers(module) as found:
         output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
+        found.attributes(module)
         found.metrics(module, None, world)
         shown = [] if whole_output is None else leaves(whole_output(output))
     in_16_bits = has_16_bit_weights(module)

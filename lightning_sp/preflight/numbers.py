@@ -128,8 +128,8 @@ def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) ->
     )
     if any(each.name.endswith(ATTRIBUTE) for each in differ):
         text += (
-            ". What a step leaves in an attribute is this rank's own: a later step would read that; make it of lightning_sp.reductions, or add "
-            "it up over the ranks before it is used"
+            ". What a step leaves in an attribute is this rank's own: a later step, or the end of the epoch, would read that; make it of "
+            "lightning_sp.reductions, or add it up over the ranks before it is used"
         )
     if decides := sorted({name for name in monitored if any(_is_of(name, each.name) for each in differ)}):
         raise SequenceParallelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_sp.data.loaders.replace_sampler import is_filler_batch
-from lightning_sp.trainer.loops import evaluation_loop
+from lightning_sp.trainer.loops import evaluated_step, evaluation_loop
 
 
 class EvaluationProgress:
@@ -26,3 +26,9 @@ class EvaluationProgress:
         """Return whether all samples of the batch in progress belong to another rank."""
         loaders = evaluation_loop(trainer)._combined_loader
         return loaders is not None and is_filler_batch(loaders.flattened[self._loader], self._batch)
+
+    def batch_start_hook(self, trainer: Any) -> tuple[str, tuple[int, ...]]:
+        """Return the hook that has had the batch in progress, and what it was told: the batch's index, and the loader's of several."""
+        loop = evaluation_loop(trainer)
+        several = loop.num_dataloaders > 1 and getattr(loop, "_is_sequential", True)
+        return f"on_{evaluated_step(trainer)}_batch_start", (self._batch, self._loader) if several else (self._batch,)

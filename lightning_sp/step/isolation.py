@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from lightning_sp.parallelize import reshard
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
-_OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
+OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
 # The elements of longer lists and dicts, a data set in memory, are not looked into; in an object, larger tensors and arrays are not copied.
 MAX_VISITED = 10_000
@@ -109,13 +109,13 @@ def _snapshot(root: nn.Module) -> Callable[[], None]:
 def _remember_attributes(owner: Any, undo: list[Callable[[], object]]) -> list[Any]:
     """Add to `undo` what puts the attributes of an object back, and return their values."""
     attributes = vars(owner)
-    watched = {name: value for name, value in attributes.items() if name not in _OF_THE_FRAMEWORK}
+    watched = {name: value for name, value in attributes.items() if name not in OF_THE_FRAMEWORK}
     undo.append(partial(_restore_attributes, attributes, watched))
     return list(watched.values())
 
 
 def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in [n for n in attributes if n not in before and n not in _OF_THE_FRAMEWORK]:
+    for name in [n for n in attributes if n not in before and n not in OF_THE_FRAMEWORK]:
         del attributes[name]
     attributes.update(before)
 

@@ -1,4 +1,4 @@
-"""`on_train_batch_start` that changes the batch: it has this rank's shard, so the preflight must run it too.
+"""`on_train_batch_start` and its kin that change the batch: they have this rank's shard, so a trial must run them too.
 
 Elsewhere such hooks are not run in a trial, for what callbacks count and time cannot be put back.
 """
@@ -11,8 +11,6 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-
-from lightning_sp.trainer.manual_optimization import tried_training_step
 
 
 class HandedBatch:
@@ -29,13 +27,20 @@ class HandedBatch:
         self._entries = _entries(batch)
         return batch
 
-    def tried_step(self, batch: Any, batch_idx: int) -> Callable[..., Any]:
-        """Return what a trial runs for training_step: after the hooks, if they have changed the batch."""
+    def tried(self, step: Callable[..., Any], hook: str, batch: Any, *indices: int) -> Callable[..., Any]:
+        """Return what a trial runs for a step: after the hooks, if they have changed the batch.
+
+        Args:
+            step: given a strategy, a batch and what else the step asks for.
+            hook: the name of those that have had the batch.
+            batch: as they left it.
+            indices: that they are given: the batch's, and the loader's where there are several.
+        """
         before, now = self._entries, _entries(batch)
         same = before.keys() == now.keys() and all(
             now[name][0] is value and now[name][1] == version for name, (value, version) in before.items()
         )
-        return tried_training_step if same else partial(_after_hooks, batch_idx)
+        return step if same else partial(_after_hooks, step, hook, indices)
 
 
 def _entries(batch: Any) -> dict[Any, tuple[Any, int]]:
@@ -52,11 +57,13 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _after_hooks(batch_idx: int, strategy: Strategy, batch: Any, *others: Any) -> Any:
+def _after_hooks(
+    step: Callable[..., Any], hook: str, indices: tuple[int, ...], strategy: Strategy, batch: Any, *others: Any
+) -> Any:
     module = strategy.lightning_module
     assert module is not None
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         if type(callback).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "lightning_sp"):
-            callback.on_train_batch_start(module.trainer, module, batch, batch_idx)
-    module.on_train_batch_start(batch, batch_idx)
-    return tried_training_step(strategy, batch, *others)
+            getattr(callback, hook)(module.trainer, module, batch, *indices)
+    getattr(module, hook)(batch, *indices)
+    return step(strategy, batch, *others)

@@ -60,9 +60,30 @@ PREFLIGHT = (
     fault(
         "a hook that changes the batch, not tried",
         "trainer/batch_hooks.py",
-        "        return tried_training_step if same else partial(_after_hooks, batch_idx)\n",
-        "        return tried_training_step\n",
+        "        return step if same else partial(_after_hooks, step, hook, indices)\n",
+        "        return step\n",
         STOPPED,
+    ),
+    fault(
+        "what an evaluation keeps in attributes, not compared",
+        "preflight/evaluation.py",
+        "        found.attributes(module)\n        found.metrics(module, None, world)\n",
+        "        found.metrics(module, None, world)\n",
+        "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
+    ),
+    fault(
+        "an evaluation's hook that changes the batch, not tried",
+        "strategy.py",
+        "            with self._tried(self._handed.tried(run, hook, args[0], *indices), *args[1:]) as tried:\n",
+        "            with self._tried(run, *args[1:]) as tried:\n",
+        "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
+    ),
+    fault(
+        "a layer that came after sharding, let through",
+        "parallelize/supported_parameters.py",
+        "        if isinstance(tensor, DTensor):\n            continue\n",
+        "        continue\n",
+        "tests/parallelize/test_transformer_blocks.py::test_what_an_optimizer_steps_beside_the_shards_is_refused_by_name[True]",
     ),
     fault(
         "optimizers not tried on shards",

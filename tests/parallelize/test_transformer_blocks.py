@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp import without_gradient_sync
-from lightning_sp.parallelize.supported_parameters import check_hooks, check_parameters
+from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 
@@ -87,3 +87,14 @@ def test_hooks_of_shards_are_refused_where_they_would_not_be_one_devices():
 def test_embeddings_that_scale_their_own_rows_are_refused(kind):
     with pytest.raises(SequenceParallelError, match=r"^0 has max_norm=1\.0: its forward scales the rows"):
         check_parameters(nn.Sequential(kind(4, 2, max_norm=1.0)))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_an_optimizer_steps_beside_the_shards_is_refused_by_name(named):
+    root = nn.Sequential(nn.Linear(3, 2))
+    stepped = root[0].bias if named else torch.ones(2, requires_grad=True)
+    what = "0.bias" if named else "a tensor that is no parameter of the LightningModule"
+    with pytest.raises(
+        SequenceParallelError, match=rf"^an optimizer steps {what}, of shape \(2,\), which was not there"
+    ):
+        check_optimized(root, [torch.optim.SGD([stepped], lr=0.1)])

@@ -31,7 +31,7 @@ class Shown(Plain):
 
     def __init__(self, *kinds: str) -> None:
         super().__init__(lambda: GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=1, num_heads=4, max_positions=64)))
-        self.kinds, self.hits = kinds, list[torch.Tensor]()
+        self.kinds, self.hits, self.of_rows = kinds, list[torch.Tensor](), list[torch.Tensor]()
         self.accuracy = MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100)
         self.collection = MetricCollection({"mean": MeanMetric()}, prefix="of_")
         self.sum, self.own_sum = SumMetric(), SumMetric()
@@ -48,11 +48,22 @@ class Shown(Plain):
         if "gathered" in self.kinds:
             self.log("gathered", torch.cat(self.hits).mean())
 
+    def on_validation_batch_start(
+        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "masked" in self.kinds:  # by position, of a shard
+            batch["shift_labels"] = batch["shift_labels"].clone()
+            batch["shift_labels"][:, -3:] = -100
+
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
         logits, targets = self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten()
         loss, hit = F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).double()
         self.evaluator.losses.append(float(loss))
         self.hits.append(hit)
+        if "kept" in self.kinds:
+            self.of_rows.append((batch["shift_labels"] < 30).double().mean(1))
+        if "masked" in self.kinds:
+            self.log("masked_loss", loss)
         if "right" in self.kinds:
             self.log("val_loss", loss)
             self.log_dict({"synced": hit.mean()}, sync_dist=True)

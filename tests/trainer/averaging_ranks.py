@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,12 +28,24 @@ class OwnSetup(callbacks.WeightAveraging if hasattr(callbacks, "WeightAveraging"
         super().setup(trainer, pl_module, stage)
 
 
+class Growing(User):
+    """A module with a buffer that each batch changes: WeightAveraging averages it too, or takes the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(3))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.steps += torch.arange(3)
+
+
 def trained(
     name: str, strategy: dict[str, Any] | None, rows: int, precision: str, epochs: int, save: str = "", resume: str = ""
 ) -> dict[str, Any]:
     """Fit with an average, validated in each epoch; return the weights it ends with, what was logged, and where setup is."""
     torch.manual_seed(11 if not resume else 12)
-    module = User()
+    module = Growing()
     if name == "StochasticWeightAveraging":
         module.configure_model()  # plain Lightning averages nothing of what is built later
     average = getattr(callbacks, name)(**AVERAGES[name])
@@ -43,7 +56,9 @@ def trained(
     )  # fmt: skip
     loaders = [DataLoader(TokenDataset(8), batch_size=rows) for _ in range(2)]
     trainer.fit(module, *loaders, ckpt_path=resume or None)
-    weights = {n: _full(p.detach()).double().clone() for n, p in module.named_parameters()}
+    weights = {
+        n: _full(p.detach()).double().clone() for n, p in chain(module.named_parameters(), module.named_buffers())
+    }
     copied = [*average._average_model.parameters()]
     local = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in copied)
     trainer.validate(module, loaders[1], verbose=False)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from lightning_sp.parameter_names import user_name
+from lightning_sp.step.isolation import MAX_VISITED, OF_THE_FRAMEWORK
 
 # Behind a name, in messages.
 ATTRIBUTE = " (attribute)"
@@ -27,9 +31,19 @@ _LIBRARIES = {
 }
 
 
+class _Held(NamedTuple):
+    """A tensor in a list or dict: not copied, for there may be many."""
+
+    tensor: Tensor
+    version: int
+
+
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers and tensors in attributes of the user's modules, tensors copied, by the name that a user would write."""
-    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in _attributes(module)}
+    """Return the numbers and tensors in attributes of the user's modules, by the name that a user would write; tensors copied, but for
+    those in lists and dicts."""
+    found: dict[str, Any] = {name: _held(value) for name, value in _entries(module)}
+    found.update({name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in _attributes(module)})
+    return found
 
 
 def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str, float]:
@@ -40,8 +54,13 @@ def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str
         before: of `attributes_of`.
     """
     found = {}
-    for name, value in _attributes(module):
+    for name, value in chain(_attributes(module), _entries(module)):
         old = before.get(name)
+        if isinstance(old, _Held):
+            now = _held(value)
+            if isinstance(now, _Held) and now.tensor is old.tensor and now.version == old.version:
+                continue
+            old = None
         if isinstance(value, Tensor):
             if not isinstance(old, Tensor) or value.shape != old.shape or not torch.equal(value, old):
                 shape = f" of shape {tuple(value.shape)}" if value.dim() else ""
@@ -53,15 +72,38 @@ def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str
     return found
 
 
+def _held(value: Any) -> Any:
+    return _Held(value, 0 if value.is_inference() else value._version) if isinstance(value, Tensor) else value
+
+
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in _all_attributes(module) if _is_number(value))
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and tensors that lists and dicts in attributes hold."""
+    for name, value in _all_attributes(module):
+        if isinstance(value, (list, tuple, deque, dict)) and len(value) <= MAX_VISITED:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", each) for key, each in items if _is_number(each))
+
+
+def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, each in module.named_modules():
-        if all(base.__module__.partition(".")[0] in _LIBRARIES for base in type(each).__mro__):
+        # What metrics hold is compared as what they show.
+        if isinstance(each, Metric) or all(
+            base.__module__.partition(".")[0] in _LIBRARIES for base in type(each).__mro__
+        ):
             continue
         prefix = ".".join(["self", *([user_name(path)] if path else [])])
         for name, value in vars(each).items():
-            if isinstance(value, (bool, DTensor, nn.Parameter)):
-                continue
-            if isinstance(value, (int, float)) or (
-                isinstance(value, Tensor) and not value.is_complex() and not value.is_meta
-            ):
+            if name not in OF_THE_FRAMEWORK and name != "_buffers":
                 yield f"{prefix}.{name}", value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, DTensor, nn.Parameter)):
+        return False
+    return isinstance(value, (int, float)) or (
+        isinstance(value, Tensor) and not value.is_complex() and not value.is_meta
+    )

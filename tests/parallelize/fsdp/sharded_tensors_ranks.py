@@ -34,6 +34,9 @@ def _read(weight: Any) -> list[Any]:
         # As Lightning's `grad_norm` makes its total.
         *torch.tensor([weight.norm(), weight.data.norm(1), weight.sum(), weight.max(), weight.std()]).tolist(),
         (weight / weight.norm()).abs().sum().item(),
+        # Functions leave a sum that is not finished, which `item` finishes.
+        torch.sum(weight).item(),
+        float(torch.linalg.vector_norm(weight)),
     ]
 
 

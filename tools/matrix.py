@@ -46,8 +46,8 @@ class VersionSet:
 
 SETS = (
     VersionSet("oldest", "3.10", "constraints-oldest.txt"),
-    VersionSet("newest", "3.13", "constraints.txt"),
-    VersionSet("newest-torch", "3.13", "constraints.txt", upgrade=("torch",), required=False),
+    VersionSet("newest", "3.13", "constraints-newest.txt"),
+    VersionSet("newest-torch", "3.13", "constraints-newest.txt", upgrade=("torch",), required=False),
 )
 
 

@@ -57,8 +57,15 @@ ATTENTION = (
     fault(
         "a decoder's positions counted from its shard's start",
         "rewrite/hugging_face/positions/position_embeddings.py",
-        '"position_ids": positions}',
-        '"position_ids": None}',
+        "return (given, 0, positions), {}",
+        "return (given, 0, None), {}",
+        TWO_SEQUENCES,
+    ),
+    fault(
+        "a name of the cached tokens' count forgotten",
+        "rewrite/hugging_face/positions/position_embeddings.py",
+        '_CACHED = {"cache_length", "past_key_values_length"}',
+        '_CACHED = {"past_key_values_length"}',
         TWO_SEQUENCES,
     ),
     fault(

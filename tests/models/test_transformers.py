@@ -14,7 +14,7 @@ from tools.models.answers import Answers
 from tools.models.batches import IGNORED, PADDED, Batches, Trial, forms_of
 from tools.models.outcome import BEST_FIRST, worst
 from tools.models.page import PAGE, Row, page, read_page
-from tools.models.ranks import compare
+from tools.models.ranks import compare, reference, rows_differ
 from tools.models.registry import Case, entries, heads, left_out
 from tools.models.rules import HEAD_DIM, HEADS, KEY_VALUE_HEADS, VOCABULARY
 from tools.models.shrink import tiny_config
@@ -155,6 +155,14 @@ def test_a_model_that_ends_or_stops_its_ranks_loses_no_other():
         found = [answer_of(worlds(2), function) for function in (fail_on_rank_0, fine)]
     assert [each["outcome"] for each in found] == ["crash", "exact"]
     assert found[0]["why"] == "KeyError: 'a name of rank 0'"
+
+
+def test_the_order_of_a_batchs_rows_changes_nothing_in_float64(pools, tmp_path):
+    trial, file = Trial.of(cases()["llama"], "logits"), str(tmp_path / "reference.pt")
+    assert answer_of(pools(1), reference, trial, file)["outcome"] == "ran"
+    found = answer_of(pools(1), rows_differ, trial, file)
+    assert found["outcome"] == "exact"
+    assert found["error"] > 0, "the rows kept their order"
 
 
 def fail_on_rank_0() -> dict[str, str]:

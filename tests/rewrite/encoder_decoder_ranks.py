@@ -120,6 +120,33 @@ def hf(kind: str, **options: Any) -> nn.Module:
     return AutoModelForSeq2SeqLM.from_config(config)
 
 
+def bart_of_two_versions() -> nn.Module:
+    """Return a BART whose encoder counts as transformers' up to 5.23 does, its decoder as 5.24's: one count has two names."""
+    model = hf("bart", **BART)
+    inner = model.get_submodule("model")
+    for part, table in ((inner.encoder, _OfOneName), (inner.decoder, _OfAnother)):
+        given = part.embed_positions
+        part.embed_positions = table(*given.weight.shape)
+        part.embed_positions.weight = given.weight
+    return model
+
+
+class _OfOneName(nn.Embedding):
+    def forward(self, input_ids: Tensor, past_key_values_length: int = 0, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(past_key_values_length, past_key_values_length + input_ids.shape[1]).expand(
+                len(input_ids), -1
+            )
+        else:
+            position_ids = position_ids.unsqueeze(0)
+        return super().forward(position_ids + 2)
+
+
+class _OfAnother(_OfOneName):
+    def forward(self, input_ids: Tensor, cache_length: int = 0, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids, cache_length, position_ids)
+
+
 def bert2bert() -> nn.Module:
     from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel  # fmt: skip
 
@@ -180,6 +207,7 @@ BUILDS: dict[str, Any] = {
     "t5 gated": partial(hf, "t5", **T5, feed_forward_proj="gated-gelu"),
     "umt5": partial(hf, "umt5", **T5),
     "bart": partial(hf, "bart", **BART),
+    "bart of two versions": bart_of_two_versions,
     "headless": Headless,
     "with reader": WithReader,
     "blenderbot": partial(hf, "blenderbot", **BART),

@@ -177,7 +177,7 @@ BUILDS: dict[str, Any] = {
     # Before transformers 5.23 torch's function is its default, which drops the softcap: one device then trains another model, and the
     # preflight says so.
     "gemma2 softcap": partial(hf, "gemma2", **GEMMA2, attn_logit_softcapping=0.01, attn_implementation="eager"),
-    "gptj": partial(hf, "gptj", n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=128),
+    "gpt neo": partial(hf, "gpt_neo", hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["global"], 1]], max_position_embeddings=128),
     "encoder": partial(TorchEncoder, True),
     "full encoder": partial(TorchEncoder, False),
     "multihead": TorchAttention,

@@ -33,7 +33,7 @@ EXACT = [
     (dict(build="t5 gated", kind="hf_logits"), 1e-10),
     (dict(build="t5", kind="hf", data={"padding": "right"}, strategy={"activation_checkpointing": True}), 1e-10),
     (dict(build="umt5", kind="hf", data=LABELS), 1e-10),
-    (dict(build="bart", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
+    (dict(build="bart of two versions", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
     (dict(build="bart", kind="hf", data={"lengths": (30, 32)}), 1e-10),
     (dict(build="headless"), 1e-10),
     (dict(build="with reader", kind="with_reader", data={"lengths": (32, 16)}), 1e-10),

@@ -187,7 +187,7 @@ def test_an_explicit_mask_is_kept_to_within_declared_documents(pools):
 
 REFUSED = [
     (dict(build="qwen2 windowed layers"), ["Qwen2Attention has a sliding window of 16 tokens and the sequence 32"]),
-    (dict(build="gptj"), ["GPTJForCausalLM does not reach its attention through Hugging Face's interface"]),
+    (dict(build="gpt neo"), ["GPTNeoForCausalLM does not reach its attention through Hugging Face's interface"]),
     (dict(build="llama", kind="inner_mask"), ["a padding mask of shape (2, 16) that hides tokens reached the model"]),
     (dict(build="llama", kind="inner_mask", data={"kind": "padding"}), ["is not the batch's attention_mask"]),
     (dict(build="flex shard's documents"), ["mask_mod reads", "shard of shape (16,), of this rank's 16 of 32 tokens"]),

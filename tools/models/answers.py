@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -46,10 +47,11 @@ class Answers:
 
 
 def package_version() -> str:
-    """Return git's name of the package as it is committed, with a mark where files of it have changed since."""
+    """Return git's name of the package as committed, with a mark where its files changed since, and transformers' version."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], cwd=ROOT, text=True, capture_output=True, check=True).stdout.strip()
 
     changed = "+" if git("status", "--porcelain", "lightning_sp") else ""
-    return git("rev-parse", "--short=12", "HEAD:lightning_sp") + changed
+    package = git("rev-parse", "--short=12", "HEAD:lightning_sp")
+    return f"{package}{changed}, transformers {version('transformers')}"

@@ -1,8 +1,10 @@
 """Position embeddings of encoder-decoders that count the tokens of their input: they are handed this rank's positions instead.
 
-BART's and its kin's (`forward(input_ids, past_key_values_length=0, position_ids=None)`) count from 0 by their input's length, or are given such
-a count by the model, a shard's as if it were the sequence. Nothing else of the model takes positions. M2M-100's and its kin's count by a
-cumulative sum over their ids, which `cumulative_sum` makes the whole sequence's.
+BART's and its kin's (`forward(input_ids, cache_length=0, position_ids=None)`) count from 0 by their input's length, or are given such a count
+by the model, a shard's as if it were the sequence. Nothing else of the model takes positions. M2M-100's and its kin's count by a cumulative sum
+over their ids, which `cumulative_sum` makes the whole sequence's.
+
+They are known by what they take. Transformers renamed the count of the tokens that a cache holds in 5.24; models outside it have either name.
 """
 
 from __future__ import annotations
@@ -17,9 +19,8 @@ from torch import Tensor, nn
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 
-_PAST = "past_key_values_length"
-_COUNTS = [_PAST, "position_ids"]
-_FROM_IDS = ["input_ids", "inputs_embeds", _PAST]
+_CACHED = {"cache_length", "past_key_values_length"}
+_COUNTED = {"input_ids", "input_ids_shape"}
 
 
 def pass_positions_to_embeddings(model: nn.Module, context: SequenceContext, undo: ExitStack) -> bool:
@@ -29,9 +30,14 @@ def pass_positions_to_embeddings(model: nn.Module, context: SequenceContext, und
     """
     found = False
     for module in model.modules():
-        parameters = list(inspect.signature(module.forward).parameters)
-        if _PAST in parameters:
-            counts_as_bart = parameters[1:] == _COUNTS and parameters[0] in ("input_ids", "input_ids_shape")
+        parameters = _parameters(module)
+        if not _CACHED.isdisjoint(parameters):
+            counts_as_bart = (
+                len(parameters) == 3
+                and parameters[0] in _COUNTED
+                and parameters[1] in _CACHED
+                and parameters[2] == "position_ids"
+            )
             if counts_as_bart:
                 hook = _positions_hook(context, parameters[0])
             else:
@@ -48,7 +54,13 @@ def sums_ids(model: nn.Module) -> bool:
 
 def _sums_ids(module: nn.Module) -> bool:
     counts = hasattr(module, "create_position_ids_from_input_ids") and hasattr(module, "make_weights")
-    return counts and list(inspect.signature(module.forward).parameters) == _FROM_IDS
+    return (
+        counts and _parameters(module)[:2] == ["input_ids", "inputs_embeds"] and set(_parameters(module)[2:]) <= _CACHED
+    )
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
 def _grow_table(context: SequenceContext, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,7 +89,7 @@ def _positions_hook(context: SequenceContext, name: str) -> Any:
                 "give each row one document, or packed_documents=False if attention is to see the whole row"
             )
         positions = None if sequence.position_ids is None else sequence.position_ids[0]
-        return (), {name: given, _PAST: 0, "position_ids": positions}
+        return (given, 0, positions), {}
 
     return pass_positions
 

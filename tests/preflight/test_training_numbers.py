@@ -46,7 +46,8 @@ def test_what_a_step_keeps_of_a_shard_is_named_in_a_warning(pools: Any, world: i
     rows = 2 if world == 2 else 1  # of a group's crop
     assert f"self.num_tokens (attribute) = {16 * rows} (rank 0), on one device {32 * rows}" in said
     assert "self.memory of shape (2, " in said
-    assert said.count("(attribute) =") == 2, said
+    assert f"self.of_rows[0] of shape ({rows},) (attribute) = " in said
+    assert said.count("(attribute) =") == 3, said
     assert "What a step leaves in an attribute is this rank's own" in said
 
 

@@ -25,7 +25,7 @@ LAYOUTS = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
 
 
 def reference(
-    trial: Trial, file: str, seed: int = 5, precision: str = "64-true", *, rows_turned: bool = False
+    trial: Trial, file: str, seed: int = 5, precision: str = "64-true", *, reverse_rows: bool = False
 ) -> dict[str, Any]:
     """Train on one device with plain Lightning, and write weights before and after to a file; return whether that ran, or why it cannot."""
     quiet()
@@ -34,7 +34,7 @@ def reference(
         before = weights_of(module)
         torch.manual_seed(seed)
         _trainer(strategy="auto", devices=1, precision=precision).fit(
-            module, _loader(trial, module, rows_turned=rows_turned)
+            module, _loader(trial, module, reverse_rows=reverse_rows)
         )
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
@@ -90,12 +90,12 @@ def seeds_differ(trial: Trial, file: str) -> dict[str, Any]:
 
 def rows_differ(trial: Trial, file: str) -> dict[str, Any]:
     """Compare the plain step whose batches have their rows in another order with that of the file: what is left is one device's own rounding."""
-    other = f"{file}.turned"
-    ran = reference(trial, other, rows_turned=True)
+    other = f"{file}.reversed"
+    ran = reference(trial, other, reverse_rows=True)
     if ran["outcome"] != "ran":
         return ran
-    turned = torch.load(other)
-    return compare(turned["after"], turned["losses"], torch.load(file))
+    other_order = torch.load(other)
+    return compare(other_order["after"], other_order["losses"], torch.load(file))
 
 
 def compare(weights: dict[str, Tensor], losses: list[float], expected: dict[str, Any]) -> dict[str, Any]:
@@ -134,9 +134,9 @@ def _trainer(**options: Any) -> pl.Trainer:
     )  # fmt: skip
 
 
-def _loader(trial: Trial, module: User, *, rows_turned: bool = False) -> DataLoader[Any]:
+def _loader(trial: Trial, module: User, *, reverse_rows: bool = False) -> DataLoader[Any]:
     batches = Batches(trial, module.model)
-    if rows_turned:
+    if reverse_rows:
         batches.rows = [batches.rows[i - i % ROWS + ROWS - 1 - i % ROWS] for i in range(len(batches))]
     return DataLoader(batches, batch_size=ROWS)
 

@@ -31,7 +31,7 @@ _LIBRARIES = {
 }
 
 
-class _Held(NamedTuple):
+class _TensorVersion(NamedTuple):
     """A tensor in a list or dict: not copied, for there may be many."""
 
     tensor: Tensor
@@ -41,7 +41,7 @@ class _Held(NamedTuple):
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors in attributes of the user's modules, by the name that a user would write; tensors copied, but for
     those in lists and dicts."""
-    found: dict[str, Any] = {name: _held(value) for name, value in _entries(module)}
+    found: dict[str, Any] = {name: _without_copy(value) for name, value in _entries(module)}
     found.update({name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in _attributes(module)})
     return found
 
@@ -56,9 +56,9 @@ def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str
     found = {}
     for name, value in chain(_attributes(module), _entries(module)):
         old = before.get(name)
-        if isinstance(old, _Held):
-            now = _held(value)
-            if isinstance(now, _Held) and now.tensor is old.tensor and now.version == old.version:
+        if isinstance(old, _TensorVersion):
+            now = _without_copy(value)
+            if isinstance(now, _TensorVersion) and now.tensor is old.tensor and now.version == old.version:
                 continue
             old = None
         if isinstance(value, Tensor):
@@ -72,8 +72,8 @@ def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str
     return found
 
 
-def _held(value: Any) -> Any:
-    return _Held(value, 0 if value.is_inference() else value._version) if isinstance(value, Tensor) else value
+def _without_copy(value: Any) -> Any:
+    return _TensorVersion(value, 0 if value.is_inference() else value._version) if isinstance(value, Tensor) else value
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 # The ranks of a test share the machine's few cores, so that threads within a rank only get in each other's way.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# A hundred processes import the package: they find its bytecode, whatever the caller's shell says of it.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # Files of tests that run at a time: a test of ranks leaves a core idle while its processes start. Planted faults likewise.
 WORKERS ?= 2

@@ -7,6 +7,7 @@ No rank outlives the process that started it, whatever the rank does and however
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import queue
@@ -169,6 +170,8 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, result
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
+    # What the server imported stays: each fit ends with a collection of garbage, which would search all of it.
+    gc.freeze()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined,unused-ignore]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import defaultdict
@@ -9,11 +10,7 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-# Where ranks outnumber the cores, gloo's thread spins on a lock whose owner waits for a core. A batch process is not interrupted by
-# every message that arrives: a sixth of the suite's time, docs/log/structure.md. What this process starts inherits it.
-if hasattr(os, "SCHED_BATCH"):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
+import tests.processes  # noqa: F401, before Lightning is imported
 from lightning_sp.testing import RankPool
 
 # Ranks and tests share a few cores: how long one example takes says nothing.
@@ -27,6 +24,7 @@ settings.register_profile("long", max_examples=2000, deadline=None)
 TIMEOUT_S = 480.0
 # What ranks import in one test or another, and a rank imports in seconds: the ranks' server imports it once.
 PRELOAD = (
+    "tests.processes",
     "torch._dynamo",
     "torch.nn.attention.flex_attention",
     "transformers.models.llama.modeling_llama",
@@ -57,6 +55,11 @@ def pytest_collection_modifyitems(items):
     """Put the longest files first; `make test` hands them out in this order (`--no-loadscope-reorder`)."""
     place = {file: i for i, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def pytest_collection_finish():
+    """Search what was imported no more when garbage is collected: it stays, and each fit ends with a collection."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 
-Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
+Pair = tuple[tuple[str, Hashable], ...]
 
 
-def covering(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
+def covering(rows: Sequence[Mapping[str, Hashable]], num_axes: int = 2) -> list[int]:
     """Return the numbers of rows, in their order, that have every pair of two axes' values that any row has.
 
     The same rows give the same answer: the row with the most new pairs is next, the first of equals.
 
     Args:
         rows: axis -> value; what an axis has no value for leaves the axis out.
+        num_axes: 1 for rows that have every value instead.
     """
-    pairs = [_pairs(row) for row in rows]
+    pairs = [_pairs(row, num_axes) for row in rows]
     missing = set().union(*pairs)
     chosen: list[int] = []
     while missing:
@@ -30,5 +31,5 @@ def covering(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
     return sorted(chosen)
 
 
-def _pairs(row: Mapping[str, Hashable]) -> set[Pair]:
-    return set(itertools.combinations(sorted(row.items(), key=lambda item: item[0]), 2))
+def _pairs(row: Mapping[str, Hashable], num_axes: int) -> set[Pair]:
+    return set(itertools.combinations(sorted(row.items(), key=lambda item: item[0]), num_axes))

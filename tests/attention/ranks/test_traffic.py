@@ -127,7 +127,7 @@ def test_no_dense_scores_or_mask_at_16384_tokens(pools, world, degrees, lengths)
 def test_peak_of_ulysses_is_that_of_the_kernels_backward():
     # In tensors of this rank's tokens and all heads: what was saved, q, k, v, out (4) and out itself (1), and in the kernel the gradient of out
     # and dq, dk, dv (4). Where the gradients are packed, exchanged and laid there are out and twice three. Else the saved ones would add up: 11.
-    heads, length, dim = 4, 4096, 256
+    heads, length, dim = 16, 1024, 256
     unit = length // 4 * heads * dim * 4
     # Ranks of its own: what earlier calls have left in a rank's heap decides where tensors lie, and whether their memory goes back.
     with RankPool(4, timeout_s=60) as pool:

@@ -214,7 +214,7 @@ class Written(callbacks.BasePredictionWriter):
 CALLBACKS: dict[str, Any] = {
     "timer": lambda: callbacks.Timer(duration={"hours": 1}),
     "lambda": lambda: callbacks.LambdaCallback(on_train_batch_end=lambda *_: None),
-    "finder": lambda: callbacks.LearningRateFinder(num_training_steps=30, early_stop_threshold=None),
+    "finder": lambda: callbacks.LearningRateFinder(num_training_steps=15, early_stop_threshold=None),
     "thaw": Thaw,
     "summary": lambda: callbacks.ModelSummary(),
     "pruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.5),
@@ -287,7 +287,7 @@ def run(
     user = Hooked(hook, scheduler)
     user.lr = 0.02
     loader = None if hook == "loaders" else DataLoader(TokenDataset(10), batch_size=2)
-    chosen = [CALLBACKS[callback]()] if callback else []
+    chosen = [CALLBACKS[name]() for name in callback.split(", ") if name]
     given = [PLUGINS[plugin]()] if plugin else []
     try:
         trainer = trainer_of(strategy, world, callbacks=chosen, plugins=given, **options)

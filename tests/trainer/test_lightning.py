@@ -28,8 +28,9 @@ FEATURES = {
     "max_time": dict(max_time={"hours": 1}),
 }  # fmt: skip
 
-# The other half is tried by the preflight, and by turns in the slow test.
+# The preflight tries four of them, among them what moves the optimizer or validates before the first step; all in the slow test.
 LAYOUTS = [dict(ring_size=2, preflight=False), dict(ulysses_size=2)]
+TRIED = ("overfit_batches", "sanity check", "one cycle", "manual accumulation")
 
 
 def logged(actual, expected, name):
@@ -51,9 +52,11 @@ def same(actual, expected, name):
         assert max_error(actual["weights"][parameter], weight) < 1e-10, (name, parameter)
 
 
-def hold_features(pools, names, strategies):
+def hold_features(pools, names, strategies, tried):
     alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **FEATURES[n]) for n in names])[0]
-    runs = [dict(strategy=s, world=2, **FEATURES[n]) for n, s in zip(names, cycle(strategies), strict=False)]
+    chosen = zip(names, cycle(strategies), strict=False)
+    chosen = [(n, s if n in tried else {**s, "preflight": False}) for n, s in chosen]
+    runs = [dict(strategy=s, world=2, **FEATURES[n]) for n, s in chosen]
     for answers in pools(2).run(ranks.runs, runs):
         for name, actual, expected in zip(names, answers, alone, strict=True):
             same(actual, expected, name)
@@ -61,19 +64,20 @@ def hold_features(pools, names, strategies):
 
 def test_a_feature_of_the_trainer_is_as_on_one_device(pools):
     """A feature runs in one layout, the next one in the other: what it does to a step does not depend on it."""
-    hold_features(pools, list(FEATURES), LAYOUTS)
+    hold_features(pools, list(FEATURES), LAYOUTS, TRIED)
 
 
 @pytest.mark.slow
-def test_a_feature_in_the_other_layout(pools):
-    hold_features(pools, list(FEATURES), LAYOUTS[::-1])
+@pytest.mark.parametrize("layouts", [LAYOUTS, LAYOUTS[::-1]], ids=["tried by the preflight", "in the other layout"])
+def test_a_feature_and_the_preflight(pools, layouts):
+    hold_features(pools, list(FEATURES), layouts, list(FEATURES))
 
 
 @pytest.mark.parametrize("positions", ["restarting", "jumping"])
 def test_positions_alone_part_no_documents_where_that_is_declared(pools, positions):
-    (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, positions=positions)])[0]
+    (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, size=4, positions=positions)])[0]
     for strategy in (dict(ring_size=2, packed_documents=False), dict(ulysses_size=2, packed_documents=False)):
-        (actual,) = pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, positions=positions)])[0]
+        (actual,) = pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, size=4, positions=positions)])[0]
         same(actual, expected, positions)
 
 
@@ -111,9 +115,9 @@ def test_a_mean_of_integers_is_not_rounded_down(pools):
 def test_tokens_are_counted_once_whoever_holds_them(pools):
     # 30 tokens are padded for four ranks, and five samples do not fill the last batch: what completes them does not count.
     for strategy, samples in (
-        (dict(ring_size=4), 4),
+        (dict(ring_size=4, preflight=False), 4),
         (dict(data_parallel_size=2, ring_size=2), 5),
-        (dict(data_parallel_size=4), 5),
+        (dict(data_parallel_size=4, preflight=False), 5),
     ):
         assert pools(4).run(ranks.tokens_seen, strategy, 4, 30, samples) == [samples * 30] * 4, strategy
 

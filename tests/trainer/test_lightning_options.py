@@ -13,18 +13,17 @@ BAREBONES = dict.fromkeys(
 HONOURED = {
     **{hook: dict(hook=hook) for hook in ranks.HOOKS if hook not in ("schedule", "none", "replicated")},
     "schedule": dict(hook="schedule", scheduler="steps"),
-    "detect_anomaly": dict(detect_anomaly=True),
-    "deterministic": dict(deterministic=True),
+    # What changes nothing of a step, and what looks on, is tried together.
+    "detect_anomaly, deterministic, profiler, inference_mode": dict(
+        detect_anomaly=True, deterministic=True, profiler="simple", inference_mode=False
+    ),
     "barebones": dict(barebones=True, **BAREBONES),
-    "profiler": dict(profiler="simple"),
-    "inference_mode": dict(inference_mode=False),
     "gradient_clip_val": dict(gradient_clip_val=0.05),
     "reload_dataloaders_every_n_epochs": dict(reload_dataloaders_every_n_epochs=1, max_epochs=2),
     "min_steps": dict(min_steps=7, max_epochs=1),
-    **{
-        name: dict(callback=name, max_epochs=2)
-        for name in ("timer", "lambda", "finder", "thaw", "summary", "accumulation of one", "gradients", "spikes")
-    },
+    "finder": dict(callback="finder"),
+    "thaw": dict(callback="thaw", max_epochs=2),
+    **{name: dict(callback=name) for name in ("timer, lambda, summary, spikes", "accumulation of one, gradients")},
 }
 REFUSED = {
     "sync_batchnorm": (dict(sync_batchnorm=True), "sync_batchnorm=True, or the plugin TorchSyncBatchNorm: batch norm over 2"),

@@ -10,13 +10,22 @@ from lightning_sp.testing import max_error
 from tests.trainer.compile import compile_ranks as ranks
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
+# The preflight tries a GPT compiled whole and a Llama of compiled blocks: it compiles each again, for its crops.
 CASES = [
     dict(model="gpt", how="torch.compile(model)", strategy=dict(**RING, preflight=False)),
     # compile=True finds nothing left to compile, so that no Inductor is started.
     dict(model="gpt", how="torch.compile(model)", strategy=dict(**ULYSSES, compile=True), early=True),
     dict(model="gpt", how="torch.compile(model)", strategy=dict(**RING, preflight=False), before=True),
-    dict(model="hugging face", how="model.compile()", strategy=dict(**RING, activation_checkpointing=True)),
-    dict(model="gpt", how="block.compile()", strategy=dict(**ULYSSES, compile=True, activation_checkpointing=True)),
+    dict(
+        model="hugging face",
+        how="model.compile()",
+        strategy=dict(**RING, activation_checkpointing=True, preflight=False),
+    ),
+    dict(
+        model="gpt",
+        how="block.compile()",
+        strategy=dict(**ULYSSES, compile=True, activation_checkpointing=True, preflight=False),
+    ),
     dict(
         model="hugging face",
         how="torch.compile(block)",

@@ -29,6 +29,10 @@ def expected(pools):
     return dict(zip(BUILDS, pools(1).run(ranks.run, 1, [dict(build=b, max_epochs=2) for b in BUILDS])[0], strict=True))
 
 
+def _first_epoch(one):
+    return {"losses": one["losses"][:2], "grads": one["grads"][:2]}
+
+
 def _same(answer, one, *, losses=True):
     assert not answer["error"], answer["error"]
     if losses:
@@ -43,15 +47,19 @@ def _same(answer, one, *, losses=True):
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_layout_drops_what_one_process_drops(pools, expected, world):
     first, *others = LAYOUTS[world]
+    # The first layout trains a second epoch.
     cases = [dict(build=b, max_epochs=2, **first) for b in (BUILDS if world == 2 else BUILDS[::2])]
     cases += [
-        dict(build=b, max_epochs=2, **layout) for i, layout in enumerate(others) for b in BUILDS[(i + 1) % 2 :: 2]
+        dict(build=b, max_epochs=1, **layout) for i, layout in enumerate(others) for b in BUILDS[(i + 1) % 2 :: 2]
     ]
     # Hugging Face's norms compute in float32, whose rounding is another one for a loss weighted by a micro-batch's tokens.
     cases = [c for c in cases if c["build"] not in ("llama", "gpt oss") or "accumulate_grad_batches" not in c]
     for answers in pools(world).run(ranks.run, world, cases):
         for case, answer in zip(cases, answers, strict=True):
-            _same(answer, expected[case["build"]], losses="accumulate_grad_batches" not in case)
+            one = expected[case["build"]]
+            if case["max_epochs"] == 1:
+                one = _first_epoch(one)
+            _same(answer, one, losses="accumulate_grad_batches" not in case)
 
 
 def test_two_layers_and_two_steps_drop_other_weights(pools, expected):
@@ -86,7 +94,7 @@ def test_a_resumed_run_drops_what_the_uninterrupted_one_drops(pools, expected, t
     for begun, resumed in pools(2).run(ranks.run, 2, [first, then]):
         assert not begun["error"], begun["error"]
         one = expected["plain"]
-        _same(begun, {"losses": one["losses"][:2], "grads": one["grads"][:2]})
+        _same(begun, _first_epoch(one))
         _same(resumed, {"losses": one["losses"][2:], "grads": one["grads"][2:]})
 
 

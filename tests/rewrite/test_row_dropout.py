@@ -16,7 +16,8 @@ LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (
 
 @pytest.mark.parametrize("arguments", [dict(), dict(functional=False), dict(repeats=2)], ids=str)
 def test_every_layout_drops_the_same_of_a_row(pools: Any, arguments: dict[str, Any]):
-    runs = [pools(world).run(ranks.trained, strategy, 4, arguments) for world, strategy in LAYOUTS]
+    layouts = LAYOUTS[:2] if arguments else LAYOUTS
+    runs = [pools(world).run(ranks.trained, strategy, 4, arguments) for world, strategy in layouts]
     first = runs[0][0]
     assert first["error"] == ""
     assert len(first["losses"]) == 2

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from tests.trainer.tiny import _full
 
-VOCAB, LENGTH, PAD, STEPS = 61, 22, 60, 3
+VOCAB, LENGTH, PAD, STEPS = 61, 22, 60, 2
 SMALL = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=64,
     pad_token_id=PAD, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, hidden_dropout_prob=0.0, classifier_dropout=0.0,

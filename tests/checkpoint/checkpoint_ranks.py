@@ -238,7 +238,7 @@ def epoch_samples(world: int, strategy: dict[str, Any], path: str, options: dict
     model = Trained(build=byte_gpt)
     trainer = quiet_trainer(
         world,
-        strategy=strategy,
+        strategy={**strategy, "preflight": "resume" not in options},
         max_steps=options["until"],
         max_epochs=-1,
         accumulate_grad_batches=options["accumulate"],
@@ -260,8 +260,8 @@ def model_checkpoint(world: int, path: str) -> dict[str, Any]:
     saver = ModelCheckpoint(path, "{epoch}-{val_loss:.6f}", monitor="val_loss", save_top_k=2, save_last=True)
     stopper = EarlyStopping("val_loss", patience=10)
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver, stopper], "num_sanity_val_steps": 1}
-    trainer = quiet_trainer(world, strategy=DP_RING if world == 4 else {}, max_epochs=3, **options)
-    train_data, val_data = DataLoader(Numbered(8), batch_size=1), DataLoader(Numbered(4), batch_size=1)
+    trainer = quiet_trainer(world, strategy={"preflight": False}, max_epochs=3, **options)
+    train_data, val_data = DataLoader(Numbered(4), batch_size=1), DataLoader(Numbered(2), batch_size=1)
     trainer.fit(model, train_data, val_data)
     files = sorted(each.name for each in Path(path).iterdir())
     best, best_score = float(trainer.callback_metrics["val_loss"]), float(saver.best_model_score or 0)
@@ -270,7 +270,7 @@ def model_checkpoint(world: int, path: str) -> dict[str, Any]:
     }
     tested = trainer.test(model, val_data, ckpt_path="best", verbose=False)[0]["val_loss"]
     predictions = trainer.predict(model, val_data, ckpt_path="best")
-    trainer.fit_loop.max_epochs = 5
+    trainer.fit_loop.max_epochs = 4
     trainer.fit(model, train_data, val_data, ckpt_path="last")
     return {
         "files": files,
@@ -295,7 +295,7 @@ def hyper_parameters(world: int, path: str) -> dict[str, Any]:
     trainer.fit(model, loader)
     trainer.save_checkpoint(path)
     stored = torch.load(Path(path) / folder.META, weights_only=True)
-    again = quiet_trainer(world, max_steps=2)
+    again = quiet_trainer(world, strategy={"preflight": False}, max_steps=2)
     again.fit(Trained(), loader, ckpt_path=path)
     return {"hyper_parameters": stored["hyper_parameters"], "step": again.global_step, "known": stored["lightning_sp"]}
 
@@ -330,7 +330,7 @@ def replaced(world: int, path: str) -> list[tuple[str, int]]:
 def save_refused(world: int, path: str, what: str) -> str:
     """Save where or what cannot be saved; return the message."""
     callbacks = [Counting(Colour.RED)] if what == "strange" else []
-    trainer = quiet_trainer(world, max_steps=1, callbacks=callbacks)
+    trainer = quiet_trainer(world, strategy={"preflight": False}, max_steps=1, callbacks=callbacks)
     trainer.fit(Trained(), DataLoader(Numbered(4), batch_size=2))
     try:
         trainer.save_checkpoint(path, storage_options={"a": 1} if what == "storage" else None)

@@ -41,6 +41,9 @@ def results(pools: Any, folder: Path) -> dict[str, list[Any]]:
     def four(strategy: dict[str, Any] = ULYSSES_4, micro: int = 2, **more: Any) -> dict[str, Any]:
         return {"world": 4, "strategy": strategy, "micro": micro, **more}
 
+    def two(strategy: dict[str, Any] | None = None, micro: int = 2, **more: Any) -> dict[str, Any]:
+        return {"world": 2, "strategy": strategy or {"ulysses_size": 2}, "micro": micro, **more}
+
     def short(**more: Any) -> dict[str, Any]:
         return {
             "world": 2,
@@ -54,35 +57,21 @@ def results(pools: Any, folder: Path) -> dict[str, list[Any]]:
     one_file = {"strategy": {**RING_ULYSSES, "save_distributed_checkpoint": False}}
     # What an optimizer or a precision stores does not depend on the number of ranks.
     in_two: Runs = {
-        **{
-            name: run
-            for kind in ("sgd", "groups")
-            for name, run in pair(kind, short(module={"optimizer": kind})).items()
-        },
+        **pair("sgd in bf16-mixed", short(module={"optimizer": "sgd"}, precision="bf16-mixed")),
+        **pair("groups in bf16-true", short(module={"optimizer": "groups"}, precision="bf16-true")),
         **pair("momentum", short(module={"optimizer": "momentum"}, max_epochs=2)),
         **pair("two", short(module={"optimizer": "two"}, max_steps=6), {"max_steps": 2}),
-        **pair("bf16-true", short(precision="bf16-true")),
-        **pair("bf16-mixed", short(precision="bf16-mixed")),
+        "no optimizer": two(module={"optimizer": "none"}, max_steps=-1, max_epochs=1, save=at("none")),
+        "no optimizer resumed": two(module={"optimizer": "none"}, max_steps=-1, max_epochs=2, resume=at("none")),
+        **pair("dropout", two({"ring_size": 2}, module={"dropout": 0.2})),
+        "dropout elsewhere": two({"data_parallel_size": 2}, 1, module={"dropout": 0.2}, resume=at("dropout")),
     }
     in_four: Runs = {
         **pair("folder", four(callback=7)),
         "to dp 2 x ring 2": four({**DP_RING, "shard_size": 2}, 1, resume=at("folder"), callback=7),
         "stop of a file": {**four(), **one_file, "max_steps": 2, "save": at("file.ckpt")},
         "to ring 2 x ulysses 2 from a file": four(RING_ULYSSES, resume=at("file.ckpt")),
-        "no optimizer": four(module={"optimizer": "none"}, max_steps=-1, max_epochs=1, save=at("none")),
-        "no optimizer resumed": four(module={"optimizer": "none"}, max_steps=-1, max_epochs=2, resume=at("none")),
-        **pair("dropout", four(RING_ULYSSES, module={"dropout": 0.2})),
-        "dropout elsewhere": four(DP_RING, 1, module={"dropout": 0.2}, resume=at("dropout")),
-        **pair("stream", four(DP_RING, 1, data="stream", size=24)),
-        "stream on other degrees": four(ULYSSES_4, 2, data="stream", size=24, resume=at("stream")),
-        "weights alone": four(max_steps=2, save=at("weights"), weights_only=True),
-        "resume of weights": four(resume=at("weights")),
-        "another global batch": four(micro=1, resume=at("folder")),
-        "another optimizer": four(module={"optimizer": "sgd"}, resume=at("folder")),
-        "other groups": four(module={"optimizer": "groups"}, resume=at("folder")),
-        "fewer optimizers": four(module={"optimizer": "none"}, resume=at("folder")),
-        "another order": four(data="sequential", resume=at("folder")),
-        "two in a row": four(DP_RING, 1, data="sequential", max_steps=4, accumulate_grad_batches=2, save=at("plain")),
+        **pair("stream", four(DP_RING, 1, data="stream", max_steps=4)),
     }
     in_one: Runs = {
         "to one process": {"world": 1, "strategy": {}, "micro": 4, "resume": at("folder"), "accumulate_grad_batches": 1},
@@ -93,12 +82,21 @@ def results(pools: Any, folder: Path) -> dict[str, list[Any]]:
         "plain within an epoch": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1,
                                   "max_steps": 2, "save": at("within.ckpt")},
     }  # fmt: skip
-    from_plain: Runs = {
-        "from plain Lightning": four(DP_RING, 1, data="sequential", resume=at("plain.ckpt")),
-        "from within a plain epoch": four(DP_RING, 1, data="sequential", resume=at("within.ckpt")),
+    from_plain: Runs = {"from plain Lightning": four(DP_RING, 1, data="sequential", resume=at("plain.ckpt"))}
+    # What is refused is refused before the first step, of four ranks' checkpoints too.
+    refused: Runs = {
+        "stream on other degrees": two(data="stream", resume=at("stream")),
+        "weights alone": two(max_steps=1, save=at("weights"), weights_only=True),
+        "resume of weights": two(resume=at("weights")),
+        "another global batch": two(micro=1, resume=at("folder")),
+        "another optimizer": two(module={"optimizer": "sgd"}, resume=at("folder")),
+        "other groups": two(module={"optimizer": "groups"}, resume=at("folder")),
+        "fewer optimizers": two(module={"optimizer": "none"}, resume=at("folder")),
+        "another order": two(data="sequential", resume=at("folder")),
+        "from within a plain epoch": two(data="sequential", resume=at("within.ckpt")),
     }
     found: dict[str, list[Any]] = {}
-    for world, runs in ((2, in_two), (4, in_four), (1, in_one), (4, from_plain)):
+    for world, runs in ((2, in_two), (4, in_four), (1, in_one), (4, from_plain), (2, refused)):
         # A few in one call: a pool's time limit is for a call.
         for start in range(0, len(runs), 6):
             part = dict(list(runs.items())[start : start + 6])
@@ -147,7 +145,7 @@ def test_epochs_are_shuffled_differently(results: dict[str, list[Any]]) -> None:
     assert numbers[:8] != numbers[16:24]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "groups", "two", "dropout", "bf16-true", "bf16-mixed", "stream"])
+@pytest.mark.parametrize("kind", ["sgd in bf16-mixed", "momentum", "groups in bf16-true", "two", "dropout", "stream"])
 def test_a_resume_is_exact_for(results: dict[str, list[Any]], kind: str) -> None:
     for whole, stop, resumed in zip(*(results[f"{kind} {part}"] for part in ("whole", "stop", "resumed")), strict=True):
         assert stop["losses"] + resumed["losses"] == whole["losses"]
@@ -156,15 +154,16 @@ def test_a_resume_is_exact_for(results: dict[str, list[Any]], kind: str) -> None
 
 
 def test_dropout_is_in_force_and_differs_between_ranks(results: dict[str, list[Any]]) -> None:
-    assert results["dropout whole"][0]["losses"] != results["folder whole"][0]["losses"]
+    first = [results[f"{kind} whole"][0]["losses"][0] for kind in ("dropout", "folder")]
+    assert abs(first[0] - first[1]) > 1e-6, "more than the layouts' rounding"
     assert derived_seed(5, 2, 0) != derived_seed(5, 2, 1) != derived_seed(5, 3, 0)
 
 
 def test_other_degrees_draw_from_derived_streams_and_say_so_once(results: dict[str, list[Any]]) -> None:
     said = results["dropout elsewhere"][0]["said"]
     line = (
-        "the checkpoint is of data_parallel_size 1, ring_size 2, ulysses_size 2; "
-        "this run of data_parallel_size 2, ring_size 2, ulysses_size 1"
+        "the checkpoint is of data_parallel_size 1, ring_size 2, ulysses_size 1; "
+        "this run of data_parallel_size 2, ring_size 1, ulysses_size 1"
     )
     assert said.count(line) == 1
     assert "(seed 5, step 2, data-parallel rank, sequence-parallel rank)" in said

@@ -18,8 +18,8 @@ def test_model_checkpoint_early_stopping_and_evaluation_by_path(pools: Any, fold
     assert "last.ckpt" in result["files"]
     assert result["measured"]["best"] == result["tested"] == result["best_score"]
     assert result["measured"]["last"] == result["last_val"]
-    assert result["num_predictions"] == 4
-    assert (result["epochs"], result["steps"]) == (5, 40)
+    assert result["num_predictions"] == 2
+    assert (result["epochs"], result["steps"]) == (4, 16)
 
 
 def test_hyperparameters_are_plain_and_load_with_weights_only(pools: Any, folder: Path) -> None:

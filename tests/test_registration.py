@@ -75,7 +75,10 @@ def python(site, script, **env):
     return result.stdout
 
 
-@pytest.mark.parametrize("fault", ["raises", "deleted", pytest.param("unparsable", marks=pytest.mark.slow)])
+# A package that is absent is part of the next test too.
+@pytest.mark.parametrize(
+    "fault", ["raises", *(pytest.param(how, marks=pytest.mark.slow) for how in ("deleted", "unparsable"))]
+)
 def test_a_broken_package_breaks_neither_torch_nor_lightning(site, fault):
     init = BROKEN[fault]
     if init is not None:
@@ -109,12 +112,20 @@ def test_a_broken_package_breaks_neither_torch_nor_lightning(site, fault):
         assert str(site / "lightning_sp/__init__.py") in out, "the traceback must lead to the fault"
 
 
-def test_the_name_creates_the_strategy_in_this_process_and_in_a_spawned_one(site):
-    write_package(site, "")
+def test_lightning_looks_as_without_us_and_the_name_creates_the_strategy_here_and_in_a_spawned_process(site):
+    """The watched module keeps its loader, source and pickles; reload and repeated registration are harmless.
+
+    The package is absent at first: what is broken about it shows when the strategy is asked for, and not before.
+    """
+    later = site.parent / "later"
+    later.mkdir()
+    write_package(later, "from lightning_sp.registration import register_strategy\nregister_strategy()\n")
     out = python(
         site,
         """
-        import multiprocessing
+        import importlib, importlib.util, inspect, multiprocessing, pickle, pkgutil, shutil
+        from importlib.machinery import SourceFileLoader
+        from pathlib import Path
 
         def create(where):
             from lightning.pytorch import Trainer
@@ -122,66 +133,73 @@ def test_the_name_creates_the_strategy_in_this_process_and_in_a_spawned_one(site
             trainer = Trainer(strategy="sequence_parallel", accelerator="cpu", devices=1, logger=False)
             print(where, type(trainer.strategy).__module__, flush=True)
 
+        def looks():
+            import torch, lightning_sp_autoload
+            for _ in range(2):
+                lightning_sp_autoload.register()
+            importlib.reload(lightning_sp_autoload).register()
+            assert sum(type(f).__name__ == "_StrategiesFinder" for f in sys.meta_path) == 1
+
+            name = "lightning.pytorch.strategies"
+            import lightning.pytorch.strategies as strategies
+            spec = strategies.__spec__
+            for loader in (spec.loader, strategies.__loader__):
+                assert type(loader) is SourceFileLoader and "exec_module" not in vars(loader)
+            assert "StrategyRegistry" in inspect.getsource(strategies)
+            assert pkgutil.get_data(name, "__init__.py")
+            assert pickle.loads(pickle.dumps(spec.loader)).path == spec.loader.path
+            assert importlib.util.find_spec(name) is spec
+            found = sys.meta_path[0].find_spec(name, sys.modules["lightning.pytorch"].__path__)
+            assert type(found.loader) is SourceFileLoader and found.origin == spec.origin
+            fresh = importlib.util.module_from_spec(found)
+            found.loader.exec_module(fresh)
+            assert "sequence_parallel" in fresh.StrategyRegistry
+            assert strategies.StrategyRegistry["sequence_parallel"]["strategy"].__name__ == "create_strategy"
+            lightning_sp_autoload.register()
+
+        def stays():
+            import lightning.pytorch.strategies as strategies
+            import lightning_sp, lightning_sp_autoload
+            registry = strategies.StrategyRegistry
+            ours = sys.modules["lightning_sp.strategy"].SequenceParallelStrategy
+            assert registry["sequence_parallel"]["strategy"] is ours
+            lightning_sp.register_strategy()
+            lightning_sp_autoload.register()
+            assert registry["sequence_parallel"]["strategy"] is ours
+
+            importlib.reload(strategies)
+            assert strategies.StrategyRegistry is not registry
+            assert "sequence_parallel" in strategies.StrategyRegistry
+            print("same")
+
         if __name__ == "__main__":
+            assert importlib.util.find_spec("lightning_sp") is None
+            looks()
+            try:
+                create("absent")
+            except ModuleNotFoundError as error:
+                print(error)
+            site = Path(sys.modules["lightning_sp_autoload"].__file__).parent
+            shutil.move(site.parent / "later" / "lightning_sp", site)
+            importlib.invalidate_caches()
             create("parent")
+            stays()
             child = multiprocessing.get_context("spawn").Process(target=create, args=("child",))
             child.start()
             child.join()
             assert child.exitcode == 0
         """,
     )
-    assert "parent lightning_sp.strategy" in out
-    assert "child lightning_sp.strategy" in out
-
-
-def test_lightning_looks_as_without_us(site):
-    """The watched module keeps its loader, source and pickles; reload and repeated registration are harmless."""
-    write_package(site, "from lightning_sp.registration import register_strategy\nregister_strategy()\n")
-    out = python(
-        site,
-        """
-        import importlib, importlib.util, inspect, pickle, pkgutil
-        from importlib.machinery import SourceFileLoader
-        import torch, lightning_sp_autoload
-        for _ in range(2):
-            lightning_sp_autoload.register()
-        importlib.reload(lightning_sp_autoload).register()
-        assert sum(type(f).__name__ == "_StrategiesFinder" for f in sys.meta_path) == 1
-
-        name = "lightning.pytorch.strategies"
-        import lightning.pytorch.strategies as strategies
-        spec = strategies.__spec__
-        for loader in (spec.loader, strategies.__loader__):
-            assert type(loader) is SourceFileLoader and "exec_module" not in vars(loader)
-        assert "StrategyRegistry" in inspect.getsource(strategies)
-        assert pkgutil.get_data(name, "__init__.py")
-        assert pickle.loads(pickle.dumps(spec.loader)).path == spec.loader.path
-        assert importlib.util.find_spec(name) is spec
-        found = sys.meta_path[0].find_spec(name, sys.modules["lightning.pytorch"].__path__)
-        assert type(found.loader) is SourceFileLoader and found.origin == spec.origin
-        fresh = importlib.util.module_from_spec(found)
-        found.loader.exec_module(fresh)
-        assert "sequence_parallel" in fresh.StrategyRegistry
-
-        registry = strategies.StrategyRegistry
-        assert registry["sequence_parallel"]["strategy"].__name__ == "create_strategy"
-        lightning_sp_autoload.register()
-        import lightning_sp
-        assert registry["sequence_parallel"]["strategy"] is sys.modules["lightning_sp.strategy"].SequenceParallelStrategy
-        lightning_sp.register_strategy()
-        lightning_sp_autoload.register()
-        assert registry["sequence_parallel"]["strategy"] is sys.modules["lightning_sp.strategy"].SequenceParallelStrategy
-
-        importlib.reload(strategies)
-        assert strategies.StrategyRegistry is not registry
-        assert "sequence_parallel" in strategies.StrategyRegistry
-        print("same")
-        """,
-    )
-    assert "same" in out
+    assert out.splitlines() == [
+        "No module named 'lightning_sp'",
+        "parent lightning_sp.strategy",
+        "same",
+        "child lightning_sp.strategy",
+    ]
 
 
 def test_autoload_switched_off_leaves_the_import_of_ours_which_takes_no_name_from_others(site):
+    """So does `register` after the fact, at once; pytorch_lightning, whose classes differ, is refused by name."""
     write_package(site, "from lightning_sp.registration import register_strategy\nregister_strategy()\n")
     out = python(
         site,
@@ -201,24 +219,11 @@ def test_autoload_switched_off_leaves_the_import_of_ours_which_takes_no_name_fro
             lightning_sp.register_strategy()
         print(caught[0].message)
         assert StrategyRegistry["sequence_parallel"]["strategy"] is theirs
-        """,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-    assert out.split("\n")[:2] == ["before False False", "after lightning_sp.strategy"]
-    assert "is registered already, by __main__, and stays that" in out
 
-
-def test_lightning_imported_first_and_the_standalone_package(site):
-    """`register` after the fact registers at once; pytorch_lightning, whose classes differ, is refused by name."""
-    write_package(site, "")
-    out = python(
-        site,
-        f"""
-        {REGISTRY}
-        assert "sequence_parallel" not in StrategyRegistry
+        del StrategyRegistry["sequence_parallel"]
         import lightning_sp_autoload
         lightning_sp_autoload.register()
-        assert "sequence_parallel" in StrategyRegistry
+        assert StrategyRegistry["sequence_parallel"]["strategy"] is lightning_sp_autoload.create_strategy
         import pytorch_lightning
         try:
             pytorch_lightning.Trainer(strategy="sequence_parallel", accelerator="cpu", logger=False)
@@ -227,6 +232,8 @@ def test_lightning_imported_first_and_the_standalone_package(site):
         """,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
+    assert out.split("\n")[:2] == ["before False False", "after lightning_sp.strategy"]
+    assert "is registered already, by __main__, and stays that" in out
     assert "SequenceParallelError strategy='sequence_parallel' was given to pytorch_lightning's Trainer" in out
 
 

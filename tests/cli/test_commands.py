@@ -16,6 +16,18 @@ SHORT = ["trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_v
 
 SMALL_DATA = ["--data.source", str(ROOT / "lightning_sp" / "*.py"), "--data.sequence_length", "512"]
 
+# Three commands of `lightning-sp` one after the other, which import all once. The other rank is started with the first one's words.
+THREE = """import os, sys
+from lightning_sp.cli import main
+
+if __name__ == "__main__":
+    for name in ("validate", "test", "predict"):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("now:", name, flush=True)
+        sys.argv[1] = name
+        main()
+"""
+
 
 def script(folder, name, function):
     """Write what installing the package writes: Lightning's launcher runs this file again for the other ranks."""
@@ -55,16 +67,13 @@ def started(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     train, main = script(folder, "lightning-sp-train", "train"), script(folder, "lightning-sp", "main")
     commands = {
-        "one": [sys.executable, train, *SHORT, "strategy=single_device", f"hydra.run.dir={folder}/one"],
         "two": [sys.executable, train, *SHORT, f"hydra.run.dir={folder}/two"],
         "sweep": [
             sys.executable,
             train,
             "--multirun",
             *SHORT,
-            "seed=1,2",
-            "trainer.max_steps=1",
-            "trainer.val_check_interval=1",
+            "seed=0,1",  # the first is what `two` does, on one process
             "strategy=single_device",
             f"hydra.sweep.dir={folder}/sweep",
         ],
@@ -86,7 +95,7 @@ def summary(folder):
 
 def test_two_processes_report_what_one_reports(started):
     folder, outputs = started
-    one, two = summary(folder / "one"), summary(folder / "two")
+    one, two = summary(folder / "sweep" / "0"), summary(folder / "two")
     assert two["mesh"] == "dp 1 x ring 1 x ulysses 2"
     assert one["tokens_seen"] == two["tokens_seen"] == 4 * 1024
     assert one["unigram_perplexity"] == pytest.approx(two["unigram_perplexity"], rel=1e-12)
@@ -113,7 +122,7 @@ def test_a_sweep_runs_each_job_once_in_its_folder(started):
     folder, outputs = started
     jobs = sorted(path.name for path in (folder / "sweep").iterdir() if path.is_dir())
     assert jobs == ["0", "1"]
-    assert [yaml.safe_load((folder / "sweep" / job / "config.yaml").read_text())["seed"] for job in jobs] == [1, 2]
+    assert [yaml.safe_load((folder / "sweep" / job / "config.yaml").read_text())["seed"] for job in jobs] == [0, 1]
     assert summary(folder / "sweep" / "0")["perplexity_after"] != summary(folder / "sweep" / "1")["perplexity_after"]
     assert outputs["sweep"].count("What this run did") == 2
     assert outputs["sweep"].count("Launching") == 1
@@ -143,16 +152,15 @@ def followed(started):
     (run,) = (folder / "runs" / "lightning_logs").iterdir()
     two = ["--trainer.strategy", "sequence_parallel", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
     evaluation = [*two, *SMALL_DATA, "--ckpt_path", str(folder / summary(run)["checkpoint"])]
-    main = [sys.executable, str(folder / "lightning-sp")]
+    limits = [f"--trainer.limit_{kind}_batches={n}" for kind, n in (("val", 2), ("test", 2), ("predict", 1))]
+    three = folder / "three"
+    three.write_text(THREE)
     commands = {
         # As copied from the terminal: one line, its paths relative to where the command was typed.
         "resume": [*shlex.split(printed_resume_command(outputs["two"])), f"hydra.run.dir={folder}/resumed"],
-        "validate": [*main, "validate", *evaluation, "--trainer.limit_val_batches", "2"],
-        # What two ranks do of these is in test_fit.py.
-        "test": [*main, "test", *evaluation, "--trainer.limit_test_batches", "2", "--trainer.devices", "1"],
-        "predict": [*main, "predict", *evaluation, "--trainer.limit_predict_batches", "1", "--trainer.devices", "1"],
+        "three": [sys.executable, str(three), "validate", *evaluation, *limits],
     }
-    return folder, start(folder, commands, apart=("validate", "test", "predict"))
+    return folder, start(folder, commands, apart=("three",))
 
 
 def test_the_command_that_a_run_ends_with_resumes_it(followed):
@@ -165,4 +173,5 @@ def test_the_command_that_a_run_ends_with_resumes_it(followed):
 def test_lightnings_cli_validates_tests_and_predicts_a_checkpoint(followed):
     _, outputs = followed
     for name, words in (("validate", "val_perplexity"), ("test", "test_perplexity"), ("predict", "Predicting")):
-        assert words in outputs[name], outputs[name]
+        _, _, output = outputs["three"].partition(f"now: {name}\n")
+        assert words in output.partition("now: ")[0], outputs["three"]

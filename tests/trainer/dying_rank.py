@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
+from lightning_sp import SequenceParallelStrategy
 from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
 
 
@@ -23,7 +24,7 @@ class Dying(Plain):
 
 if __name__ == "__main__":
     trainer = pl.Trainer(
-        strategy="sequence_parallel", accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+        strategy=SequenceParallelStrategy(preflight=False), accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Dying(tiny_llama), DataLoader(TokenDataset(8), batch_size=2))
+    trainer.fit(Dying(tiny_llama), DataLoader(TokenDataset(4), batch_size=2))

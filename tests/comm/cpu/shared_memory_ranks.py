@@ -58,7 +58,8 @@ def out_of_step(ulysses, ring, transport, method, num_calls):
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in ("forward", "backward"):
+        # The network's results are what is expected, and are so at any pace.
+        for name in ("forward", "backward") if transport == "shared_memory" else ():
             stack.enter_context(mock.patch.object(TorchCpuKernel, name, slow(getattr(TorchCpuKernel, name))))
         lengths = [48 * random.Random(seed).randrange(1, 5) for seed in range(num_calls)]
         return [
@@ -82,10 +83,10 @@ def attend_in(folder, free, ring, lengths, transport):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length in lengths:
-            expected = attend(mesh, length, "network", dim=64)
+            expected = attend(mesh, length, "network", dim=256)
             with counted() as sent:
                 try:
-                    found = attend(mesh, length, transport, dim=64)
+                    found = attend(mesh, length, transport, dim=256)
                 except SequenceParallelError as error:
                     answers.append(str(error))
                     continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -41,6 +42,7 @@ from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unsharded_output
 from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
 from lightning_sp.step.random_streams import RandomStreams
+from lightning_sp.step.replicas import ReplicaWatch, check_replicas
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch
@@ -100,6 +102,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._interceptions = ExitStack()
         self._shard_options = ShardOptions()
         self._batch: SequenceInfo | None = None
+        self._again: Callable[[], Any] = lambda: None  # the micro-batch in progress, once more
         self._handed = HandedBatch()
         self._first_batch = FirstBatch()
         self._first_evaluations = FirstEvaluationBatches(self.config)
@@ -107,6 +110,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._window = TokenWindow()
         self._cursor = DataCursor()
         self._streams = RandomStreams()
+        self._replicas = ReplicaWatch()
 
     # ---- mesh
 
@@ -148,6 +152,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self.setup_precision_plugin()
         if fitting:
             self._streams.start_run(trainer.global_step, self.sequence_mesh)
+            self._replicas.start_run(trainer.global_step)
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
@@ -158,6 +163,10 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
         self._prepared = module
+
+    @property
+    def _shard_size(self) -> int:
+        return resolve_shard_size(self.config, self.world_size)
 
     # ---- batch
 
@@ -211,10 +220,12 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_optimized(self._module, self.optimizers)
-        whole, after = self._first_batch.take(self._module.trainer.global_step)
+        step = self._module.trainer.global_step
+        self._replicas.watch(self._module, step, self._shard_size, self._groups.world)
+        whole, after = self._first_batch.take(step)
         if whole is not None:
-            step = self._handed.tried(tried_training_step, "on_train_batch_start", batch, batch_idx)
-            self._preflight(whole, step, batch_idx, after)
+            run = self._handed.tried(tried_training_step, "on_train_batch_start", batch, batch_idx)
+            self._preflight(whole, run, batch_idx, after)
 
     def _preflight(self, batch: Any, step: Callable[..., Any], batch_idx: int, after: int) -> None:
         options = replace(self._shard_options, infer_sequences=self._infers and not after)
@@ -248,6 +259,8 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._streams.begin_micro_batch()
         dropout = self._streams.dropout_source(rows, trainer.global_step, mesh)
         self._batch = replace(self._batch, dropout=dropout).to(self.root_device)
+        # A step may take entries out of its batch.
+        self._again = partial(Strategy.training_step, self, *map(copy, args), **kwargs)
         output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
         if output is None or not self._module.automatic_optimization:
             self._steps.end_without_backward()
@@ -256,6 +269,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._again = lambda: None
         self._steps.end_run()
 
     @override
@@ -306,7 +320,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._module.automatic_optimization:
-            self._steps.end()
+            self._steps.end_backward(self._again)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -327,9 +341,10 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         trainer, mesh = self._module.trainer, self.sequence_mesh
+        check_replicas(self._module, trainer.global_step, self._shard_size, self._groups.world)
         checkpoint[CHECKPOINT_KEY] = {
             "format": 1,
-            "shard_size": resolve_shard_size(self.config, self.world_size),
+            "shard_size": self._shard_size,
             **self._streams.stored(trainer.global_step, mesh, self._groups.world),
             **self._cursor.stored(trainer, mesh),
         }

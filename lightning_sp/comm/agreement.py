@@ -84,13 +84,21 @@ class Spread:
 
     def are_too_wide(self) -> list[bool]:
         """Return which values differ by more than the tolerance in some part of the world; the same on all ranks."""
+        self._arrive()
+        highest, lowest = self._both[0], -self._both[1]
+        wide = highest - lowest > self._tolerance * torch.maximum(highest.abs(), lowest.abs())
+        return [bool(each) for each in wide.any(0)]
+
+    def largest(self) -> list[float]:
+        """Return each value's largest in the world, nan counted as 0; the same on all ranks."""
+        self._arrive()
+        return [float(each) for each in self._both[0].amax(0)]
+
+    def _arrive(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
         else:
             self._work.wait()
-        highest, lowest = self._both[0], -self._both[1]
-        wide = highest - lowest > self._tolerance * torch.maximum(highest.abs(), lowest.abs())
-        return [bool(each) for each in wide.any(0)]
 
 
 class _RankReport(NamedTuple):

@@ -21,12 +21,13 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.targets import POOLED
 from lightning_sp.mesh import SequenceMesh
 
+_LOSS, _ROWS, _NOT_FINITE = range(3)
 # In units of the loss' own precision: what two devices may make of the same numbers.
 _ROUNDINGS = 8
 
 
 class _Comparison(NamedTuple):
-    """A loss that is being compared between ranks."""
+    """A loss that is being compared between ranks. Its values: the loss, a sum over the losses of rows, and 1 where the loss is not finite."""
 
     spread: comm.Spread
     values: Tensor
@@ -38,6 +39,7 @@ class LossCheck:
 
     def __init__(self) -> None:
         self._first = True
+        self._last: _Comparison | None = None
         self._pending: _Comparison | None = None
 
     def check(self, step: Step, output: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
@@ -49,23 +51,29 @@ class LossCheck:
             mesh: which ranks share a sequence.
             group: the world, on a backend for host objects.
 
-        Communicates: one all_reduce of 32 bytes for each data-parallel group.
+        Communicates: one all_reduce of 48 bytes for each data-parallel group.
 
         Raises:
             SequenceParallelError: the losses of ranks that share a sequence differ.
         """
         self.finish(mesh, group)
+        self._last = None
         loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
         if mesh.layout.size == 1 or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         # Numbers that were computed on each rank from equal ones may be rounded otherwise.
         exact = self._first and not step.num_reductions
         compared = _compare(loss, step, mesh, tolerance=0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps)
+        self._last = compared
         if self._first:
             self._first = False
             _judge(compared, mesh, group)
         else:
             self._pending = compared
+
+    def last_is_finite(self) -> bool:
+        """Return whether no rank's last loss that was checked is nan or infinite; the same on all ranks. Waits for its comparison to arrive."""
+        return self._last is None or self._last.spread.largest()[_NOT_FINITE] == 0
 
     def check_rows(self, step: Step, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
         """Check the losses over one target for each row of an evaluation step, which returns no loss. Every rank must call it.
@@ -95,23 +103,24 @@ def _compare(loss: Tensor, step: Step, mesh: SequenceMesh, *, tolerance: float) 
     rows = sum(
         (weight * each.double() for weight, each in enumerate(step.row_losses, 1)), torch.zeros_like(loss).double()
     )
-    values = torch.stack([loss.detach().double().reshape(()), rows.detach().reshape(())])
+    not_finite = 1.0 - torch.isfinite(loss.detach()).double()
+    values = torch.stack([each.detach().double().reshape(()) for each in (loss, rows, not_finite)])
     spread = comm.Spread(values, tolerance, mesh.data_parallel_rank, mesh.data_parallel_size)
     return _Comparison(spread, values, step.num_losses)
 
 
 def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
     wide = compared.spread.are_too_wide()
-    if not any(wide):
+    if not (wide[_LOSS] or wide[_ROWS]):
         return
     every = comm.gather_objects(compared.values.tolist(), group)
-    if wide[1]:
+    if wide[_ROWS]:
         raise SequenceParallelError(
             "a cross entropy with one target for each row was given other numbers on ranks that share a sequence, in sums "
-            f"{_grouped(every, 1, mesh)}: a pooled head sees only this rank's tokens of each sequence; pool over all of them: {POOLED}"
+            f"{_grouped(every, _ROWS, mesh)}: a pooled head sees only this rank's tokens of each sequence; pool over all of them: {POOLED}"
         )
     raise SequenceParallelError(
-        f"training_step's loss differs between ranks that share a sequence: {_grouped(every, 0, mesh)}; a part of it was computed from "
+        f"training_step's loss differs between ranks that share a sequence: {_grouped(every, _LOSS, mesh)}; a part of it was computed from "
         f"this rank's tokens alone (an auxiliary term, an MSE, a pooled head; {compared.num_losses} cross entropies were seen). Two lines "
         "make it exact: from lightning_sp.reductions import batch_mean; loss = batch_mean(F.mse_loss(output, target, reduction='none'), mask), "
         f"the mean over all ranks' tokens. For a pooled head: {POOLED}"

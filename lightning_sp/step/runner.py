@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -29,6 +30,7 @@ from lightning_sp.parallelize import (
     run_with_whole_parameters,
 )
 from lightning_sp.step.isolation import isolated
+from lightning_sp.step.non_finite import explain_non_finite
 from lightning_sp.step.predictions import unshard_tokens
 
 
@@ -57,6 +59,7 @@ class StepRunner:
         self._attention_reached = False
         self._counts_later_steps = True
         self._loss_check = LossCheck()
+        self._was_finite = True
         self._root_unit = RootUnit(module)
 
     def start_run(self) -> None:
@@ -138,6 +141,34 @@ class StepRunner:
         if self.context.step is not None:
             self.context.step.num_reductions += 1
         return unshard_tokens(tensor, batch, mesh, self.groups, dim=dim)
+
+    def end_backward(self, run: Callable[[], Any]) -> None:
+        """End a step after its backward; where its loss is nan or infinite and the last one was not, warn of the layer that made it.
+
+        Args:
+            run: as `train` was given, on the batch as it was before the step.
+        """
+        step = self.context.step
+        self.end()
+        was_finite, self._was_finite = self._was_finite, self._loss_check.last_is_finite()
+        if step is None or self._was_finite or not was_finite:
+            return
+        why = explain_non_finite(self.module, lambda: self._run_again(step.batch, run), self.device, self.groups.world)
+        rank_zero_warn(
+            f"training_step's loss is nan or infinite; {why}. Training goes on, as on one device; "
+            "EarlyStopping(check_finite=True) or Trainer(detect_anomaly=True) end it there"
+        )
+
+    def _run_again(self, batch: SequenceInfo, run: Callable[[], Any]) -> None:
+        """Run the forward of a training step once more."""
+        self._begin(batch, None)
+        try:
+            if batch.uneven_entries:
+                self._gather_optional()
+            with torch.compiler.set_stance("force_eager"):
+                run_with_whole_parameters(run)
+        finally:
+            self.end_without_backward()
 
     def end(self) -> None:
         """Give every intercepted function back its own behaviour."""

@@ -1,0 +1,40 @@
+"""A loss that is nan is said to be, with the layer that made it first; training goes on as on one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.step import watch_ranks as ranks
+
+SAYS = {
+    "layer": ["model.divides is the first module", "61 of ", "its inputs and its own parameters are finite"],
+    "weight": ["model.body.layers.1.attention_norm is the first module", "its weight is not finite"],
+    "step": ["no module's output is nan or infinite: training_step itself"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("layer", dict(ring_size=2)),
+        ("layer", dict(ulysses_size=2, data_parallel_size=2)),
+        ("weight", dict(ulysses_size=2)),
+        ("step", dict(ring_size=2)),
+    ],
+    ids=str,
+)
+def test_the_layer_is_named_once_until_the_loss_is_finite_again(pools, kind, strategy):
+    world = 2 * strategy.get("data_parallel_size", 1)
+    answers = pools(world).run(ranks.non_finite, kind, dict(preflight_tokens=8, **strategy))
+    assert [each["steps"] for each in answers] == [4] * world
+    (said,), *others = [each["said"] for each in answers]
+    assert others == [[]] * (world - 1), "rank 0 alone says it"
+    assert said.startswith("training_step's loss is nan or infinite; ")
+    assert all(each in said for each in SAYS[kind]), said
+
+
+def test_a_finite_loss_runs_no_forward_more(pools):
+    never = [each["forwards"] for each in pools(2).run(ranks.non_finite, "never", dict(ring_size=2, preflight=False))]
+    once = [each["forwards"] for each in pools(2).run(ranks.non_finite, "layer", dict(ring_size=2, preflight=False))]
+    assert never == [4, 4]
+    assert once == [4, 4], "what the step run once more has counted is put back"

@@ -32,11 +32,13 @@ class Trial:
         case: the class.
         form: how the loss is computed.
         sides: on which each batch is padded.
+        wide: the model's own casts to float32 give float64.
     """
 
     case: Case
     form: str
     sides: tuple[str, ...]
+    wide: bool = False
 
     @classmethod
     def of(cls, case: Case, form: str) -> Trial:

@@ -38,6 +38,9 @@ Ulysses 2, at ring 2, and at both. Of the three batches one has no padding, one 
 | crash | another error, or ranks that did not answer |
 | not compared | plain Lightning on one device cannot do it either, or not twice alike |
 
+A model that casts to float32 itself may differ in its last digits. It is then trained once more, everywhere, with
+float64 in place of those casts; the row says so.
+
 """
 TITLES = ("Model types", "Heads")
 COLUMNS = ("model type", "kind", "class", *FORMS, "why")

@@ -24,18 +24,14 @@ FLOOR = 1e-3
 LAYOUTS = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
 
 
-def reference(
-    trial: Trial, file: str, seed: int = 5, precision: str = "64-true", *, reverse_rows: bool = False
-) -> dict[str, Any]:
+def reference(trial: Trial, file: str, seed: int = 5, precision: str = "64-true") -> dict[str, Any]:
     """Train on one device with plain Lightning, and write weights before and after to a file; return whether that ran, or why it cannot."""
     quiet()
     try:
         module = User(trial)
         before = weights_of(module)
         torch.manual_seed(seed)
-        _trainer(strategy="auto", devices=1, precision=precision).fit(
-            module, _loader(trial, module, reverse_rows=reverse_rows)
-        )
+        _trainer(strategy="auto", devices=1, precision=precision).fit(module, _loader(trial, module))
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     after = weights_of(module)
@@ -88,16 +84,6 @@ def seeds_differ(trial: Trial, file: str) -> dict[str, Any]:
     return {"outcome": "random" if any(not torch.equal(a[name], b[name]) for name in a) else "fixed"}
 
 
-def rows_differ(trial: Trial, file: str) -> dict[str, Any]:
-    """Compare the plain step whose batches have their rows in another order with that of the file: what is left is one device's own rounding."""
-    other = f"{file}.reversed"
-    ran = reference(trial, other, reverse_rows=True)
-    if ran["outcome"] != "ran":
-        return ran
-    other_order = torch.load(other)
-    return compare(other_order["after"], other_order["losses"], torch.load(file))
-
-
 def compare(weights: dict[str, Tensor], losses: list[float], expected: dict[str, Any]) -> dict[str, Any]:
     """Return whether weights and losses are those of one device, with the largest error and the part of the update that is wrong."""
     before, after = expected["before"], expected["after"]
@@ -134,11 +120,8 @@ def _trainer(**options: Any) -> pl.Trainer:
     )  # fmt: skip
 
 
-def _loader(trial: Trial, module: User, *, reverse_rows: bool = False) -> DataLoader[Any]:
-    batches = Batches(trial, module.model)
-    if reverse_rows:
-        batches.rows = [batches.rows[i - i % ROWS + ROWS - 1 - i % ROWS] for i in range(len(batches))]
-    return DataLoader(batches, batch_size=ROWS)
+def _loader(trial: Trial, module: User) -> DataLoader[Any]:
+    return DataLoader(Batches(trial, module.model), batch_size=ROWS)
 
 
 def weights_of(module: pl.LightningModule) -> dict[str, Tensor]:

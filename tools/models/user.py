@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.models.batches import Trial
+from tools.models.float64 import Float32AsFloat64
 from tools.models.registry import HEADS, Case
 from tools.models.shrink import tiny_config
 
@@ -51,13 +53,14 @@ class User(pl.LightningModule):
 
     def __init__(self, trial: Trial) -> None:
         super().__init__()
-        self.form = trial.form
+        self.form, self.wide = trial.form, trial.wide
         self.model = build(trial.case)
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        loss = self.model(**batch).loss if self.form == "own loss" else self.by_hand(dict(batch))
+        with Float32AsFloat64() if self.wide else nullcontext():
+            loss = self.model(**batch).loss if self.form == "own loss" else self.by_hand(dict(batch))
         self.log("train_loss", loss)
         self.losses.append(float(loss.detach()))
         return loss

@@ -143,4 +143,33 @@ USERS = (
         "",
         "tests/trainer/test_users.py::test_a_users_module_trains_as_on_one_device[{'ring_size': 2}]",
     ),
+    fault(
+        "replicas that come apart without a word",
+        "step/replicas.py",
+        "    if all(len(set(digests[first::shard_size])) == 1 for first in range(shard_size)):",
+        "    if digests:",
+        "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[while training]",
+        "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
+    ),
+    fault(
+        "sums over bits that a change on both sides leaves as they are",
+        "step/replicas.py",
+        "(bits * bits).sum(dtype=torch.int64)",
+        "bits.sum(dtype=torch.int64)",
+        "tests/step/test_replicas.py::test_a_bit_changes_the_sums[dtype1]",
+    ),
+    fault(
+        "a nan that is said after the update",
+        "strategy.py",
+        "            self._steps.end_backward(self._again)\n",
+        "            self._steps.end()\n",
+        "tests/step/test_non_finite.py::test_the_layer_is_named_once_until_the_loss_is_finite_again[weight-{'ulysses_size': 2}]",
+    ),
+    fault(
+        "a batch that is run once more without what its step took out",
+        "strategy.py",
+        "partial(Strategy.training_step, self, *map(copy, args), **kwargs)",
+        "partial(Strategy.training_step, self, *args, **kwargs)",
+        "tests/step/test_non_finite.py::test_the_layer_is_named_once_until_the_loss_is_finite_again[step-{'ring_size': 2}]",
+    ),
 )  # fmt: skip

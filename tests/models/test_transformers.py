@@ -108,6 +108,11 @@ def test_a_batch_is_padded_on_each_side_and_no_target_is_padding():
     assert (own[0].keys() | by_hand[0].keys()) - (own[0].keys() & by_hand[0].keys()) == {"labels", "shift_labels"}
 
 
+def test_no_row_of_the_page_is_wrong_or_a_crash():
+    found = {row.class_name: row.outcomes for row in rows().values() if {"wrong", "crash"}.intersection(row.outcomes)}
+    assert found == {}
+
+
 def test_what_counts_as_exact():
     before = {"a": torch.zeros(3), "b": torch.zeros(2)}
     after = {"a": torch.full((3,), 0.1, dtype=torch.float64), "b": torch.full((2,), 1e-3, dtype=torch.float64)}

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader, with a state of its own that goes into the checkpoint."""
+"""torchdata's StatefulDataLoader as the training loader."""
 
 from __future__ import annotations
 

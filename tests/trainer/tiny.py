@@ -93,10 +93,8 @@ def tiny_llama(num_layers: int = 2) -> nn.Module:
     )
 
 
-def tiny_gpt(dropout: float = 0.0, num_layers: int = 2) -> nn.Module:
-    return GPT(
-        GPTConfig(vocab_size=VOCAB, dim=32, num_layers=num_layers, num_heads=4, max_positions=64, dropout=dropout)
-    )
+def tiny_gpt(dropout: float = 0.0) -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_positions=64, dropout=dropout))
 
 
 class HuggingFaceLlama(nn.Module):

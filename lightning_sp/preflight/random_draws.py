@@ -1,4 +1,4 @@
-"""A step that draws random numbers cannot be compared: it is told from one that is wrong by two whole runs, from two seeds."""
+"""A step that is random cannot be compared: it is told from one that is wrong by two whole runs, from two seeds and from one."""
 
 from __future__ import annotations
 
@@ -26,22 +26,53 @@ def check_random_draws(trial: Trial, first: Outcome) -> None:
     Raises:
         SequenceParallelError: with the functions that draw, and the modules that call them.
     """
-    second = trial.whole(seed=SEED + 1)
-    if first.loss is None or second.loss is None:
-        return
-    found = gradient_differences(first.loss.detach(), second.loss.detach(), first.gradients, second.gradients)
-    relative = relative_differences(found)
-    tolerance = tolerance_of(first.dtypes)
-    moved = [name for name, each in relative.items() if each > tolerance]
+    moved = _moved(first, trial.whole(seed=SEED + 1))
     if not moved:
         return
     drawn = ", ".join(each.describe() for each in first.draws[:_NAMED])
     more = f" and {len(first.draws) - _NAMED} more" if len(first.draws) > _NAMED else ""
-    worst = max(moved, key=lambda name: relative[name])
     raise SequenceParallelError(
         f"preflight: training_step on {trial.crop} cannot be compared, since the step draws random numbers: {drawn}{more}. Whole, from two "
-        f"seeds, {len(moved)} of {len(relative)} gradients and losses differ, most {worst or 'the loss'} by {relative[worst]:.1e} of its norm "
-        f"(allowed: {tolerance:.0e}). Sharded, each rank draws its own for its own tokens: what one number decides for a whole row would differ "
-        "between its ranks. Switch the draws off in training (a router's jitter, a noise on the embeddings), draw them in the data, or "
+        f"seeds, {_described(moved, first)}. Sharded, each rank draws its own for its own tokens: what one number decides for a whole row would "
+        "differ between its ranks. Switch the draws off in training (a router's jitter, a noise on the embeddings), draw them in the data, or "
         "preflight=False trains with each rank's own, unchecked"
+    )
+
+
+def check_repeats(trial: Trial, first: Outcome) -> None:
+    """Refuse a step that is another each time, from one seed too: that shards differ from its whole run says nothing of them.
+
+    Every rank must call it. It is asked where they differ alone.
+
+    Args:
+        trial: of the step.
+        first: what its whole run gave.
+
+    Communicates: what a whole run does, and one all_reduce.
+
+    Raises:
+        SequenceParallelError: with what differs between two whole runs.
+    """
+    moved = _moved(first, trial.whole())
+    if moved:
+        raise SequenceParallelError(
+            f"preflight: training_step on {trial.crop} cannot be compared, since it is another each time. Whole, twice from one seed, "
+            f"{_described(moved, first)}. It reads something that moves on and is not put back: a count or a random generator outside of the "
+            "module, a clock, a file. Keep it in a buffer or an attribute of the module, or preflight=False trains without the check"
+        )
+
+
+def _moved(first: Outcome, second: Outcome) -> dict[str, float]:
+    """Return what differs between two whole runs by more than rounding, and by which part of its norm; the loss under the empty name."""
+    if first.loss is None or second.loss is None:
+        return {}
+    found = gradient_differences(first.loss.detach(), second.loss.detach(), first.gradients, second.gradients)
+    return {name: each for name, each in relative_differences(found).items() if each > tolerance_of(first.dtypes)}
+
+
+def _described(moved: dict[str, float], first: Outcome) -> str:
+    worst = max(moved, key=lambda name: moved[name])
+    return (
+        f"{len(moved)} of {len(first.gradients) + 1} gradients and losses differ, most {worst or 'the loss'} by {moved[worst]:.1e} of its norm "
+        f"(allowed: {tolerance_of(first.dtypes):.0e})"
     )

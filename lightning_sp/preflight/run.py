@@ -22,7 +22,7 @@ from lightning_sp.preflight.explain.verdict import Agreement, Losses, judge_buff
 from lightning_sp.preflight.groups import averages_groups, trial_of_groups
 from lightning_sp.preflight.hidden_branches import with_small_numbers, zero_weights
 from lightning_sp.preflight.other_tokens import modules_of_other_tokens
-from lightning_sp.preflight.random_draws import check_random_draws
+from lightning_sp.preflight.random_draws import check_random_draws, check_repeats
 from lightning_sp.preflight.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
@@ -130,6 +130,8 @@ def _judged(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> A
     except SequenceParallelError:
         rounded = agreement_but_for_rounding(trial, whole, sharded, started)
         if rounded is None:
+            with _eager():
+                check_repeats(trial, whole)
             raise
         found = rounded
     if not math.isnan(found.difference):

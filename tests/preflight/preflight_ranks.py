@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import traceback
@@ -21,6 +22,9 @@ from torchmetrics import MeanMetric
 
 from lightning_sp import SequenceParallelError
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt, tiny_llama
+
+# No module's, so that nothing puts it back.
+CALLS = itertools.count()
 
 
 def hf(kind: str, **options: Any) -> nn.Module:
@@ -290,6 +294,9 @@ class Step(Plain):
 
     def _python_random(self, batch: Any) -> Tensor:
         return self._plain(batch) * (2 if random.random() < 0.5 else 1 + random.random())
+
+    def _counts_calls(self, batch: Any) -> Tensor:
+        return self._plain(batch) * (1 + 0.1 * next(CALLS))
 
     def _draws_unused(self, batch: Any) -> Tensor:
         torch.rand(3), random.random(), np.random.rand()

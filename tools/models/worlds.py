@@ -103,9 +103,15 @@ def alarms(
         found = answer_of(pools(ulysses * ring), alarm, trial, layout, precision)
         if found["outcome"] != "ran":
             with tempfile.TemporaryDirectory(prefix="models-") as folder:
-                alone = answer_of(pools(1), reference, trial, str(Path(folder) / "reference.pt"), 5, precision)
+                file = str(Path(folder) / "reference.pt")
+                if answer_of(pools(1), reference, trial, file)["outcome"] == "not finite":
+                    # The page has compared it without left padding: padding that has a target sees no key there.
+                    trial = trial.without_left
+                    found = answer_of(pools(ulysses * ring), alarm, trial, layout, precision)
+                alone = answer_of(pools(1), reference, trial, file, 5, precision)
             if alone["outcome"] != "ran":
                 return {"outcome": "not compared", "why": alone["why"]}
+        if found["outcome"] != "ran":
             return {"outcome": found["outcome"], "why": f"{layout}: {found['why']}"}
     return {"outcome": "ran"}
 

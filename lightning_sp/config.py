@@ -106,8 +106,6 @@ class StrategyConfig(AttentionOptions):
         balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
             that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
         save_distributed_checkpoint: Write each checkpoint as a DCP directory; False: as one consolidated file, by rank 0.
-        exclude_frozen_parameters: Leave parameters that need no gradient out of checkpoints, the base of a LoRA say: a load takes
-            them from the model as it is built.
         timeout_s: Time limit of every collective, in seconds.
     """
 
@@ -126,7 +124,6 @@ class StrategyConfig(AttentionOptions):
     packed_documents: bool | None = None
     balance: str = "auto"
     save_distributed_checkpoint: bool = True
-    exclude_frozen_parameters: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -142,14 +139,7 @@ class StrategyConfig(AttentionOptions):
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SequenceParallelError(f"{name}={value!r}: must be a positive integer or 'auto'")
-        for name in (
-            "activation_checkpointing",
-            "compile",
-            "preflight",
-            "shard_batch",
-            "save_distributed_checkpoint",
-            "exclude_frozen_parameters",
-        ):
+        for name in ("activation_checkpointing", "compile", "preflight", "shard_batch", "save_distributed_checkpoint"):
             _check_bool(name, getattr(self, name))
         for name in ("labels_shifted", "packed_documents"):
             if getattr(self, name) is not None:

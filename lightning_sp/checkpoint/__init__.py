@@ -2,7 +2,6 @@
 
 from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
 from lightning_sp.checkpoint.folder import local_path
-from lightning_sp.checkpoint.frozen import EXCLUDED, excluded_names, frozen_names
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
 from lightning_sp.checkpoint.save import save_checkpoint
@@ -17,11 +16,8 @@ from lightning_sp.checkpoint.state import (
 )
 
 __all__ = [
-    "EXCLUDED",
     "derived_seed",
-    "excluded_names",
     "export_checkpoint",
-    "frozen_names",
     "is_checkpoint_folder",
     "load_checkpoint",
     "load_model_state",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,11 @@ def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_model(
-    path: Path, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool, excluded: Collection[str] = ()
-) -> None:
-    """Refuse a checkpoint of another model, with counts and the first names; what a lenient load leaves out is said.
-
-    Args:
-        path: of the checkpoint.
-        stored: the shapes of its tensors, by name.
-        own: those of the model.
-        strict: refuse names of one of them alone.
-        excluded: names that were left out of the checkpoint on purpose.
-    """
+def check_model(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> None:
+    """Refuse a checkpoint of another model, with counts and the first names; what a lenient load leaves out is said."""
     differing = [f"{n} is {stored[n]} there and {own[n]} here" for n in own if n in stored and stored[n] != own[n]]
-    only_own = [name for name in own if name not in stored and name not in excluded]
-    only_stored = [name for name in (*stored, *excluded) if name not in own]
+    only_own = [name for name in own if name not in stored]
+    only_stored = [name for name in stored if name not in own]
     parts, unmatched = [], []
     if differing:
         parts.append(f"{len(differing)} of {len(own)} tensors differ in shape ({shown(differing, '; ')})")

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from lightning_sp import comm
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
 from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, read_manifest
-from lightning_sp.checkpoint.frozen import excluded_names
 from lightning_sp.checkpoint.plain import STORED_AS, is_stored_elsewhere
 from lightning_sp.checkpoint.read import read_by, read_file, read_folder
 from lightning_sp.checkpoint.state import model_state
@@ -68,7 +67,7 @@ def load_checkpoint(
             checkpoint, metadata = read_folder(path, weights_only)
             shapes = stored_shapes(metadata)
         own = {name: tuple(t.shape) for name, t in model_state(module).items() if isinstance(t, Tensor)}
-        check_model(path, shapes, own, strict=strict, excluded=excluded_names(checkpoint))
+        check_model(path, shapes, own, strict=strict)
         if optimizers is not None:
             check_optimizers(path, checkpoint, len(optimizers))
     except SequenceParallelError as refusal:

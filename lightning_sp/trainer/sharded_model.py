@@ -23,9 +23,6 @@ from typing_extensions import override
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import (
-    EXCLUDED,
-    excluded_names,
-    frozen_names,
     load_checkpoint,
     load_model_state,
     load_optimizer_state,
@@ -38,7 +35,6 @@ from lightning_sp.checkpoint import (
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import MetaDevice, reshard, without_gradient_sync
-from lightning_sp.parameter_names import user_name
 from lightning_sp.trainer.agreed_numbers import watch_numbers
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
@@ -52,17 +48,10 @@ class ShardedModelStrategy(ProcessStrategy):
     """A LightningModule sharded over a mesh that has an axis ``data_parallel``. Lightning asks a strategy for these hooks."""
 
     def __init__(
-        self,
-        *,
-        process_group_backend: str | None,
-        timeout: timedelta,
-        checkpoints_as_folders: bool = True,
-        exclude_frozen_parameters: bool = False,
+        self, *, process_group_backend: str | None, timeout: timedelta, checkpoints_as_folders: bool = True
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._checkpoints_as_folders = checkpoints_as_folders
-        self._excludes_frozen = exclude_frozen_parameters
-        self._trained: set[str] = set()
         self._log_once = LogOnce()
         self._averages = WeightAverages()
         self._device_mesh: DeviceMesh | None = None
@@ -164,14 +153,10 @@ class ShardedModelStrategy(ProcessStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the model's sharded state, by the user's names; without frozen parameters where the option says so."""
+        """Return the model's sharded state, by the user's names."""
         # After an evaluation forward the root stays gathered.
         reshard(self._module)
-        excluded = self._excluded_names()
-        return {name: value for name, value in model_state(self._module).items() if name not in excluded}
-
-    def _excluded_names(self) -> set[str]:
-        return frozen_names(self._module, self.optimizers, self._trained) if self._excludes_frozen else set()
+        return model_state(self._module)
 
     def whole_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor]:
         """Return a module's whole tensors in rank 0's host memory, an empty dict on the others. Every rank must call it.
@@ -193,7 +178,6 @@ class ShardedModelStrategy(ProcessStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._trained = {user_name(name) for name, each in self._module.named_parameters() if each.requires_grad}
         step_whole_where_needed(self.optimizers, self._groups.world)
 
     @override
@@ -204,8 +188,6 @@ class ShardedModelStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # What is missing on purpose was told from what is not when the checkpoint was read.
-        strict = strict and not excluded_names(checkpoint)
         load_model_state(self._module, checkpoint["state_dict"], strict=strict)
 
     @override
@@ -218,8 +200,6 @@ class ShardedModelStrategy(ProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         io, group = given_checkpoint_io(self), self._groups.world
-        if excluded := self._excluded_names():
-            checkpoint[EXCLUDED] = sorted(excluded)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()
         write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
         as_folder = self._checkpoints_as_folders

@@ -172,18 +172,4 @@ USERS = (
         "partial(Strategy.training_step, self, *args, **kwargs)",
         "tests/step/test_non_finite.py::test_the_layer_is_named_once_until_the_loss_is_finite_again[step-{'ring_size': 2}]",
     ),
-    fault(
-        "what was trained before it was frozen, left out of a checkpoint",
-        "checkpoint/frozen.py",
-        "    if lost:\n",
-        "    if False:\n",
-        "tests/checkpoint/test_frozen.py::test_what_was_trained_before_it_was_frozen_is_not_left_out",
-    ),
-    fault(
-        "a checkpoint of another model, whose names were left out",
-        "checkpoint/check.py",
-        "for name in (*stored, *excluded) if name not in own]",
-        "for name in stored if name not in own]",
-        "tests/checkpoint/test_frozen.py::test_a_model_without_what_was_left_out_is_another_model",
-    ),
 )  # fmt: skip

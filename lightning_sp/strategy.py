@@ -42,7 +42,7 @@ from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unsharded_output
 from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
 from lightning_sp.step.random_streams import RandomStreams
-from lightning_sp.step.replicas import ReplicaWatch, check_replicas
+from lightning_sp.step.replicas import ReplicaWatch
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch
@@ -260,17 +260,21 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         dropout = self._streams.dropout_source(rows, trainer.global_step, mesh)
         self._batch = replace(self._batch, dropout=dropout).to(self.root_device)
         # A step may take entries out of its batch.
-        self._again = partial(Strategy.training_step, self, *map(copy, args), **kwargs)
+        self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
         output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
         if output is None or not self._module.automatic_optimization:
             self._steps.end_without_backward()
         return output
 
+    def _training_step_again(self, *args: Any, **kwargs: Any) -> Any:
+        with loops.without_loggers(self._module.trainer):
+            return Strategy.training_step(self, *args, **kwargs)
+
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._again = lambda: None
-        self._steps.end_run()
+        self._steps.end_fit()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,7 +345,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         trainer, mesh = self._module.trainer, self.sequence_mesh
-        check_replicas(self._module, trainer.global_step, self._shard_size, self._groups.world)
+        self._replicas.compare(self._module, trainer.global_step, self._shard_size, self._groups.world)
         checkpoint[CHECKPOINT_KEY] = {
             "format": 1,
             "shard_size": self._shard_size,

@@ -13,7 +13,7 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
-from lightning_sp.comm.failure import tell_failure
+from lightning_sp.comm.failure import failures_of_all, tell_failure
 from lightning_sp.comm.groups import (
     HostGroups,
     cached_per_world,
@@ -45,6 +45,7 @@ __all__ = [
     "cached_per_world",
     "check_same_batch",
     "exchange",
+    "failures_of_all",
     "gather",
     "gather_objects",
     "gather_over_ranks",

@@ -7,7 +7,7 @@ is what masks are made of, and is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -44,45 +44,53 @@ class _NonFinite:
 
 
 def explain_non_finite(
-    root: nn.Module, run: Callable[[], Any], device: torch.device, group: ProcessGroup | None
+    root: nn.Module, run: Callable[[], Tensor | None], device: torch.device, group: ProcessGroup | None
 ) -> str:
     """Run a step once more without a trace and return, in words, where its loss stopped to be finite. Every rank must call it.
 
     Args:
         root: the model.
-        run: the step, forward.
+        run: the step, forward; returns its loss.
         device: where it is.
         group: the world, on a backend for host objects.
 
     Communicates: what the step's forward does, and one gather of what each rank found.
+
+    Raises:
+        SequenceParallelError: it fails on this rank, and others wait for it in the middle of it.
     """
     found: list[_NonFinite] = []
-    error = None
+    error, finite = None, True
     try:
         with isolated(root, device), torch.no_grad(), _watched(root, found):
-            run()
-    except Exception as failure:  # whatever a step makes of its second run: the run itself goes on
-        error = f"{type(failure).__name__}: {failure}"
-    told = comm.tell_failure(error, named=False)
-    if error is not None or told is not None:
-        return f"the micro-batch could not be run once more: {error or told}"
-    every = comm.gather_objects(found[0] if found else None, group)
-    calls = [each for each in every if each is not None]
+            loss = run()
+            finite = loss is None or bool(torch.isfinite(loss).all())
+    except Exception as failure:  # whatever a step makes of its second run
+        error = f"the micro-batch could not be run once more: {type(failure).__name__}: {failure}"
+    if failures := comm.failures_of_all(error):
+        return failures[0]
+    every = comm.gather_objects((finite, found[0] if found else None), group)
+    calls = [each for _, each in every if each is not None]
     if not calls:
-        return "no module's output is nan or infinite: training_step itself makes it, after the last of them"
+        if all(each for each, _ in every):
+            return "run once more it is finite: dropout, which is off then, or other random numbers have made it so"
+        return "no module's output is nan or plus infinity: training_step itself makes it, or a module that gives minus infinity"
     first = min(calls, key=lambda each: each.call)
-    ranks = [rank for rank, each in enumerate(every) if each is not None and each.module == first.module]
+    alike = {rank: each for rank, (_, each) in enumerate(every) if each is not None and each.module == first.module}
+    rank, shown_of = next(iter(alike.items()))
     name = first.module or "training_step's own module"
+    others = f" (of {len(alike)} ranks that find it there)" if len(alike) > 1 else ""
     return (
-        f"run once more, {name} is the first module whose output is not: {first.bad} of {first.total} numbers are nan or infinite on rank "
-        f"{ranks[0]}{f' (of {len(ranks)} ranks that find it there)' if len(ranks) > 1 else ''}; {_cause(first)}"
+        f"run once more, {name} is the first module whose output is not: {shown_of.bad} of {shown_of.total} numbers are nan or infinite on rank "
+        f"{rank}{others}; {_cause(list(alike.values()))}"
     )
 
 
-def _cause(found: _NonFinite) -> str:
-    if found.parameters:
-        return f"its {shown(found.parameters)} is not finite: an earlier update, or what was loaded, has made it so"
-    if found.inputs:
+def _cause(found: Sequence[_NonFinite]) -> str:
+    """Return what made it, of all ranks together: each looks at its own shard of the parameters."""
+    if parameters := sorted({name for each in found for name in each.parameters}):
+        return f"its {shown(parameters)} is not finite: an earlier update, or what was loaded, has made it so"
+    if any(each.inputs for each in found):
         return "it was given numbers that are not finite: look at the batch, or at what the step computes before it"
     return "its inputs and its own parameters are finite: it overflows, or divides by 0"
 

@@ -14,17 +14,21 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import shown, user_name
 
 # Optimizer steps from one comparison to the next; a checkpoint is compared before it is written.
 EVERY_STEPS = 100
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd, so that no bit is lost in 64 bits.
+_MULTIPLIER = 0x5851F42D4C957F2D
+# Numbers that are hashed at a time: their 64-bit copies are in memory.
+_CHUNK = 1 << 22
 
 
 class ReplicaWatch:
@@ -32,20 +36,27 @@ class ReplicaWatch:
 
     def __init__(self) -> None:
         self._step = 0
+        self._said = False
 
     def start_run(self, step: int) -> None:
         """Begin to count at an optimizer step."""
-        self._step = step
+        self._step, self._said = step, False
 
     def watch(self, root: nn.Module, step: int, shard_size: int, group: ProcessGroup | None) -> None:
-        """Compare where it is time to. Every rank must call it at the same step. As `check_replicas`."""
+        """Compare where it is time to. Every rank must call it at the same step. As `compare`."""
         if step >= self._step + EVERY_STEPS:
             self._step = step
-            check_replicas(root, step, shard_size, group)
+            self.compare(root, step, shard_size, group)
+
+    def compare(self, root: nn.Module, step: int, shard_size: int, group: ProcessGroup | None) -> None:
+        """Warn once in a run of replicas that have come apart. Every rank must call it. As `difference`."""
+        if not self._said and (found := difference(root, step, shard_size, group)):
+            self._said = True
+            rank_zero_warn(found)
 
 
-def check_replicas(root: nn.Module, step: int, shard_size: int, group: ProcessGroup | None) -> None:
-    """Refuse to go on where ranks that hold the same shard hold other numbers. Every rank must call it.
+def difference(root: nn.Module, step: int, shard_size: int, group: ProcessGroup | None) -> str | None:
+    """Return in words where ranks that hold the same shard hold other numbers, None where they do not. Every rank must call it.
 
     Args:
         root: the sharded module.
@@ -53,29 +64,26 @@ def check_replicas(root: nn.Module, step: int, shard_size: int, group: ProcessGr
         shard_size: ranks over which parameters are split.
         group: the world, on a backend for host tensors.
 
-    Communicates: one gather of 8 bytes from each rank; where they differ, one of 16 bytes for each parameter.
-
-    Raises:
-        SequenceParallelError: replicas differ; on all ranks.
+    Communicates: one gather of 8 bytes from each rank; where they differ, one of 8 bytes for each parameter.
     """
     if comm.size_of(group or comm.world()) == shard_size:
-        return
+        return None
     sums = _sums(root)
     digests = [int(each) for each in comm.gather(_digest(sums), group)]
     if all(len(set(digests[first::shard_size])) == 1 for first in range(shard_size)):
-        return
-    every = comm.gather_objects({name: values.tolist() for name, values in sums.items()}, group)
+        return None
+    every = comm.gather_objects(sums, group)
     differing: dict[str, list[list[int]]] = {}
     for first in range(shard_size):
         ranks = range(first, len(every), shard_size)
         for name in sums:
-            holders: Mapping[str, list[int]] = defaultdict(list)
+            holders: Mapping[int, list[int]] = defaultdict(list)
             for rank in ranks:
-                holders[str(every[rank][name])].append(rank)
+                holders[every[rank][name]].append(rank)
             if len(holders) > 1:
                 differing.setdefault(name, list(holders.values()))
     name, ranks_of = next(iter(differing.items()))
-    raise SequenceParallelError(
+    return (
         f"after {step} optimizer steps {len(differing)} of {len(sums)} parameters are no longer the same on ranks that hold the same shard "
         f"(shard_size={shard_size} of {len(every)} ranks): {shown(differing)}; of {name} ranks {' and '.join(map(str, ranks_of))} hold other "
         "numbers. Every rank must make the same update: a hook or an optimizer that writes what one rank alone knows (its own batch, its random "
@@ -83,24 +91,30 @@ def check_replicas(root: nn.Module, step: int, shard_size: int, group: ProcessGr
     )
 
 
-def _sums(root: nn.Module) -> dict[str, Tensor]:
-    """Return two sums over the bits of this rank's part of each parameter, on the host."""
+def _sums(root: nn.Module) -> dict[str, int]:
+    """Return a hash of this rank's part of each parameter, on the host."""
     tensors = {user_name(name): value for name, value in root.named_parameters()}
     if not tensors:
         return {}
-    on_device = torch.stack([_sums_of_bits(value.detach()) for value in tensors.values()])
-    return dict(zip(tensors, on_device.cpu(), strict=True))
+    on_device = torch.stack([_hash_of_bits(value.detach()) for value in tensors.values()])
+    return dict(zip(tensors, on_device.tolist(), strict=True))
 
 
-def _sums_of_bits(tensor: Tensor) -> Tensor:
+def _hash_of_bits(tensor: Tensor) -> Tensor:
+    """Return a hash of a tensor's bits and their places, an int64 on its device: a sum in 64 bits, the same in any order of adding."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.is_complex():
         local = torch.view_as_real(local)
-    bits = local.contiguous().view(_INTEGERS[local.element_size()])
-    # The squares: that one number grows by what another loses leaves the plain sum as it was.
-    return torch.stack([bits.sum(dtype=torch.int64), (bits * bits).sum(dtype=torch.int64)])
+    bits = local.contiguous().view(-1).view(_INTEGERS[local.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), _CHUNK):
+        mixed = bits[first : first + _CHUNK].long() * _MULTIPLIER
+        mixed ^= mixed >> 32
+        places = torch.arange(first, first + len(mixed), device=bits.device)
+        total += (mixed * (2 * places + 1)).sum()
+    return total
 
 
-def _digest(sums: Mapping[str, Tensor]) -> Tensor:
-    text = ",".join(f"{name}:{values.tolist()}" for name, values in sums.items())
+def _digest(sums: Mapping[str, int]) -> Tensor:
+    text = ",".join(f"{name}:{value}" for name, value in sums.items())
     return torch.tensor(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big"))

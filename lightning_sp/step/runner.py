@@ -5,7 +5,7 @@ training: its loss is the mean over the world, checked          evaluation: over
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -67,6 +67,11 @@ class StepRunner:
         self._loss_check = LossCheck()
         # Compiled code counts no attention calls.
         self._counts_later_steps = not is_compiled(self.module)
+
+    def end_fit(self) -> None:
+        """End a fit as `end_run`; the next one explains a loss that is not finite anew."""
+        self.end_run()
+        self._was_finite = True
 
     def end_run(self) -> None:
         """Read the answer about the last loss. Every rank must call it."""
@@ -159,16 +164,18 @@ class StepRunner:
             "EarlyStopping(check_finite=True) or Trainer(detect_anomaly=True) end it there"
         )
 
-    def _run_again(self, batch: SequenceInfo, run: Callable[[], Any]) -> None:
-        """Run the forward of a training step once more."""
+    def _run_again(self, batch: SequenceInfo, run: Callable[[], Any]) -> Tensor | None:
+        """Run the forward of a training step once more and return its loss."""
         self._begin(batch, None)
         try:
             if batch.uneven_entries:
                 self._gather_optional()
             with torch.compiler.set_stance("force_eager"):
-                run_with_whole_parameters(run)
+                output, _ = mean_of_returned_sum(run_with_whole_parameters(run), None)
         finally:
             self.end_without_backward()
+        loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+        return loss
 
     def end(self) -> None:
         """Give every intercepted function back its own behaviour."""

@@ -152,11 +152,11 @@ USERS = (
         "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
     ),
     fault(
-        "sums over bits that a change on both sides leaves as they are",
+        "a hash of bits that does not know their places",
         "step/replicas.py",
-        "(bits * bits).sum(dtype=torch.int64)",
-        "bits.sum(dtype=torch.int64)",
-        "tests/step/test_replicas.py::test_a_bit_changes_the_sums[dtype1]",
+        "(mixed * (2 * places + 1)).sum()",
+        "mixed.sum()",
+        "tests/step/test_replicas.py::test_a_change_of_bits_or_places_changes_the_hash[dtype1]",
     ),
     fault(
         "a nan that is said after the update",
@@ -168,8 +168,8 @@ USERS = (
     fault(
         "a batch that is run once more without what its step took out",
         "strategy.py",
-        "partial(Strategy.training_step, self, *map(copy, args), **kwargs)",
-        "partial(Strategy.training_step, self, *args, **kwargs)",
+        "partial(self._training_step_again, *map(copy, args), **kwargs)",
+        "partial(self._training_step_again, *args, **kwargs)",
         "tests/step/test_non_finite.py::test_the_layer_is_named_once_until_the_loss_is_finite_again[step-{'ring_size': 2}]",
     ),
 )  # fmt: skip

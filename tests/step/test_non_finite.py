@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_sp.testing import RankPool
 from tests.step import watch_ranks as ranks
 
 SAYS = {
     "layer": ["model.divides is the first module", "61 of ", "its inputs and its own parameters are finite"],
     "weight": ["model.body.layers.1.attention_norm is the first module", "its weight is not finite"],
-    "step": ["no module's output is nan or infinite: training_step itself"],
+    "dropout": ["run once more it is finite: dropout, which is off then"],
+    "another batch": ["the micro-batch could not be run once more: KeyError: 'what the first run took'"],
+    "step": ["no module's output is nan or plus infinity: training_step itself"],
 }
 
 
@@ -20,6 +23,8 @@ SAYS = {
         ("layer", dict(ulysses_size=2, data_parallel_size=2)),
         ("weight", dict(ulysses_size=2)),
         ("step", dict(ring_size=2)),
+        ("dropout", dict(ring_size=2)),
+        ("another batch", dict(ulysses_size=2)),
     ],
     ids=str,
 )
@@ -31,6 +36,18 @@ def test_the_layer_is_named_once_until_the_loss_is_finite_again(pools, kind, str
     assert others == [[]] * (world - 1), "rank 0 alone says it"
     assert said.startswith("training_step's loss is nan or infinite; ")
     assert all(each in said for each in SAYS[kind]), said
+
+
+def test_a_second_run_that_fails_on_one_rank_ends_the_run():
+    """The other rank waits in the middle of its own: to go on would mix its collectives with those of the next step."""
+    with (
+        RankPool(2, timeout_s=60, others_s=1.0) as pool,
+        pytest.raises(
+            RuntimeError,
+            match=r"MemoryError: on this rank alone \(on this rank; ranks \[0\] wait for it in a collective",
+        ),
+    ):
+        pool.run(ranks.non_finite, "rank 1", dict(ring_size=2, preflight=False))
 
 
 def test_a_finite_loss_runs_no_forward_more(pools):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import warnings
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_sp import SequenceParallelError
 from lightning_sp.step import replicas
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
 BAD_STEP = 2
+# Of the step that fails: no module's, so that nothing puts it back.
+RUNS = itertools.count()
 
 
 class Divides(nn.Module):
@@ -59,15 +61,26 @@ class Fails(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         targets = batch.pop("shift_labels")
         self.num_forwards += 1
+        bad = self.trainer.global_step == BAD_STEP
+        if bad and self.kind == "another batch" and next(RUNS):
+            raise KeyError("what the first run took")
+        if bad and self.kind == "rank 1" and next(RUNS) and self.trainer.global_rank == 1:
+            raise MemoryError("on this rank alone")
         logits = self.logits(batch)
-        if self.kind == "step" and self.trainer.global_step >= BAD_STEP:
-            logits = logits * float("inf")
+        if self.trainer.global_step >= BAD_STEP:
+            if self.kind in ("step", "another batch", "rank 1"):
+                logits = logits * float("inf")
+            if self.kind == "dropout":
+                ones = torch.nn.functional.dropout(torch.ones_like(logits))
+                logits = logits * (ones / ones)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def non_finite(kind: str, strategy: dict[str, Any]) -> dict[str, Any]:
     """Fit and return what was warned of, and what the fit left."""
     world = int(os.environ["WORLD_SIZE"])
+    global RUNS
+    RUNS = itertools.count()
     module = Fails(kind)
     torch.manual_seed(0)
     trainer = quiet_trainer(world, strategy=strategy, max_steps=4)
@@ -92,17 +105,16 @@ class Drifts(Plain):
 
 
 def drift(rank: int | None, strategy: dict[str, Any], *, save: bool) -> dict[str, Any]:
-    """Fit, comparing each second step; return how that ended."""
+    """Fit, comparing each second step, or before a checkpoint alone; return what was warned of."""
     world, every = int(os.environ["WORLD_SIZE"]), replicas.EVERY_STEPS
     replicas.EVERY_STEPS = 1000 if save else 2
     try:
         trainer = quiet_trainer(world, strategy=dict(preflight=False, **strategy), max_steps=4)
-        trainer.fit(Drifts(rank), DataLoader(TokenDataset(size=16), batch_size=1))
-        if save:
-            with tempfile.TemporaryDirectory() as folder:
-                trainer.save_checkpoint(Path(folder) / "last.ckpt")
-    except SequenceParallelError as error:
-        return {"error": str(error), "steps": trainer.global_step}
+        with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+            warnings.simplefilter("always")
+            trainer.fit(Drifts(rank), DataLoader(TokenDataset(size=16), batch_size=1))
+            if save:
+                trainer.save_checkpoint(Path(trainer.strategy.broadcast(folder)) / "last.ckpt")
     finally:
         replicas.EVERY_STEPS = every
-    return {"error": "", "steps": trainer.global_step}
+    return {"said": [str(each.message) for each in caught if "no longer the same" in str(each.message)]}

@@ -68,15 +68,15 @@ def difference(root: nn.Module, step: int, shard_size: int, group: ProcessGroup 
     """
     if comm.size_of(group or comm.world()) == shard_size:
         return None
-    sums = _sums(root)
-    digests = [int(each) for each in comm.gather(_digest(sums), group)]
+    hashes = _hashes(root)
+    digests = [int(each) for each in comm.gather(_digest(hashes), group)]
     if all(len(set(digests[first::shard_size])) == 1 for first in range(shard_size)):
         return None
-    every = comm.gather_objects(sums, group)
+    every = comm.gather_objects(hashes, group)
     differing: dict[str, list[list[int]]] = {}
     for first in range(shard_size):
         ranks = range(first, len(every), shard_size)
-        for name in sums:
+        for name in hashes:
             holders: Mapping[int, list[int]] = defaultdict(list)
             for rank in ranks:
                 holders[every[rank][name]].append(rank)
@@ -84,14 +84,14 @@ def difference(root: nn.Module, step: int, shard_size: int, group: ProcessGroup 
                 differing.setdefault(name, list(holders.values()))
     name, ranks_of = next(iter(differing.items()))
     return (
-        f"after {step} optimizer steps {len(differing)} of {len(sums)} parameters are no longer the same on ranks that hold the same shard "
+        f"after {step} optimizer steps {len(differing)} of {len(hashes)} parameters are no longer the same on ranks that hold the same shard "
         f"(shard_size={shard_size} of {len(every)} ranks): {shown(differing)}; of {name} ranks {' and '.join(map(str, ranks_of))} hold other "
         "numbers. Every rank must make the same update: a hook or an optimizer that writes what one rank alone knows (its own batch, its random "
         "numbers, a clock) has to compute it for all, by torch.distributed or lightning_sp.reductions, or to draw it from one seed"
     )
 
 
-def _sums(root: nn.Module) -> dict[str, int]:
+def _hashes(root: nn.Module) -> dict[str, int]:
     """Return a hash of this rank's part of each parameter, on the host."""
     tensors = {user_name(name): value for name, value in root.named_parameters()}
     if not tensors:
@@ -115,6 +115,6 @@ def _hash_of_bits(tensor: Tensor) -> Tensor:
     return total
 
 
-def _digest(sums: Mapping[str, int]) -> Tensor:
-    text = ",".join(f"{name}:{value}" for name, value in sums.items())
+def _digest(hashes: Mapping[str, int]) -> Tensor:
+    text = ",".join(f"{name}:{value}" for name, value in hashes.items())
     return torch.tensor(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big"))

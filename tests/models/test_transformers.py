@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     f"transformers {version('transformers')} " not in PAGE.read_text(),
     reason="the page is of another version of transformers",
 )
-# Of each way that a model can be built: decoders, encoders, both, experts, windows, chunks, biases, softcaps, sinks, images beside the text;
+# Of each way that a model can be built: decoders, encoders, both, experts, windows, chunks, biases, softcaps, sinks, a tower beside the text;
 # and of what is refused.
 SUBSET = {
     "llama": "logits", "gpt2": "own loss", "qwen2_moe": "logits", "qwen3": "own loss", "mixtral": "logits", "gemma2": "logits",

@@ -73,7 +73,7 @@ def gpt_oss() -> nn.Module:
     return model
 
 
-DROPPED = {**LLAMA, "attention_dropout": 0.3}
+DROPPED = {**LLAMA, "num_hidden_layers": 2, "attention_dropout": 0.3}
 BUILDS: dict[str, Any] = {
     "none": partial(Dropping, 0.0),
     "plain": Dropping,

@@ -36,7 +36,7 @@ def hf(kind: str, **options: Any) -> nn.Module:
 
 
 LLAMA = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
 )  # fmt: skip
 QWEN2 = {**LLAMA, "use_sliding_window": False}
 
@@ -367,7 +367,7 @@ BUILDS: dict[str, Any] = {
     "dropout gpt": partial(tiny_gpt, dropout=0.2),
     "hf llama": partial(hf, "llama", **LLAMA),
     "hf qwen2": partial(hf, "qwen2", **QWEN2),
-    "hf gpt2": partial(hf, "gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=128, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
+    "hf gpt2": partial(hf, "gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=128, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
     "hf gemma2": partial(hf, "gemma2", **LLAMA, head_dim=8, attn_logit_softcapping=None, pad_token_id=0),
     "own positions": OwnPositions,
     "convolution": lambda: Mixed(CausalConvolution()),

@@ -24,10 +24,11 @@ from tests.rewrite.mask_models import CustomMask, Explicit, Flex, Handed, Import
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 GPT2 = dict(
-    n_embd=32, n_layer=2, n_head=4, n_positions=128, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    n_embd=32, n_layer=1, n_head=4, n_positions=128, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0
 )  # fmt: skip
+TWO_LAYERS = {**LLAMA, "num_hidden_layers": 2}
 GEMMA2 = {
-    **LLAMA,
+    **TWO_LAYERS,
     "head_dim": 8,
     "pad_token_id": 0,
     "layer_types": ["full_attention"] * 2,
@@ -41,22 +42,22 @@ LONGROPE = {
     "original_max_position_embeddings": 20,
 }  # fmt: skip
 GEMMA3 = {
-    **LLAMA, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9,
+    **TWO_LAYERS, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9,
 }  # fmt: skip
 DEEPSEEK = {
-    **LLAMA, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+    **TWO_LAYERS, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
     "first_k_dense_replace": 2,
 }  # fmt: skip
 GPT_OSS = {
-    **LLAMA, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 9,
+    **TWO_LAYERS, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 9,
     "layer_types": ["full_attention", "sliding_attention"], "router_aux_loss_coef": 0.0,
 }  # fmt: skip
 LLAMA4 = {
-    **LLAMA, "head_dim": 8, "attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+    **TWO_LAYERS, "head_dim": 8, "attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
     "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [], "attn_temperature_tuning": False,
 }  # fmt: skip
 BY_LAYER = {
-    **LLAMA, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64,
+    **TWO_LAYERS, "head_dim": 8, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64,
     "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}},
 }  # fmt: skip
 
@@ -153,7 +154,7 @@ EXPLICIT = (
 )  # fmt: skip
 BUILDS: dict[str, Any] = {
     "gpt": tiny_gpt,
-    "llama": partial(hf, "llama", **LLAMA),
+    "llama": partial(hf, "llama", **TWO_LAYERS),
     "llama tied": partial(hf, "llama", **LLAMA, tie_word_embeddings=True),
     "llama dynamic": partial(hf, "llama", **{**LLAMA, "max_position_embeddings": 20}, rope_parameters=DYNAMIC),
     "llama longrope": partial(hf, "llama", **LLAMA, rope_parameters=LONGROPE),

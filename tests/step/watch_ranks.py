@@ -37,7 +37,7 @@ class Divides(nn.Module):
 class Model(nn.Module):
     def __init__(self, at: int) -> None:
         super().__init__()
-        self.body, self.divides = tiny_llama(), Divides(at)
+        self.body, self.divides = tiny_llama(num_layers=2), Divides(at)
         self.again = nn.Linear(61, 61)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import logging
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ class User(Plain):
 
     def __init__(self, scheduler: str = "", manual: bool = False, accumulate: int = 1) -> None:
         # What Lightning does around a step does not depend on how many layers it has.
-        super().__init__(partial(tiny_llama, num_layers=1), lr=0.02)
+        super().__init__(tiny_llama, lr=0.02)
         self.scheduler, self.accumulate = scheduler, accumulate
         self.automatic_optimization = not manual
         self.rates: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,7 +120,7 @@ def predict(world: int, strategy: dict[str, Any], kind: str) -> Any:
 def initial_weights(world: int, strategy: dict[str, Any], seed_per_rank: bool, eager: bool) -> dict[str, Any]:
     """Return the weights before any step, as every rank gathers them."""
     torch.manual_seed(11 + (dist.get_rank() if seed_per_rank else 0))
-    module = Plain(tiny_gpt)
+    module = Plain(partial(tiny_gpt, num_layers=2))
     if eager:
         module.configure_model()
     seen: dict[str, Any] = {}

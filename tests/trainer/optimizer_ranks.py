@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp.trainer import optimizer_trial
 from lightning_sp.trainer.optimizer_trial import Verdict
-from tests.trainer.tiny import MODELS, Plain, TokenDataset, _full, quiet_trainer
+from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 
 class NormOfShards(torch.optim.Optimizer):
@@ -64,7 +64,7 @@ class Module(Plain):
 
     def __init__(self, name: str, manual: bool = False) -> None:
         # Without biases: the gradient of an attention key's bias is rounding alone, which Adafactor would make a step of.
-        super().__init__(MODELS["llama"])
+        super().__init__(tiny_llama)
         self.name, self.automatic_optimization = name, not manual
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

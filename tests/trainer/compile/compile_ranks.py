@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize import tied_parameters
 from tests.trainer.lightning_ranks import trainer_of
-from tests.trainer.tiny import MODELS, Plain, TokenDataset, _full
+from tests.trainer.tiny import MODELS, Plain, TokenDataset, _full, tiny_gpt
 
 # As much of a compiler as a test can wait for: the graphs are those of Inductor, run eagerly.
 BACKEND = "aot_eager"
+# One layer where the whole model is one graph.
+BUILDS = {**MODELS, "gpt of one layer": tiny_gpt}
 
 
 def compiled(model: nn.Module, how: str) -> nn.Module:
@@ -44,7 +46,7 @@ class Compiled(Plain):
     """Builds its model in `__init__` or in `configure_model`, compiles it there, and remembers the weights it began with."""
 
     def __init__(self, model: str, how: str, early: bool) -> None:
-        super().__init__(MODELS[model])
+        super().__init__(BUILDS[model])
         self.how = how
         self.first: dict[str, torch.Tensor] = {}
         if early:
@@ -78,7 +80,7 @@ def fit(
     """Fit a compiled model, each rank from a seed of its own; what was begun with, losses, weights, graphs.
 
     Args:
-        model: of `tiny.MODELS`.
+        model: of `BUILDS`.
         how: `compiled`'s.
         world: ranks.
         strategy: None for plain Lightning.
@@ -123,7 +125,7 @@ class Differing(Plain):
     """Builds another model on rank 1."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(MODELS["gpt"])
+        super().__init__(tiny_gpt)
         self.model = self.build()
         if dist.get_rank() == 1 and kind == "name":
             self.model.extra = nn.Parameter(torch.zeros(3))

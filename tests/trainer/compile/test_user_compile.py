@@ -10,12 +10,13 @@ from lightning_sp.testing import max_error
 from tests.trainer.compile import compile_ranks as ranks
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
+ONE = "gpt of one layer"
 # The preflight tries a GPT compiled whole and a Llama of compiled blocks: it compiles each again, for its crops.
 CASES = [
-    dict(model="gpt", how="torch.compile(model)", strategy=dict(**RING, preflight=False)),
+    dict(model=ONE, how="torch.compile(model)", strategy=dict(**RING, preflight=False)),
     # compile=True finds nothing left to compile, so that no Inductor is started.
-    dict(model="gpt", how="torch.compile(model)", strategy=dict(**ULYSSES, compile=True), early=True),
-    dict(model="gpt", how="torch.compile(model)", strategy=dict(**RING, preflight=False), before=True),
+    dict(model=ONE, how="torch.compile(model)", strategy=dict(**ULYSSES, compile=True), early=True),
+    dict(model=ONE, how="torch.compile(model)", strategy=dict(**RING, preflight=False), before=True),
     dict(
         model="hugging face",
         how="model.compile()",
@@ -62,17 +63,17 @@ def test_a_compiled_model_trains_as_the_eager_one_of_one_device(pools, eager):
 def test_checkpoints_have_the_models_own_names(pools, eager, tmp_path):
     """Ours is read by an uncompiled model, and plain Lightning's of a compiled model by ours."""
     strategy = dict(ring_size=2, preflight=False)
-    common = dict(model="gpt", world=2)
+    common = dict(model=ONE, world=2)
     folder, file = str(tmp_path / "folder"), str(tmp_path / "plain.ckpt")
-    pools(2).run(ranks.fit, "gpt", "torch.compile(model)", 2, strategy, False, False, folder)
+    pools(2).run(ranks.fit, ONE, "torch.compile(model)", 2, strategy, False, False, folder)
     (compiled,) = {
         answer["losses"][0]
-        for answer in pools(1).run(ranks.fit, "gpt", "torch.compile(model)", 1, None, False, False, file)
+        for answer in pools(1).run(ranks.fit, ONE, "torch.compile(model)", 1, None, False, False, file)
     }
-    assert compiled == pytest.approx(eager["gpt", False, False]["losses"][0], abs=1e-10)
+    assert compiled == pytest.approx(eager[ONE, False, False]["losses"][0], abs=1e-10)
     assert any("_orig_mod." in name for name in torch.load(file, weights_only=True)["state_dict"])
     exported = torch.load(export_checkpoint(folder, tmp_path / "model.pt"), weights_only=True)
-    assert set(exported) == set(eager["gpt", False, False]["weights"])
+    assert set(exported) == set(eager[ONE, False, False]["weights"])
     again = [
         dict(how="", strategy=strategy, resume=folder, max_epochs=2, **common),
         dict(how="torch.compile(model)", strategy=strategy, resume=file, max_epochs=2, **common),
@@ -80,13 +81,13 @@ def test_checkpoints_have_the_models_own_names(pools, eager, tmp_path):
     for answers in pools(2).run(ranks.fits, again):
         for answer, case in zip(answers, again, strict=True):
             assert not answer["error"], answer["error"]
-            for name, weight in eager["gpt", False, False]["weights"].items():
+            for name, weight in eager[ONE, False, False]["weights"].items():
                 assert max_error(answer["first"][name], weight) < 1e-10, (case, name)
 
 
 def test_ranks_that_build_other_models_than_rank_0_are_refused_with_the_names(pools):
     for kind, words in {
-        "name": "30 parameters and buffers 1 are only here (model.extra); build",
+        "name": "18 parameters and buffers 1 are only here (model.extra); build",
         "shape": "1 differ (of model.head.weight shape, dtype and requires_grad are ((61, 30)",
         "frozen": "requires_grad are ((61, 32), torch.float64, False), on rank 0 ((61, 32), torch.float64, True)",
     }.items():

@@ -18,7 +18,7 @@ from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import VOCAB, TokenDataset, _full
 
 SIZES = dict(
-    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=48, use_cache=False,
 )  # fmt: skip
 

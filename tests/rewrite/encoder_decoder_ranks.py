@@ -255,6 +255,9 @@ class Model(Plain):
         logits = self.model(input_ids=batch["input_ids"], decoder_input_ids=batch["decoder_input_ids"]).logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         held = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}  # Pegasus' positions learn nothing
         self.raw_grads.append({n: g.full_tensor().clone() for n, g in held.items()})
@@ -267,9 +270,6 @@ class Model(Plain):
             return {"logits": self.model(batch["input_ids"], batch["decoder_input_ids"])}
         output = self.model(**{n: batch[n] for n in ("input_ids", "decoder_input_ids")})
         return {"logits": output.logits, "read": output.encoder_last_hidden_state, "rows": torch.ones(2)}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def rows_of(
@@ -303,8 +303,9 @@ def rows_of(
     return rows
 
 
-def _loader(data: Any, rows: int = 2) -> Any:
-    return DataLoader(rows_of(**(data or {})), batch_size=rows)  # type: ignore[arg-type]
+def _loader(data: Any, rows: int = 2, more: Any = ()) -> Any:
+    samples = [row for each in (data, *more) for row in rows_of(**(each or {}))]
+    return DataLoader(samples, batch_size=rows)  # type: ignore[arg-type]
 
 
 def one_process(build: str, kind: str = "own", data: Any = None, **_: Any) -> dict[str, Any]:
@@ -326,8 +327,27 @@ def sharded(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_sharded(**case) for case in cases]
 
 
+def together(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As `sharded`, but one fit of the cases that differ in their data alone, a step each; the first one's batch has the preflight."""
+    fits: dict[str, list[int]] = {}
+    for i, case in enumerate(cases):
+        fits.setdefault(str({**case, "data": None}), []).append(i)
+    found: dict[int, dict[str, Any]] = {}
+    for numbers in fits.values():
+        first, *others = (cases[i] for i in numbers)
+        answer = _sharded(**first, more=[case.get("data") for case in others])
+        for step, i in enumerate(numbers):
+            found[i] = {
+                "error": answer["error"],
+                "losses": answer["losses"][step - len(numbers) :][:1],
+                "grads": answer["all grads"][step] if len(answer["all grads"]) == len(numbers) else {},
+            }
+    return [found[i] for i in range(len(cases))]
+
+
 def _sharded(
-    build: str, kind: str = "own", data: Any = None, strategy: Any = None, world: int = 2, fault: str = "", rows: int = 2
+    build: str, kind: str = "own", data: Any = None, strategy: Any = None, world: int = 2, fault: str = "", rows: int = 2,
+    more: tuple[Any, ...] | list[Any] = (),
 ) -> dict[str, Any]:  # fmt: skip
     module = Model(build, kind)
     declared = {"labels_shifted": True} if kind == "own" else {}
@@ -335,14 +355,21 @@ def _sharded(
     try:
         with FAULTS[fault]() if fault else nullcontext():
             trainer = quiet_trainer(
-                world, strategy={"preflight": world == 2 and not fault, **declared, **(strategy or {})}, max_steps=1
+                world,
+                strategy={"preflight": world == 2 and not fault, **declared, **(strategy or {})},
+                max_steps=1 + len(more),
             )
-            trainer.fit(module, _loader(data, rows))
+            trainer.fit(module, _loader(data, rows, more))
     except SequenceParallelError as refusal:
         error = str(refusal)
     except Exception as other:
         error = f"NOT BY NAME {other!r}: {traceback.format_exc()}"
-    return {"error": error, "losses": module.losses, "grads": module.raw_grads[0] if module.raw_grads else {}}
+    return {
+        "error": error,
+        "losses": module.losses,
+        "grads": module.raw_grads[0] if module.raw_grads else {},
+        "all grads": module.raw_grads if more else module.raw_grads[:1],
+    }
 
 
 def predictions(build: str, data: Any, strategy: Any, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -357,18 +357,43 @@ def sharded(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_sharded(**case) for case in cases]
 
 
+def together(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As `sharded`, but one fit of the cases that differ in their data alone, a step each; the first one's batch has the preflight of any."""
+    fits: dict[str, list[int]] = {}
+    for i, case in enumerate(cases):
+        strategy = {n: v for n, v in case.get("strategy", {}).items() if n != "preflight"}
+        packed = bool((case.get("data") or {}).get("packed"))
+        fits.setdefault(str({**case, "data": packed, "strategy": strategy}), []).append(i)
+    found: dict[int, dict[str, Any]] = {}
+    for numbers in fits.values():
+        chosen = [cases[i] for i in numbers]
+        checked = any(case.get("strategy", {}).get("preflight", False) for case in chosen)
+        strategy = {**chosen[0].get("strategy", {}), "preflight": checked}
+        more = [case.get("data") for case in chosen[1:]]
+        answer = _sharded(**{**chosen[0], "strategy": strategy, "more": more})
+        for step, i in enumerate(numbers):
+            own = {
+                "losses": answer["losses"][step - len(numbers) :][:1],
+                "grads": answer["all grads"][step] if len(answer["all grads"]) == len(numbers) else {},
+            }
+            found[i] = {**answer, **own, "all grads": []}
+    return [found[i] for i in range(len(cases))]
+
+
 def _sharded(
-    build: str, kind: str = "logits", data: Any = None, strategy: Any = None, fault: str = "", validate: bool = False, world: int = 2
+    build: str, kind: str = "logits", data: Any = None, strategy: Any = None, fault: str = "", validate: bool = False, world: int = 2,
+    more: tuple[Any, ...] | list[Any] = (),
 ) -> dict[str, Any]:  # fmt: skip
     module = Model(build, kind)
     declared = {"packed_documents": True} if (data or {}).get("packed") else {}
     strategy = {**declared, **(strategy or {}), "preflight": not fault and (strategy or {}).get("preflight", False)}
-    loader = DataLoader(rows_of(**(data or {})), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    samples = [row for each in (data, *more) for row in rows_of(**(each or {}))]
+    loader = DataLoader(samples, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     after: list[int] = []
     before = _globals(module)
     try:
         with FAULTS[fault]() if fault else nullcontext():
-            trainer = quiet_trainer(world, strategy=strategy, max_steps=1, limit_val_batches=int(validate))
+            trainer = quiet_trainer(world, strategy=strategy, max_steps=1 + len(more), limit_val_batches=int(validate))
             trainer.fit(module, loader, loader if validate else None)
         if validate and hasattr(module.model, "generate"):
             after = generate(module.model)
@@ -381,6 +406,7 @@ def _sharded(
         "error": error,
         "losses": module.losses,
         "grads": module.raw_grads[0] if module.raw_grads else {},
+        "all grads": module.raw_grads if more else module.raw_grads[:1],
         "evaluated": module.evaluated,
         "generated": [*module.generated, after] if validate else [],
         "restored": [name for name, value in _globals(module).items() if value != before[name]],

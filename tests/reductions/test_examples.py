@@ -9,12 +9,12 @@ from lightning_sp.testing import max_error
 from tests.reductions import example_ranks as ranks
 
 LAYOUTS = {
-    "2 x 1": (2, dict(data_parallel_size=2, sequence_parallel_size=1)),
-    "1 x 2, ulysses": (2, dict(ulysses_size=2)),
+    "2 x 1": (2, dict(data_parallel_size=2, sequence_parallel_size=1, preflight=False)),
+    "1 x 2, ulysses": (2, dict(ulysses_size=2, preflight=False)),
     "1 x 2, ring": (2, dict(ring_size=2)),
     "2 x 2": (4, dict(data_parallel_size=2, ring_size=2, preflight=False)),
 }
-# Data-parallel groups alone and a ring alone run all; the other two layouts every other one, each the other's half.
+# Data-parallel groups alone and a ring alone run all, the ring with the preflight; the other two layouts every other one, each the other's half.
 FEW = {"1 x 2, ulysses": list(ranks.EXAMPLES)[::2], "2 x 2": list(ranks.EXAMPLES)[1::2]}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sp.testing import run_ranks
+from lightning_sp.testing import RankPool
 from tests import masks
 from tests.attention.ranks.memory_ranks import LENGTH, peak_bytes
 from tests.mask_table import ROWS
@@ -16,13 +16,20 @@ BOUND_BYTES = 64 * 2**20
 QUICK = ("causal", "packed", "window left", "chunks", "prefix")
 
 
+@pytest.fixture(scope="module")
+def process():
+    """One that measures memory alone: each measurement gives back what the one before has left."""
+    with RankPool(1, timeout_s=600.0) as pool:
+        yield pool
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
 )
-def test_no_mask_makes_a_matrix(name):
+def test_no_mask_makes_a_matrix(process, name):
     assert LENGTH == 32 * 1024
-    (peak,) = run_ranks(peak_bytes, 1, name, timeout_s=600.0)
+    (peak,) = process.run(peak_bytes, name)
     assert 2**20 < peak < BOUND_BYTES, f"{name}: {peak / 2**20:.0f} MiB"
 
 

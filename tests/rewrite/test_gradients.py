@@ -163,7 +163,7 @@ def test_every_gradient_in_every_layout(pools, expected, world, layout):
 
 
 def hold_gradients(pools, expected, world, layout, numbers, sharded=ranks.sharded):
-    for start in range(0, len(numbers), 48):  # a pool's time limit is for a call
+    for start in range(0, len(numbers), 24):  # a pool's time limit is for a call
         chosen = numbers[start : start + 24]
         cases = [_laid(EXACT[i][0], layout, world) for i in chosen]
         for answers in pools(world).run(sharded, cases):

@@ -174,7 +174,7 @@ def train(
     resume: str | None = None,
     module: dict[str, Any] | None = None,
     data: str = "shuffled",
-    size: int = 16,
+    size: int = 8,
     callback: Any = None,
     plain: bool = False,
     weights_only: bool = False,
@@ -186,7 +186,7 @@ def train(
     heard = Heard()
     # The preflight has tests of its own, and is most of the time of a run this short.
     strategy = {"preflight": False, **strategy}
-    defaults = {"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}
+    defaults = {"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2}
     callbacks = [Counting(callback)] if callback is not None else []
     trainer = quiet_trainer(world, strategy=strategy, **{**defaults, "callbacks": callbacks, **options})
     if plain:

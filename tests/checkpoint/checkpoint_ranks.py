@@ -90,6 +90,13 @@ class Trained(pl.LightningModule):
         self.losses: list[float] = []
         self.numbers: list[int] = []
         self.latest: tuple[float, list[int]] = (0.0, [])
+        self.save_after: tuple[int, str] | None = None
+        self.saved: dict[str, Any] = {}
+
+    def save(self, path: str, *, weights_only: bool = False) -> None:
+        """Save, and keep what the steps before it have seen."""
+        self.saved = {"losses": self.losses[:], "numbers": self.numbers[:]}
+        self.trainer.save_checkpoint(path, weights_only=weights_only)
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -116,6 +123,8 @@ class Trained(pl.LightningModule):
     def on_train_batch_end(self, *_: Any) -> None:
         self.losses.append(self.latest[0])
         self.numbers += self.latest[1]
+        if self.save_after and not self.saved and self.trainer.global_step == self.save_after[0]:
+            self.save(self.save_after[1])
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), on_epoch=True, sync_dist=True)
@@ -171,6 +180,7 @@ def train(
     *,
     micro: int = 1,
     save: str | None = None,
+    save_after: int | None = None,
     resume: str | None = None,
     module: dict[str, Any] | None = None,
     data: str = "shuffled",
@@ -198,12 +208,15 @@ def train(
         loader = DataLoader(Stream(model, size), batch_size=micro)
     else:
         loader = DataLoader(Numbered(size), batch_size=micro, shuffle=data == "shuffled")
+    if save is not None and save_after is not None:
+        model.save_after = save_after, save
     trainer.fit(model, loader, ckpt_path=resume)
-    if save is not None:
-        trainer.save_checkpoint(save, weights_only=weights_only)
+    if save is not None and save_after is None:
+        model.save(save, weights_only=weights_only)
     return {
         "losses": model.losses,
         "numbers": model.numbers,
+        "saved": model.saved,
         "dp_rank": getattr(trainer.strategy, "data_parallel_rank", 0),
         "sp_rank": 0 if plain else trainer.strategy.sequence_mesh.sequence_rank,
         "weights": {n: _full(p.detach()).clone() for n, p in model.named_parameters()},

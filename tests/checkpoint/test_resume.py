@@ -90,8 +90,8 @@ def results(pools: Any, folder: Path) -> dict[str, list[Any]]:
         "plain whole": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1},
         "plain stop": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1,
                        "max_steps": 2, "save": at("plain.ckpt")},
-        "plain within an epoch": {"world": 1, "strategy": {}, "micro": 4, "size": 16, "plain": True, "data": "sequential", "accumulate_grad_batches": 1,
-                                  "max_steps": 2, "save": at("within.ckpt")},
+        "plain within an epoch": {"world": 1, "strategy": {}, "micro": 4, "size": 16, "plain": True, "data": "sequential",
+                                  "accumulate_grad_batches": 1, "max_steps": 2, "save": at("within.ckpt")},
     }  # fmt: skip
     from_plain: Runs = {"from plain Lightning": four(DP_RING, 1, data="sequential", resume=at("plain.ckpt"))}
     # What is refused is refused before the first step, of four ranks' checkpoints too.

@@ -16,15 +16,25 @@ SHORT = ["trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_v
 
 SMALL_DATA = ["--data.source", str(ROOT / "lightning_sp" / "*.py"), "--data.sequence_length", "512"]
 
-# Three commands of `lightning-sp` one after the other, which import all once. The other rank is started with the first one's words.
-THREE = """import os, sys
+# Four commands of `lightning-sp` one after the other, which import all once: a fit, then what is done with its checkpoint, elsewhere. The
+# other rank is started with the first one's words.
+FOUR = """import json, os, sys
+from pathlib import Path
+
+import torch.distributed as dist
 from lightning_sp.cli import main
 
 if __name__ == "__main__":
+    main()
+    dist.barrier()  # rank 0 writes the summary
+    (run,) = Path("runs/lightning_logs").resolve().iterdir()
+    checkpoint = Path(json.loads((run / "summary.json").read_text())["checkpoint"]).resolve()
+    Path("after").mkdir(exist_ok=True)
+    os.chdir("after")
     for name in ("validate", "test", "predict"):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("now:", name, flush=True)
-        sys.argv[1] = name
+        sys.argv[1:] = [name, *json.loads(os.environ["AFTER"]), "--ckpt_path", str(checkpoint)]
         main()
 """
 
@@ -36,38 +46,43 @@ def script(folder, name, function):
     return path
 
 
-def start(folder, commands, *, apart=()):
-    """Start every command at once, those in `apart` each in a folder of its own (they would write to one), and return the outputs by name."""
-    folders = {name: folder / f"at_{name}" if name in apart else folder for name in commands}
-    for each in folders.values():
-        each.mkdir(exist_ok=True)
+def start(folder, command, **more):
+    """Start a command of the user's."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")
     }
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    running = {
-        name: subprocess.Popen(
-            command, cwd=folders[name], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for name, command in commands.items()
-    }
-    try:
-        outputs = {name: process.communicate(timeout=560)[0] for name, process in running.items()}
-    finally:
-        for process in running.values():
-            process.kill()  # nothing to one that has ended
-    for name, process in running.items():
-        assert process.returncode == 0, outputs[name]
-    return outputs
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def output_of(process):
+    """Wait for a command that must end well, and return what it printed."""
+    output = process.communicate(timeout=560)[0]
+    assert process.returncode == 0, output
+    return output
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Start every command at once and return their folder, each command's output by name."""
+    """Start every command at once, then what the first one's end says, and return their folder, each command's output by name."""
     folder = tmp_path_factory.mktemp("commands")
-    train, main = script(folder, "lightning-sp-train", "train"), script(folder, "lightning-sp", "main")
+    train = script(folder, "lightning-sp-train", "train")
+    four = folder / "four"
+    four.write_text(FOUR)
+    two = ["--trainer.strategy", "sequence_parallel", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
+    limits = [f"--trainer.limit_{kind}_batches={n}" for kind, n in (("val", 2), ("test", 2), ("predict", 1))]
     commands = {
         "two": [sys.executable, train, *SHORT, f"hydra.run.dir={folder}/two"],
+        "four": [
+            sys.executable,
+            four,
+            "fit",
+            *("--trainer.strategy", "lightning_sp.SequenceParallelStrategy", "--trainer.strategy.ring_size", "2"),
+            *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.max_steps", "3"),
+            *("--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "1", *SMALL_DATA),
+        ],
         "sweep": [
             sys.executable,
             train,
@@ -77,16 +92,21 @@ def started(tmp_path_factory):
             "strategy=single_device",
             f"hydra.sweep.dir={folder}/sweep",
         ],
-        "fit": [
-            sys.executable,
-            main,
-            "fit",
-            *("--trainer.strategy", "lightning_sp.SequenceParallelStrategy", "--trainer.strategy.ring_size", "2"),
-            *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.max_steps", "3"),
-            *("--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "1", *SMALL_DATA),
-        ],
     }
-    return folder, start(folder, commands)
+    running = {
+        name: start(folder, command, AFTER=json.dumps([*two, *SMALL_DATA, *limits]))
+        for name, command in commands.items()
+    }
+    try:
+        outputs = {"two": output_of(running["two"])}
+        # As copied from the terminal: one line, its paths relative to where the command was typed.
+        resume = [*shlex.split(printed_resume_command(outputs["two"])), f"hydra.run.dir={folder}/resumed"]
+        running["resume"] = start(folder, resume)
+        outputs |= {name: output_of(process) for name, process in running.items() if name != "two"}
+    finally:
+        for process in running.values():
+            process.kill()  # nothing to one that has ended
+    return folder, outputs
 
 
 def summary(folder):
@@ -145,33 +165,15 @@ def printed_resume_command(output):
     return command
 
 
-@pytest.fixture(scope="module")
-def followed(started):
-    """Start what a user would start next, and return each command's output by name."""
-    folder, outputs = started
-    (run,) = (folder / "runs" / "lightning_logs").iterdir()
-    two = ["--trainer.strategy", "sequence_parallel", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
-    evaluation = [*two, *SMALL_DATA, "--ckpt_path", str(folder / summary(run)["checkpoint"])]
-    limits = [f"--trainer.limit_{kind}_batches={n}" for kind, n in (("val", 2), ("test", 2), ("predict", 1))]
-    three = folder / "three"
-    three.write_text(THREE)
-    commands = {
-        # As copied from the terminal: one line, its paths relative to where the command was typed.
-        "resume": [*shlex.split(printed_resume_command(outputs["two"])), f"hydra.run.dir={folder}/resumed"],
-        "three": [sys.executable, str(three), "validate", *evaluation, *limits],
-    }
-    return folder, start(folder, commands, apart=("three",))
-
-
-def test_the_command_that_a_run_ends_with_resumes_it(followed):
-    folder, _ = followed
+def test_the_command_that_a_run_ends_with_resumes_it(started):
+    folder, _ = started
     before, after = summary(folder / "two"), summary(folder / "resumed")
     assert after["tokens_seen"] > before["tokens_seen"] == 4 * 1024
     assert after["perplexity_after"] < before["perplexity_after"]
 
 
-def test_lightnings_cli_validates_tests_and_predicts_a_checkpoint(followed):
-    _, outputs = followed
+def test_lightnings_cli_validates_tests_and_predicts_a_checkpoint(started):
+    _, outputs = started
     for name, words in (("validate", "val_perplexity"), ("test", "test_perplexity"), ("predict", "Predicting")):
-        _, _, output = outputs["three"].partition(f"now: {name}\n")
-        assert words in output.partition("now: ")[0], outputs["three"]
+        _, _, output = outputs["four"].partition(f"now: {name}\n")
+        assert words in output.partition("now: ")[0], outputs["four"]

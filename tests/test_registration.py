@@ -75,10 +75,9 @@ def python(site, script, **env):
     return result.stdout
 
 
-# A package that is absent is part of the next test too.
-@pytest.mark.parametrize(
-    "fault", ["raises", *(pytest.param(how, marks=pytest.mark.slow) for how in ("deleted", "unparsable"))]
-)
+# A package that raises is part of the next test too, and one that is absent.
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_package_breaks_neither_torch_nor_lightning(site, fault):
     init = BROKEN[fault]
     if init is not None:
@@ -115,15 +114,16 @@ def test_a_broken_package_breaks_neither_torch_nor_lightning(site, fault):
 def test_lightning_looks_as_without_us_and_the_name_creates_the_strategy_here_and_in_a_spawned_process(site):
     """The watched module keeps its loader, source and pickles; reload and repeated registration are harmless.
 
-    The package is absent at first: what is broken about it shows when the strategy is asked for, and not before.
+    The package is broken at first, then absent: what is wrong with it shows when the strategy is asked for, and not before.
     """
+    write_package(site, BROKEN["raises"])
     later = site.parent / "later"
     later.mkdir()
     write_package(later, "from lightning_sp.registration import register_strategy\nregister_strategy()\n")
     out = python(
         site,
         """
-        import importlib, importlib.util, inspect, multiprocessing, pickle, pkgutil, shutil
+        import importlib, importlib.util, inspect, multiprocessing, pickle, pkgutil, shutil, traceback
         from importlib.machinery import SourceFileLoader
         from pathlib import Path
 
@@ -135,6 +135,7 @@ def test_lightning_looks_as_without_us_and_the_name_creates_the_strategy_here_an
 
         def looks():
             import torch, lightning_sp_autoload
+            torch.ones(2).sum()
             for _ in range(2):
                 lightning_sp_autoload.register()
             importlib.reload(lightning_sp_autoload).register()
@@ -173,13 +174,20 @@ def test_lightning_looks_as_without_us_and_the_name_creates_the_strategy_here_an
             print("same")
 
         if __name__ == "__main__":
-            assert importlib.util.find_spec("lightning_sp") is None
+            assert importlib.util.find_spec("lightning_sp") is not None
             looks()
+            try:
+                create("broken")
+            except RuntimeError as error:
+                print(error, "in", traceback.extract_tb(error.__traceback__)[-1].filename)
+            site = Path(sys.modules["lightning_sp_autoload"].__file__).parent
+            shutil.rmtree(site / "lightning_sp")
+            importlib.invalidate_caches()
+            assert importlib.util.find_spec("lightning_sp") is None
             try:
                 create("absent")
             except ModuleNotFoundError as error:
                 print(error)
-            site = Path(sys.modules["lightning_sp_autoload"].__file__).parent
             shutil.move(site.parent / "later" / "lightning_sp", site)
             importlib.invalidate_caches()
             create("parent")
@@ -191,6 +199,7 @@ def test_lightning_looks_as_without_us_and_the_name_creates_the_strategy_here_an
         """,
     )
     assert out.splitlines() == [
+        f"broken on purpose in {site / 'lightning_sp/__init__.py'}",
         "No module named 'lightning_sp'",
         "parent lightning_sp.strategy",
         "same",

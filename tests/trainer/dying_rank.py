@@ -1,4 +1,4 @@
-"""A script that Lightning's launcher starts on two ranks, the second of which dies in its second step."""
+"""Two ranks, the second of which dies in its second step: as a script that Lightning's launcher starts on both, and as a call in each."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
 
 
 class Dying(Plain):
+    def __init__(self, how: str) -> None:
+        super().__init__(tiny_llama)
+        self.how = how
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1 and os.environ.get("LOCAL_RANK") == "1":
-            if sys.argv[1] == "exit":
+            if self.how == "exit":
                 os._exit(3)
             raise ValueError("boom on rank 1")
         return super().training_step(batch, batch_idx)
 
 
-if __name__ == "__main__":
+def fit(how: str) -> None:
     trainer = pl.Trainer(
         strategy=SequenceParallelStrategy(preflight=False), accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Dying(tiny_llama), DataLoader(TokenDataset(4), batch_size=2))
+    trainer.fit(Dying(how), DataLoader(TokenDataset(4), batch_size=2))
+
+
+if __name__ == "__main__":
+    fit(sys.argv[1])

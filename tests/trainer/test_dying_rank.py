@@ -8,13 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sp.testing import run_ranks
+from tests.trainer import dying_rank
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("how", "words"), [("exit", "RuntimeError"), ("raise", "ValueError: boom on rank 1")])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    # Ranks that are called show the same of one that exits.
+    [pytest.param("exit", "RuntimeError", marks=pytest.mark.slow), ("raise", "ValueError: boom on rank 1")],
+)
 def test_a_rank_that_dies_ends_the_others(how, words):
     # Far below the strategy's timeout of 300 s: the peers notice the closed connection, not the timeout.
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.dying_rank", how]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode != 0
     assert words in ended.stderr, ended.stderr[-3000:]
+
+
+def test_a_rank_that_exits_is_an_error_on_the_others():
+    """The others fail in their next collective, far below the limits of 300 s and, here, of a call."""
+    with pytest.raises(RuntimeError) as ended:
+        run_ranks(dying_rank.fit, 2, "exit", timeout_s=100, others_s=0.5)
+    first, _, rest = str(ended.value).partition("no answer from ranks ")
+    assert first.startswith("rank 0 of 2 failed first:")
+    assert "\nRuntimeError: " in first
+    assert rest == "[1] within 0.5 s more; of them ended: [1]"

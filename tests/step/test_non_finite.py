@@ -47,7 +47,7 @@ def test_a_second_run_that_fails_on_one_rank_ends_the_run():
             match=r"MemoryError: on this rank alone \(on this rank; ranks \[0\] wait for it in a collective",
         ),
     ):
-        pool.run(ranks.non_finite, "rank 1", dict(ring_size=2, preflight=False))
+        pool.run(ranks.fails_soon, 1.0, dict(ring_size=2, preflight=False))
 
 
 def test_a_finite_loss_runs_no_forward_more(pools):

@@ -8,11 +8,13 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_sp.comm import failure
 from lightning_sp.step import replicas
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
@@ -89,6 +91,12 @@ def non_finite(kind: str, strategy: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(module, DataLoader(TokenDataset(size=8), batch_size=1))
     said = [str(each.message) for each in caught if "is nan or infinite" in str(each.message)]
     return {"said": said, "steps": trainer.global_step, "forwards": module.num_forwards}
+
+
+def fails_soon(patience_s: float, strategy: dict[str, Any]) -> dict[str, Any]:
+    """Fail on rank 1 alone in the run once more, which waits so long for the other rank."""
+    with mock.patch.object(failure, "_PATIENCE_S", patience_s):
+        return non_finite("rank 1", strategy)
 
 
 class Drifts(Plain):

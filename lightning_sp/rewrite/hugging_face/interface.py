@@ -19,6 +19,7 @@ from torch import nn
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.attention import attention_forward
 from lightning_sp.rewrite.hugging_face.balance_loss import wrap_balance_loss
+from lightning_sp.rewrite.hugging_face.deepstack import give_features_of_own_tokens
 from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
@@ -75,6 +76,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             wrap_relative_bias(model, self.context, self._undo)
             count_on_whole_sequence(model, self.context, self._undo)
             number_runs_of_whole_sequence(model, self.context, self._undo)
+            give_features_of_own_tokens(model, self.context, self._undo)
         if any([count_placeholders_of_all_ranks(model, self.context, self._undo) for model in self.models]):
             place_by_whole_sequence(self.context, self._undo)
         place_virtual_tokens(self.module, self.context, self._undo)

@@ -99,22 +99,42 @@ def _placeholder_mask(
 def _masked_scatter(
     context: SequenceContext, original: Callable[..., Tensor], self: Tensor, mask: Tensor, source: Tensor
 ) -> Tensor:
-    sequence = _sequence_of(context, self)
+    sequence = sequence_of(context, self) if self.dim() == 3 else None
     if sequence is None or mask.dim() not in (2, 3):
         return original(self, mask, source)
-    places = mask if mask.dim() == 2 else mask.expand(self.shape)[..., 0]
-    whole = merge(comm.gather(places.to(torch.uint8), context.mesh.sequence_group), sequence.layout, dim=1)
+    tokens = mask if mask.dim() == 2 else mask.expand(self.shape)[..., 0]
+    whole = _of_all_ranks(context, sequence, tokens)
     width = self.shape[-1]
     if source.numel() < int(whole.sum()) * width:  # a shard's own tokens
         return original(self, mask, source)
+    return original(self, mask, source.reshape(-1, width).index_select(0, _own(context, sequence, tokens, whole)))
+
+
+def own_tokens(context: SequenceContext, sequence: SequenceInfo, mask: Tensor) -> Tensor:
+    """Return which of all tokens to place are this rank's: their numbers, in the order of its placeholders.
+
+    Args:
+        context: of the step.
+        sequence: of which this rank has a shard.
+        mask: (rows, tokens of the shard), true at placeholders.
+
+    Communicates: one all_gather of a byte for each token.
+    """
+    return _own(context, sequence, mask, _of_all_ranks(context, sequence, mask))
+
+
+def _of_all_ranks(context: SequenceContext, sequence: SequenceInfo, mask: Tensor) -> Tensor:
+    return merge(comm.gather(mask.to(torch.uint8), context.mesh.sequence_group), sequence.layout, dim=1)
+
+
+def _own(context: SequenceContext, sequence: SequenceInfo, mask: Tensor, whole: Tensor) -> Tensor:
     numbers = (whole.flatten().cumsum(0, dtype=torch.int64) - 1).view(whole.shape)
-    own = shard(numbers, sequence.layout, context.mesh.sequence_rank, dim=1)[places]
-    return original(self, mask, source.reshape(-1, width).index_select(0, own))
+    return shard(numbers, sequence.layout, context.mesh.sequence_rank, dim=1)[mask]
 
 
-def _sequence_of(context: SequenceContext, tensor: Tensor) -> SequenceInfo | None:
-    """Return the sequence of which a tensor holds this rank's tokens, where ranks share one."""
-    if context.step is None or context.mesh.layout.size == 1 or tensor.dim() != 3:
+def sequence_of(context: SequenceContext, tensor: Tensor) -> SequenceInfo | None:
+    """Return the sequence of which a tensor (rows, tokens, ...) holds this rank's tokens, where ranks share one."""
+    if context.step is None or context.mesh.layout.size == 1:
         return None
     return next(
         (s for s in context.step.batch.sequences if tensor.shape[:2] == (s.rows, context.local_tokens(s))), None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tools.models.images import find_images, with_images
 from tools.models.registry import Case
 from tools.models.rules import END_OF_TOKENS, FIRST_TOKEN
 
@@ -19,6 +20,8 @@ PADDED = {"none": (0, 0), "right": (2, 5), "left": (4, 11)}
 # The preflight looks at the first batch: it has no padding for one form, and some for the other.
 SIDES = {"own loss": ("none", "right", "left"), "logits": ("left", "right", "none")}
 FORMS = tuple(SIDES)
+# Kinds of class whose rows hold an image, where one is found that the model takes.
+WITH_IMAGES = ("image-text LM", "multimodal LM")
 IGNORED = -100
 # Of a sound: as samples, or as frames of a spectrogram.
 NUM_SAMPLES, NUM_FRAMES = 6400, 64
@@ -58,7 +61,17 @@ class Batches(Dataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed(7)
         make = _MAKERS[trial.case.kind]
         batches = [make(model, trial.form, side, generator) for side in trial.sides]
-        self.rows = [{name: value[row] for name, value in batch.items()} for batch in batches for row in range(ROWS)]
+        images = find_images(model, generator) if trial.case.kind in WITH_IMAGES else None
+        self.num_images = 0 if images is None else len(trial.sides) * ROWS
+        self.rows = [
+            each
+            for batch in batches
+            for each in (
+                [{name: value[row] for name, value in batch.items()} for row in range(ROWS)]
+                if images is None
+                else with_images(model, batch, images)
+            )
+        ]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from tools.models.batches import ROWS, Batches, Trial
+from tools.models.images import collate
 from tools.models.user import User
 
 # Of the weights, and of what three steps changed of them; a loss function in float32 leaves about 1e-7.
@@ -30,8 +31,9 @@ def reference(trial: Trial, file: str, seed: int = 5, precision: str = "64-true"
     try:
         module = User(trial)
         before = weights_of(module)
+        loader = _loader(trial, module)
         torch.manual_seed(seed)
-        _trainer(strategy="auto", devices=1, precision=precision).fit(module, _loader(trial, module))
+        _trainer(strategy="auto", devices=1, precision=precision).fit(module, loader)
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     after = weights_of(module)
@@ -40,7 +42,8 @@ def reference(trial: Trial, file: str, seed: int = 5, precision: str = "64-true"
     if all(torch.equal(before[name].to(tensor), tensor) for name, tensor in after.items()):
         return {"outcome": "not compared", "why": "its own step changes no weight"}
     torch.save({"before": before, "after": after, "losses": module.losses}, file)
-    return {"outcome": "ran", "num_parameters": sum(p.numel() for p in module.parameters())}
+    num_parameters = sum(p.numel() for p in module.parameters())
+    return {"outcome": "ran", "num_parameters": num_parameters, "num_images": loader.dataset.num_images}
 
 
 def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, Any]:
@@ -48,10 +51,11 @@ def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, An
     quiet()
     ulysses, ring = LAYOUTS[layout]
     module = User(trial)
+    loader = _loader(trial, module)
     torch.manual_seed(seed)
     strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
     try:
-        _trainer(strategy=strategy, devices=ulysses * ring).fit(module, _loader(trial, module))
+        _trainer(strategy=strategy, devices=ulysses * ring).fit(module, loader)
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": first_line(error)}
     finally:
@@ -120,8 +124,8 @@ def _trainer(**options: Any) -> pl.Trainer:
     )  # fmt: skip
 
 
-def _loader(trial: Trial, module: User) -> DataLoader[Any]:
-    return DataLoader(Batches(trial, module.model), batch_size=ROWS)
+def _loader(trial: Trial, module: User) -> Any:
+    return DataLoader(Batches(trial, module.model), batch_size=ROWS, collate_fn=collate)
 
 
 def weights_of(module: pl.LightningModule) -> dict[str, Tensor]:

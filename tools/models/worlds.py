@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_sp.testing import RankPool
-from tools.models.batches import Trial
+from tools.models.batches import WITH_IMAGES, Trial
 from tools.models.outcome import worst
 from tools.models.ranks import (
     LARGEST_PART,
@@ -85,11 +85,14 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
         if found["outcome"] == "not finite":
             found = {**found, "outcome": "not compared"}
         if found["outcome"] == "ran":
+            without_image = case.kind in WITH_IMAGES and not found["num_images"]
             found = _over_layouts(pools, trial, layouts, file)
             if trial != Trial.of(case, form):
                 found.setdefault(
                     "why", "without left padding, with which plain Lightning's own weights are not finite in float64"
                 )
+            if without_image:
+                found.setdefault("why", "on text alone: no image is known here that its tower takes")
     return {**found, "seconds": round(time.monotonic() - started_s, 1)}
 
 

@@ -36,12 +36,14 @@ class Trial:
         form: how the loss is computed.
         sides: on which each batch is padded.
         wide: the model's own casts to float32 give float64.
+        images: a row of a model of text and images holds an image, where one is known that it takes.
     """
 
     case: Case
     form: str
     sides: tuple[str, ...]
     wide: bool = False
+    images: bool = True
 
     @classmethod
     def of(cls, case: Case, form: str) -> Trial:
@@ -61,7 +63,7 @@ class Batches(Dataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed(7)
         make = _MAKERS[trial.case.kind]
         batches = [make(model, trial.form, side, generator) for side in trial.sides]
-        images = find_images(model, generator) if trial.case.kind in WITH_IMAGES else None
+        images = find_images(model, generator) if trial.images and trial.case.kind in WITH_IMAGES else None
         self.num_images = 0 if images is None else len(trial.sides) * ROWS
         self.rows = [
             each

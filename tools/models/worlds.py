@@ -79,6 +79,9 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
         file = str(Path(folder) / "reference.pt")
         trial = Trial.of(case, form)
         found = answer_of(pools(1), reference, trial, file)
+        if found["outcome"] == "not compared" and case.kind in WITH_IMAGES:
+            trial = replace(trial, images=False)  # towers that draw float32 themselves take no float64
+            found = answer_of(pools(1), reference, trial, file)
         if found["outcome"] == "not finite":
             trial = trial.without_left
             found = answer_of(pools(1), reference, trial, file)
@@ -87,7 +90,7 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
         if found["outcome"] == "ran":
             without_image = case.kind in WITH_IMAGES and not found["num_images"]
             found = _over_layouts(pools, trial, layouts, file)
-            if trial != Trial.of(case, form):
+            if trial.sides != Trial.of(case, form).sides:
                 found.setdefault(
                     "why", "without left padding, with which plain Lightning's own weights are not finite in float64"
                 )

@@ -6,20 +6,19 @@ They are those of all images, in the order of the placeholders of the whole sequ
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.hugging_face.models import own_class
 from lightning_sp.rewrite.hugging_face.placement import own_tokens, sequence_of
 
-# What text models take: the names of the mask of image tokens, and of the features by layer. Qwen3-VL's, Granite Vision's.
-_TAKEN = (("visual_pos_masks", "deepstack_visual_embeds"), ("vision_mask", "deepstack_features"))
+# What Qwen3-VL's text models take: where the shard's image tokens are, (rows, tokens), and the features of all of them for each layer.
+_MASK, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 _BOTH = ("pixel_values", "pixel_values_videos")
 
 
@@ -28,34 +27,19 @@ def give_features_of_own_tokens(model: nn.Module, context: SequenceContext, undo
     for module in model.modules():
         if not hasattr(module, "get_input_embeddings"):
             continue
-        parameters = inspect.signature(module.forward).parameters
-        for mask, features in _TAKEN:
-            if mask in parameters and features in parameters:
-                hook = partial(_give_own, context, mask, features)
-                undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                refusal = model.register_forward_pre_hook(partial(_refuse_two_kinds, context), with_kwargs=True)
-                undo.callback(refusal.remove)
+        if {_MASK, _FEATURES} <= inspect.signature(module.forward).parameters.keys():
+            undo.callback(module.register_forward_pre_hook(partial(_give_own, context), with_kwargs=True).remove)
+            refusal = model.register_forward_pre_hook(partial(_refuse_two_kinds, context), with_kwargs=True)
+            undo.callback(refusal.remove)
 
 
-def _give_own(
-    context: SequenceContext, mask: str, features: str, module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    places, by_layer = kwargs.get(mask), kwargs.get(features)
-    sequence = None if places is None or by_layer is None else sequence_of(context, places)
+def _give_own(context: SequenceContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    mask, by_layer = kwargs.get(_MASK), kwargs.get(_FEATURES)
+    sequence = None if mask is None or by_layer is None else sequence_of(context, mask)
     if sequence is None:
         return None
-    tokens = places[..., 0] if places.dim() == 3 else places
-    own = own_tokens(context, sequence, tokens.bool())
-    given: Any
-    if isinstance(by_layer, Mapping):
-        given = {layer: _rows(each, own) for layer, each in by_layer.items()}
-    else:
-        given = [_rows(each, own) for each in by_layer]
-    return args, {**kwargs, features: given}
-
-
-def _rows(features: Tensor, own: Tensor) -> Tensor:
-    return features.index_select(0, own.to(features.device))
+    own = own_tokens(context, sequence, mask)
+    return args, {**kwargs, _FEATURES: [each.index_select(0, own.to(each.device)) for each in by_layer]}
 
 
 def _refuse_two_kinds(context: SequenceContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

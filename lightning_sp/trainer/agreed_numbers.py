@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
-from lightning_sp.trainer.loops import monitored_names
+from lightning_sp.trainer.loops import monitored_names, names_of_evaluation
 
 _TOLERANCE = 1e-6
 
@@ -44,7 +44,10 @@ class AgreedNumbers(Callback):
         if trainer.sanity_checking:
             return
         monitored = monitored_names(trainer)
-        names = sorted(trainer.callback_metrics) if self._all else sorted({*monitored} & {*trainer.callback_metrics})
+        # What training has logged stands beside it, a rank's own time say: the preflight compares that.
+        names = sorted(
+            {*monitored} & {*trainer.callback_metrics} | {*(names_of_evaluation(trainer) if self._all else ())}
+        )
         self._all = False
         values = {name: float(trainer.callback_metrics[name]) for name in names}
         found = differing(comm.gather_objects(values, self._groups.sequence))

@@ -53,6 +53,12 @@ def without_loggers(trainer: Trainer) -> Iterator[None]:
         trainer.loggers = loggers
 
 
+def names_of_evaluation(trainer: Trainer) -> list[str]:
+    """Return the names of the numbers that the evaluation in progress has logged, as callbacks see them."""
+    own = {each.meta.name for each in (trainer._results or {}).values()}
+    return [name for name in trainer.callback_metrics if name.partition("/dataloader_idx_")[0] in own]
+
+
 def monitored_names(trainer: Trainer) -> list[str]:
     """Return the names of the logged numbers by which callbacks and schedulers decide about a fit."""
     if trainer.state.fn != TrainerFn.FITTING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -135,6 +135,18 @@ def shown(world: int, run: str, kinds: tuple[str, ...], strategy: dict[str, Any]
     ranks = [str(each.message) for each in caught if "the ranks of one sequence log" in str(each.message)]
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {"logged": logged, "said": said, "ranks": ranks, "error": error, "num_steps": len(module.evaluator.losses)}
+
+
+class Clock(Callback):
+    """Logs in training what each rank measures for itself."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.log("seconds", 1.0 + torch.distributed.get_rank())
+
+
+def timed() -> dict[str, Any]:
+    """Fit by a ring of two with a clock."""
+    return shown(2, "fit", ("right",), dict(ring_size=2), callbacks=[Clock()])
 
 
 def monitored(name: str, kinds: tuple[str, ...] = ("right", "entropy")) -> dict[str, Any]:

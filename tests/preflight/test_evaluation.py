@@ -58,7 +58,7 @@ def test_a_number_is_not_hidden_by_a_metric_of_its_name_nor_by_how_it_is_logged(
 def test_what_a_rank_measures_for_itself_in_training_is_no_number_of_the_validation(pools: Any):
     for found in pools(2).run(ranks.timed):
         assert not found["ranks"], found["ranks"]
-        assert "seconds" in found["logged"]
+        assert "speed" in found["logged"]
 
 
 def test_what_is_gathered_until_the_end_of_an_epoch_is_refused_where_it_is_monitored(pools: Any):

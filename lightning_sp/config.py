@@ -46,7 +46,7 @@ class AttentionOptions:
         _check_name("kernel", self.kernel, KERNELS)
         _check_name("ring_transport", self.ring_transport, RING_TRANSPORTS)
         _check_name("ring_method", self.ring_method, RING_METHODS)
-        _check_bool("ring_saves_kv", self.ring_saves_kv)
+        _check_switches(self)
         if self.ring_saves_kv and self.ring_transport not in ("auto", "network"):
             raise SequenceParallelError(
                 f"ring_saves_kv=True with ring_transport={self.ring_transport!r}: no keys and values travel there, each rank reads them in "
@@ -139,11 +139,6 @@ class StrategyConfig(AttentionOptions):
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SequenceParallelError(f"{name}={value!r}: must be a positive integer or 'auto'")
-        for name in ("activation_checkpointing", "compile", "preflight", "shard_batch", "save_distributed_checkpoint"):
-            _check_bool(name, getattr(self, name))
-        for name in ("labels_shifted", "packed_documents"):
-            if getattr(self, name) is not None:
-                _check_bool(name, getattr(self, name), "True, False or None")
         for name, dim in (self.sequence_dims or {}).items():
             if isinstance(dim, bool) or not isinstance(dim, int):
                 raise SequenceParallelError(f"sequence_dims[{name!r}]={dim!r}: must be the number of a dim")
@@ -180,10 +175,14 @@ class StrategyConfig(AttentionOptions):
         return cls(**options)
 
 
-def _check_bool(option: str, given: Any, allowed: str = "True or False") -> None:
+def _check_switches(options: AttentionOptions) -> None:
     # A string is true whatever it says: "false" would switch an option on.
-    if not isinstance(given, bool):
-        raise SequenceParallelError(f"{option}={given!r}: must be {allowed}")
+    for option in fields(options):
+        given = getattr(options, option.name)
+        if option.type == "bool" and not isinstance(given, bool):
+            raise SequenceParallelError(f"{option.name}={given!r}: must be True or False")
+        if option.type == "bool | None" and given is not None and not isinstance(given, bool):
+            raise SequenceParallelError(f"{option.name}={given!r}: must be True, False or None")
 
 
 def _check_name(option: str, given: str, known: tuple[str, ...]) -> None:

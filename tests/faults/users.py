@@ -62,8 +62,8 @@ USERS = (
     fault(
         "tokens of images placed from the first on, on each rank",
         "rewrite/hugging_face/placement.py",
-        "    own = shard(numbers, sequence.layout, context.mesh.sequence_rank, dim=1)[places]\n",
-        "    own = numbers.flatten()[: int(places.sum())]\n",
+        "    return shard(numbers, sequence.layout, context.mesh.sequence_rank, dim=1)[mask]\n",
+        "    return numbers.flatten()[: int(mask.sum())]\n",
         "tests/rewrite/hugging_face/test_placement.py::test_a_model_with_images_trains_as_on_one_device[one each-strategy0]",
     ),
     fault(
@@ -71,7 +71,14 @@ USERS = (
         "rewrite/hugging_face/positions/rope_index.py",
         "    if step is None or context.mesh.layout.size == 1:\n",
         "    if True:\n",
-        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen_vl_images]",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen3_vl_images]",
+    ),
+    fault(
+        "inner features of a tower added from the first token on",
+        "rewrite/hugging_face/deepstack.py",
+        "    own = own_tokens(context, sequence, mask)\n",
+        "    own = own_tokens(context, sequence, mask) * 0\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen3_vl_images]",
     ),
     fault(
         "a user's split split again",

@@ -20,7 +20,7 @@ FLOWS = {flow.name: flow for flow in flows()}
 SUBSET = (
     "buckets", "flattening_with_lengths", "several_next_tokens", "dpo", "mean_by_hand", "inputs_embeds", "adversarial",
     "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "tuples", "bart_classes",
-    "heads_in_turn", "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen_vl_images", "gemma_images",
+    "heads_in_turn", "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "gemma_images",
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {

@@ -58,7 +58,8 @@ def with_images(
         batch: of tokens, (rows, tokens) each.
         images: of `find_images`.
     """
-    token, most = _token(model.config), max(images[1])
+    placeholder, most = _token(model.config), max(images[1])
+    assert placeholder is not None
     taken = inspect.signature(model.forward).parameters
     special = torch.tensor(placeholder_ids([model]))
     found = []
@@ -71,7 +72,7 @@ def with_images(
         placed["input_ids"][torch.isin(placed["input_ids"], special)] = FIRST_TOKEN - 1
         here = torch.zeros(len(placed["input_ids"]), dtype=torch.bool)
         here[START : START + number] = True
-        placed["input_ids"][here] = token
+        placed["input_ids"][here] = placeholder
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in taken:
                 placed[name] = here.long()

@@ -35,8 +35,7 @@ def give_features_of_own_tokens(model: nn.Module, context: SequenceContext, undo
 
 def _give_own(context: SequenceContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     mask, by_layer = kwargs.get(_MASK), kwargs.get(_FEATURES)
-    sequence = None if mask is None or by_layer is None else sequence_of(context, mask)
-    if sequence is None:
+    if mask is None or by_layer is None or (sequence := sequence_of(context, mask)) is None:
         return None
     own = own_tokens(context, sequence, mask)
     return args, {**kwargs, _FEATURES: [each.index_select(0, own.to(each.device)) for each in by_layer]}

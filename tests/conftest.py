@@ -37,17 +37,17 @@ PRELOAD = (
 # The files that take longest, from half a minute up on two cores. Of several at a time the last one ends alone.
 LONGEST_FIRST = (
     "tests/rewrite/test_gradients.py",
-    "tests/checkpoint/test_resume.py",
     "tests/cli/test_commands.py",
-    "tests/trainer/test_lightning.py",
+    "tests/preflight/test_preflight.py",
+    "tests/test_registration.py",
+    "tests/attention/ranks/test_law.py",
+    "tests/flows/test_flows.py",
+    "tests/models/test_transformers.py",
+    "tests/golden/test_golden.py",
     "tests/trainer/test_fit.py",
     "tests/comm/cpu/test_shared_memory.py",
-    "tests/golden/test_golden.py",
     "tests/rewrite/test_encoder_decoder.py",
-    "tests/preflight/test_preflight.py",
-    "tests/loss/test_loss.py",
-    "tests/attention/ranks/test_law.py",
-    "tests/test_registration.py",
+    "tests/trainer/compile/test_compiled_loss.py",
 )
 
 

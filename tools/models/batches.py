@@ -21,7 +21,7 @@ PADDED = {"none": (0, 0), "right": (2, 5), "left": (4, 11)}
 SIDES = {"own loss": ("none", "right", "left"), "logits": ("left", "right", "none")}
 FORMS = tuple(SIDES)
 # Kinds of class whose rows hold an image, where one is found that the model takes.
-WITH_IMAGES = ("image-text LM", "multimodal LM")
+WITH_IMAGES = ("image-text LM", "multimodal LM", "causal LM")
 IGNORED = -100
 # Of a sound: as samples, or as frames of a spectrogram.
 NUM_SAMPLES, NUM_FRAMES = 6400, 64

@@ -121,6 +121,12 @@ def _forms(config: Any, generator: torch.Generator) -> Iterator[list[dict[str, T
                     }
                     for each in GRIDS
                 ]
+    if isinstance(patch, int) and (pool := getattr(vision, "pooling_kernel_size", 0)):  # Gemma 4
+        places = torch.cartesian_prod(*[torch.arange(2 * pool)] * 2).flip(1)
+        yield [
+            {"pixel_values": draw(len(places), channels * patch * patch).sigmoid(), "image_position_ids": places}
+            for _ in GRIDS
+        ]
     size = getattr(vision, "image_size", 32)
     size = size if isinstance(size, int) else size[-1]
     pixels = channels, size, size

@@ -88,7 +88,7 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
         if found["outcome"] == "not finite":
             found = {**found, "outcome": "not compared"}
         if found["outcome"] == "ran":
-            without_image = case.kind in WITH_IMAGES and not found["num_images"]
+            without_image = case.kind in WITH_IMAGES[:2] and not found["num_images"]
             found = _over_layouts(pools, trial, layouts, file)
             if trial.sides != Trial.of(case, form).sides:
                 found.setdefault(

@@ -27,8 +27,8 @@ from lightning_sp.layout import merge, shard
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
 from lightning_sp.rewrite.hugging_face.models import own_class
 
-# What a modeling file calls to compare the numbers of placeholders and of tokens.
-_CHECK = "torch_compilable_check"
+# What a modeling file calls to compare the numbers of placeholders and of tokens, and what it says then.
+_CHECK, _DIFFER = "torch_compilable_check", "tokens do not match"
 _PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
 
 
@@ -48,8 +48,12 @@ def count_placeholders_of_all_ranks(model: Any, context: SequenceContext, undo: 
     """
     found = [each for each in model.modules() if hasattr(each, "get_placeholder_mask")]
     for each in found:
-        each.get_placeholder_mask = partial(_placeholder_mask, context, each, each.get_placeholder_mask)
-        undo.callback(delete_attribute, each, "get_placeholder_mask")
+        if _features(each.get_placeholder_mask):
+            each.get_placeholder_mask = partial(_placeholder_mask, context, each, each.get_placeholder_mask)
+            undo.callback(delete_attribute, each, "get_placeholder_mask")
+        else:
+            each.forward = partial(_without_checks, context, each.forward)
+            undo.callback(delete_attribute, each, "forward")
     return bool(found)
 
 
@@ -74,26 +78,53 @@ def _placeholder_mask(
 ) -> Any:
     if context.step is None or context.mesh.layout.size == 1:
         return original(*args, **kwargs)
-    names = inspect.unwrap(getattr(original, "__func__", original)).__globals__
+    names = _names_of(original)
     if _CHECK not in names:
         return original(*args, **kwargs)
     with patch.dict(names, {_CHECK: lambda *_: None}):
         found = original(*args, **kwargs)
-    signature = inspect.signature(original)
-    given = signature.bind(*args, **kwargs).arguments
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
     width = given["inputs_embeds"].shape[-1]
     # One mask for each kind, in the order of the arguments, be they given or not.
-    features = [given.get(name) for name in signature.parameters if name.endswith("_features")]
+    features = [given.get(name) for name in _features(original)]
     for mask, tokens in zip(found if isinstance(found, tuple) else (found,), features, strict=False):
         if tokens is None:
             continue
         count = int(comm.reduce_sum(mask[..., 0].sum(), context.mesh.sequence_group))
         if count * width != tokens.numel():
-            raise SequenceParallelError(
-                f"{own_class(model).__name__}: the batch has {count} placeholders for images, videos or sounds in its text, and "
-                f"{tokens.numel() // width} tokens of them to place: give one placeholder for each"
-            )
+            raise SequenceParallelError(_mismatch(own_class(model).__name__, count, tokens.numel() // width))
     return found
+
+
+def _mismatch(model: str, num_placeholders: int, num_tokens: int) -> str:
+    return (
+        f"{model}: the batch has {num_placeholders} placeholders for images, videos or sounds in its text, and {num_tokens} tokens of them "
+        "to place: give one placeholder for each"
+    )
+
+
+def _features(get_placeholder_mask: Callable[..., Any]) -> list[str]:
+    """Return the arguments that are tokens to place; where a model has none, its forward compares the numbers itself (Gemma 4)."""
+    return [name for name in inspect.signature(get_placeholder_mask).parameters if name.endswith("_features")]
+
+
+def _names_of(method: Callable[..., Any]) -> dict[str, Any]:
+    found: dict[str, Any] = inspect.unwrap(getattr(method, "__func__", method)).__globals__
+    return found
+
+
+def _without_checks(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward that compares a shard's placeholders with all tokens: `masked_scatter` compares those of the whole sequence."""
+    names = _names_of(original)
+    if context.step is None or context.mesh.layout.size == 1 or _CHECK not in names:
+        return original(*args, **kwargs)
+    check = names[_CHECK]
+
+    def other(condition: Any, message: Any = "", *more: Any) -> Any:
+        return None if _DIFFER in str(message) else check(condition, message, *more)
+
+    with patch.dict(names, {_CHECK: other}):
+        return original(*args, **kwargs)
 
 
 def _masked_scatter(
@@ -105,8 +136,11 @@ def _masked_scatter(
     tokens = mask if mask.dim() == 2 else mask.expand(self.shape)[..., 0]
     whole = _of_all_ranks(context, sequence, tokens)
     width = self.shape[-1]
-    if source.numel() < int(whole.sum()) * width:  # a shard's own tokens
+    count, number = int(whole.sum()), source.numel() // width
+    if number < count and number == int(tokens.sum()):  # a shard's own tokens
         return original(self, mask, source)
+    if number != count:
+        raise SequenceParallelError(_mismatch("the model", count, number))
     return original(self, mask, source.reshape(-1, width).index_select(0, _own(context, sequence, tokens, whole)))
 
 

@@ -72,6 +72,10 @@ KEPT = {"router_aux_loss_coef", "initializer_range", "num_labels", "type_vocab_s
 # Three axes of positions share the 16 numbers of a head.
 _THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _HALF_A_HEAD = {**_THREE_AXES, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+_GEMMA4_VISION = {
+    "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+    "head_dim": HEAD_DIM, "patch_size": 8, "position_embedding_size": 16,
+}  # fmt: skip
 # What one type needs beside the rules, by the path of the field.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config.rope_parameters": {"full_attention": _THREE_AXES}},
@@ -94,6 +98,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 5},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"vision_config": _GEMMA4_VISION},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
     "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0, "text_config.vocab_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "glm46v": {"text_config.rope_parameters": _THREE_AXES},

@@ -14,6 +14,7 @@ import torch
 
 from tools.models.answers import Answers
 from tools.models.batches import IGNORED, PADDED, Batches, Trial, forms_of
+from tools.models.images import collate
 from tools.models.outcome import BEST_FIRST, worst
 from tools.models.page import PAGE, Row, page, read_page
 from tools.models.ranks import LARGEST_ERROR, compare, reference, sharded
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 # and of what is refused.
 SUBSET = {
     "llama": "logits", "gpt2": "own loss", "qwen2_moe": "logits", "qwen3": "own loss", "mixtral": "logits", "gemma2": "logits",
-    "gemma3": "own loss", "gpt_oss": "logits", "llama4": "logits", "opt": "own loss", "deepseek_v3": "logits",
+    "gemma4": "own loss", "gpt_oss": "logits", "llama4": "logits", "opt": "own loss", "deepseek_v3": "logits",
     "bert": "logits", "roberta": "own loss", "modernbert": "logits", "bart": "own loss", "t5": "logits", "gpt_neo": "logits",
     "deepseek_v32": "logits", "mamba": "logits", "llava": "logits",
 }  # fmt: skip
@@ -179,6 +180,21 @@ def test_a_difference_that_float32_makes_is_gone_in_float64(pools, tmp_path):
         assert answer_of(pools(1), reference, trial, file)["outcome"] == "ran"
         errors[wide] = answer_of(pools(2), sharded, trial, "1x2", file)["error"]
     assert errors[True] < 1e-7 < LARGEST_ERROR < errors[False]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "numbers"), [("llava", [16, 16]), ("qwen2_vl", [4, 8]), ("mistral3", [4, 4]), ("idefics3", [4, 4])]
+)
+def test_a_row_of_text_and_image_has_a_placeholder_for_each_of_its_tokens(model_type, numbers):
+    case = cases()[model_type]
+    model = build(case)
+    batches = Batches(Trial.of(case, "own loss"), model)
+    assert batches.num_images == len(batches) == 6
+    placeholders = [int((row["input_ids"] == model.config.image_token_id).sum()) for row in batches.rows]
+    assert placeholders == numbers * 3
+    tower = [p for name, p in model.named_parameters() if "vision" in name]
+    model(**collate(batches.rows[:2])).loss.backward()
+    assert any(p.grad is not None and bool(p.grad.any()) for p in tower), "the loss does not depend on the images"
 
 
 def fail_on_rank_0() -> dict[str, str]:

@@ -139,6 +139,12 @@ class SequenceContext:
             return self.step is None
         return self._sequence_of_length(queries) is None or self._sequence_of_length(keys) is None
 
+    @property
+    def dropout_is_off(self) -> bool:
+        """Whether the step in progress is tried without dropout; also in modules that run whole."""
+        step = self.unsharded.suspended_step if self.step is None else self.step
+        return step is not None and step.batch.dropout is not None and step.batch.dropout.off
+
     def _check_ambiguous(self, queries: int, keys: int) -> None:
         """Refuse attention that may be to other tokens of the batch, as many as this rank has of the sequence, where nothing tells the two."""
         assert self.step is not None

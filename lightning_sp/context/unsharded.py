@@ -24,6 +24,11 @@ class UnshardedModules:
         self.known = False
         self.found_any = False
 
+    @property
+    def suspended_step(self) -> Any:
+        """The step in which one of these modules runs; None while none does."""
+        return self._suspended[0] if self._suspended else None
+
     def set(self, modules: Sequence[nn.Module] | None) -> None:
         """Let these modules, and what they hold, run whole on every rank; None where nothing is known of the model."""
         self._undo.close()

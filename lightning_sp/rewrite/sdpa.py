@@ -68,6 +68,8 @@ class SdpaInterception(AbstractContextManager[None]):
                 # One device's own, but for the documents that the user declared. Dropout is off in both runs of a preflight.
                 attn_mask, is_causal = _within_documents(self.context.reference, attn_mask, is_causal, query)
                 dropout_p = 0.0
+            if self.context.dropout_is_off:
+                dropout_p = 0.0
             return self._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

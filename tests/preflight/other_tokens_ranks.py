@@ -17,8 +17,9 @@ from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer
 class Attention(nn.Module):
     """Attention from one kind of tokens to another, or the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x: Tensor, y: Tensor, causal: bool = False) -> Tensor:
@@ -26,7 +27,7 @@ class Attention(nn.Module):
             layer(tokens).unflatten(-1, (2, 8)).transpose(1, 2)
             for layer, tokens in ((self.q, x), (self.k, y), (self.v, y))
         )
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v, None, self.dropout, causal).transpose(1, 2).flatten(2)
 
 
 class Tower(nn.Module):
@@ -50,13 +51,15 @@ class Reader(nn.Module):
         self.way = way
         self.embedding, self.positions, self.head = nn.Embedding(VOCAB, 16), nn.Embedding(128, 16), nn.Linear(16, VOCAB)
         self.tower, self.attention, self.cross = Tower(), Attention(), Attention()
+        if way == "dropout":
+            self.tower.layers[0].dropout = 0.5
         self.latents = nn.Parameter(torch.randn(8, 16))
 
     def forward(self, ids: Tensor, positions: Tensor, pixels: Tensor) -> Tensor:
         x = self.embedding(ids) + self.positions(positions)
         image = self.tower(pixels)
         x = x + self.attention(x, x, True)
-        if self.way == "mean":
+        if self.way in ("mean", "dropout"):
             x = x + image.mean(1, keepdim=True)
         if self.way == "cross":
             x = x + self.cross(x, image)

@@ -48,6 +48,11 @@ def test_what_cannot_be_told_apart_is_refused_on_all_ranks(pools):
     assert "whose batch also holds pixels (2, 48, 16): without the preflight nothing tells" in found[0][-1]["error"]
 
 
+def test_dropout_of_what_runs_whole_is_off_in_the_preflight(pools):
+    for (answer,) in pools(2).run(ranks.sharded, [dict(way="dropout", patches=9, length=96, strategy=RING)]):
+        assert not answer["error"], answer["error"]
+
+
 def test_ranks_fail_together_in_the_preflight():
     """The other rank waits in a collective: it is told by the store."""
     found = run_ranks(ranks.one_fails, 2, 2, timeout_s=8, others_s=40)

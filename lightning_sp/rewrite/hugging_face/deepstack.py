@@ -17,8 +17,9 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.hugging_face.models import own_class
 from lightning_sp.rewrite.hugging_face.placement import own_tokens, sequence_of
 
-# What Qwen3-VL's text models take: where the shard's image tokens are, (rows, tokens), and the features of all of them for each layer.
-_MASK, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+# What text models take: where the shard's image tokens are, (rows, tokens) or (rows, tokens, 1), and the features of all of them, by layer.
+# Qwen3-VL's, Granite Vision's.
+_TAKEN = (("visual_pos_masks", "deepstack_visual_embeds"), ("vision_mask", "deepstack_features"))
 _BOTH = ("pixel_values", "pixel_values_videos")
 
 
@@ -27,18 +28,25 @@ def give_features_of_own_tokens(model: nn.Module, context: SequenceContext, undo
     for module in model.modules():
         if not hasattr(module, "get_input_embeddings"):
             continue
-        if {_MASK, _FEATURES} <= inspect.signature(module.forward).parameters.keys():
-            undo.callback(module.register_forward_pre_hook(partial(_give_own, context), with_kwargs=True).remove)
-            refusal = model.register_forward_pre_hook(partial(_refuse_two_kinds, context), with_kwargs=True)
-            undo.callback(refusal.remove)
+        parameters = inspect.signature(module.forward).parameters
+        for mask, features in _TAKEN:
+            if {mask, features} <= parameters.keys():
+                hook = partial(_give_own, context, mask, features)
+                undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                refusal = model.register_forward_pre_hook(partial(_refuse_two_kinds, context), with_kwargs=True)
+                undo.callback(refusal.remove)
 
 
-def _give_own(context: SequenceContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    mask, by_layer = kwargs.get(_MASK), kwargs.get(_FEATURES)
-    if mask is None or by_layer is None or (sequence := sequence_of(context, mask)) is None:
+def _give_own(
+    context: SequenceContext, mask: str, features: str, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    tokens, by_layer = kwargs.get(mask), kwargs.get(features)
+    if tokens is None or by_layer is None or (sequence := sequence_of(context, tokens)) is None:
         return None
-    own = own_tokens(context, sequence, mask)
-    return args, {**kwargs, _FEATURES: [each.index_select(0, own.to(each.device)) for each in by_layer]}
+    own = own_tokens(context, sequence, tokens.flatten(2)[..., 0] if tokens.dim() == 3 else tokens)
+    if isinstance(by_layer, dict):
+        return args, {**kwargs, features: {layer: each.index_select(0, own) for layer, each in by_layer.items()}}
+    return args, {**kwargs, features: [each.index_select(0, own) for each in by_layer]}
 
 
 def _refuse_two_kinds(context: SequenceContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from tests.flows.models.qwen_vl_images import IMAGE, collate, samples_of
 from tests.flows.tiny import Tuned, sizes
 
 
-def main(batch_size: int, **options: Any) -> pl.LightningModule:
+def model() -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     vision = dict(
@@ -23,7 +23,11 @@ def main(batch_size: int, **options: Any) -> pl.LightningModule:
     tokens = dict(image_token_id=IMAGE, video_token_id=4, vision_start_token_id=5, vision_end_token_id=5)
     config = Qwen3VLConfig(text_config=sizes(head_dim=8, rope_parameters=rope), vision_config=vision, **tokens)
     torch.manual_seed(6)
-    module = Tuned(Qwen3VLForConditionalGeneration(config))
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def main(batch_size: int, **options: Any) -> pl.LightningModule:
+    module = Tuned(model())
     loader = DataLoader(samples_of(), batch_size=batch_size, collate_fn=collate)
     pl.Trainer(max_epochs=1, **options).fit(module, loader)
     return module

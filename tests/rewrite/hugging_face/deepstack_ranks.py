@@ -1,0 +1,25 @@
+"""What each rank runs in test_deepstack.py."""
+
+from __future__ import annotations
+
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from tests.flows.models.qwen3_vl_images import model
+from tests.flows.models.qwen_vl_images import collate, samples_of
+from tests.flows.tiny import Tuned
+from tests.trainer.tiny import quiet_trainer
+
+
+def images_and_videos() -> str:
+    """Fit Qwen3-VL on rows that hold an image and a video; return the refusal."""
+    samples = samples_of()[:2]
+    for sample in samples:
+        sample["pixel_values_videos"] = sample["pixel_values"][None]
+        sample["video_grid_thw"] = sample["image_grid_thw"]
+    loader = DataLoader(samples, batch_size=1, collate_fn=collate)
+    try:
+        quiet_trainer(2, strategy=dict(ring_size=2, preflight=False), max_steps=1).fit(Tuned(model()), loader)
+    except SequenceParallelError as error:
+        return str(error)
+    return "not refused"

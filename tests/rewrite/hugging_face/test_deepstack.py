@@ -1,0 +1,15 @@
+"""Features of a tower's inner layers: exact by the flows of Qwen3-VL and Granite Vision; what cannot be joined is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers.models.qwen3_vl")
+
+from tests.rewrite.hugging_face import deepstack_ranks as ranks
+
+
+def test_images_and_videos_in_one_batch_are_refused_by_name(pools):
+    for message in pools(2).run(ranks.images_and_videos):
+        assert message.startswith("Qwen3VLForConditionalGeneration: the batch has images and videos"), message
+        assert "give batches of images and batches of videos" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_sp.rewrite.rebind import BoundNames
 
 _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
+# Parts of a config of transformers that are no text: a tower of images or sounds, and what reads its tokens.
+_TOWER = re.compile("(vision|image|video|audio|speech|qformer).*_config")
 _TOKEN_NAMES = ("input_ids", "input", "inputs", "tokens", "token_ids", "ids", "idx", "x")
 _POSITION_NAMES = ("position_ids", "positions")
 _TRIAL_TOKENS = 8
@@ -26,15 +29,28 @@ _BASE_CLASSES = ("torch.nn.modules.module", "lightning.pytorch.core.module")
 
 
 def named_query_heads(module: nn.Module) -> int | None:
-    """Return the smallest number of query heads that the model's modules or configs name, None if none does."""
+    """Return the smallest number of query heads that modules or configs name, None if none does. Towers run whole, and do not count."""
     found = []
-    for each in module.modules():
+    for each in _without_towers(module):
         for holder in (each, getattr(each, "config", None)):
             for name in _HEAD_NAMES:
                 value = getattr(holder, name, None) if holder is not None else None
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                     found.append(value)
     return min(found) if found else None
+
+
+def _without_towers(module: nn.Module) -> Iterator[nn.Module]:
+    configs = [config for each in module.modules() if (config := getattr(each, "config", None)) is not None]
+    towers = {id(part) for config in configs for name, part in _parts(config) if _TOWER.fullmatch(name)}
+    inside = {
+        id(part) for each in module.modules() if id(getattr(each, "config", None)) in towers for part in each.modules()
+    }
+    yield from (each for each in module.modules() if id(each) not in inside)
+
+
+def _parts(config: Any) -> list[tuple[str, Any]]:
+    return [(name, part) for name, part in getattr(config, "__dict__", {}).items() if hasattr(part, "to_dict")]
 
 
 def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:

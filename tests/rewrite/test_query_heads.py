@@ -99,3 +99,15 @@ def test_heads_are_found_behind_imported_names_and_flex_attention(build):
     holder = Outer()
     holder.model = build()
     assert tried_query_heads(holder) == (mask_models.HEADS, "")
+
+
+def test_a_tower_runs_whole_and_does_not_count():
+    transformers = pytest.importorskip("transformers")
+    small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    vision = transformers.CLIPVisionConfig(**small, num_attention_heads=2, image_size=12, patch_size=4)
+    text = transformers.LlamaConfig(**small, num_attention_heads=4, vocab_size=11)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=3)
+    with torch.device("meta"):
+        both, alone = transformers.LlavaForConditionalGeneration(config), transformers.CLIPVisionModel(vision)
+    assert named_query_heads(both) == 4
+    assert named_query_heads(alone) == 2

@@ -133,4 +133,11 @@ DATA = (
         "return comm.world()  # type: ignore[return-value]",
         "tests/trainer/test_lightning.py::test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group",
     ),
+    fault(
+        "a stream that splits by rank, of which one part is read without a word",
+        "data/loaders/same_samples.py",
+        " and found.peers_read_others():\n",
+        " and False:\n",
+        "tests/data/loaders/test_deal.py::test_a_stream_that_splits_by_the_process_rank_is_said_to_lose_its_other_parts",
+    ),
 )

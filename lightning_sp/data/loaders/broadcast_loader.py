@@ -10,7 +10,7 @@ from lightning_sp import comm
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.loaders.coordinates import DataCoordinates
-from lightning_sp.data.loaders.deal import DealtIndices
+from lightning_sp.data.loaders.deal import DealtIndices, RandomStream, random_states
 from lightning_sp.data.loaders.fillers import ignore_targets
 from lightning_sp.errors import SequenceParallelError
 
@@ -64,6 +64,7 @@ class BroadcastLoader:
         self.loader, self.coordinates, self.dealt = loader, coordinates, dealt
         self.deals = False
         self._source: Iterator[Any] | None = None
+        self._first: ReadResult | None = None
         self.fillers_from: int | None = None
         self.skip = 0
 
@@ -89,7 +90,7 @@ class BroadcastLoader:
         self.fillers_from = None
         reads = comm.rank_in(self.coordinates.sequence_group) == 0
         # Of the first epoch `find_deals` has read the start.
-        started, self._source = self._source, None
+        started, self._source, self._first = self._source, None, None
         source = started or (iter(self.loader) if reads else iter(()))
         # Of the epoch that a checkpoint ended in; the next ones are read from their start.
         skip, self.skip = self.skip, 0
@@ -137,16 +138,38 @@ class BroadcastLoader:
             SequenceParallelError: a rank's loader failed.
         """
         coordinates = self.coordinates
-        reads = comm.rank_in(coordinates.sequence_group) == 0
-        source = iter(self.loader) if reads else iter(())
-        first = self._read(source) if reads else None
-        number = digest(first.value) if first is not None and first.kind == "batch" else None
+        first = self._read_first() if comm.rank_in(coordinates.sequence_group) == 0 else None
         error = first.value if first is not None and first.kind == "error" else None
-        states = comm.gather_objects((number, error), coordinates.control_group)
+        states = comm.gather_objects((_number(first), error), coordinates.control_group)
         check_errors([error for _, error in states])
         self.deals = len({number for number, _ in states if number is not None}) == 1
-        if first is not None and first.kind == "batch":
-            self._source = itertools.chain([first.value], source)
+
+    def peers_read_others(self) -> bool:
+        """Return whether a rank would read another first batch than the one that reads for its sequence: then that part of the data is lost.
+
+        Peers read theirs with the reading rank's random numbers, and drop it. Collective over all ranks.
+        """
+        group = self.coordinates.sequence_group
+        reads = comm.rank_in(group) == 0
+        states = comm.broadcast_object(random_states() if reads else None, group)
+        if reads:
+            first = self._read_first()
+        else:
+            with RandomStream(states):
+                first = self._read(iter(self.loader))
+            if getattr(self.loader, "_iterator", None) is not None:
+                self.loader._iterator = None  # type: ignore[attr-defined]  # workers that persist
+        numbers = comm.gather_objects((self.coordinates.dp_rank, _number(first)), self.coordinates.control_group)
+        return len(set(numbers)) > self.coordinates.dp_size
+
+    def _read_first(self) -> ReadResult:
+        """Read the first batch, which the first epoch begins with, once."""
+        if self._first is None:
+            source = iter(self.loader)
+            self._first = self._read(source)
+            if self._first.kind == "batch":
+                self._source = itertools.chain([self._first.value], source)
+        return self._first
 
     def _read_own(self, source: Iterator[Any]) -> ReadResult:
         """Return this group's batch of a round where batches are dealt, else the next one."""
@@ -192,6 +215,10 @@ class BroadcastLoader:
                 "(shard_batch=False)"
             )
         return all(state.kind == "end" for state in states)
+
+
+def _number(read: ReadResult | None) -> int | None:
+    return digest(read.value) if read is not None and read.kind == "batch" else None
 
 
 def check_errors(errors: list[str | None]) -> None:

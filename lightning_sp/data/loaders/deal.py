@@ -29,20 +29,22 @@ class RandomStream:
     """The random numbers of torch, Python and numpy that are drawn in its context: apart from the process' own.
 
     Args:
-        seed: of all three.
+        start: a seed of all three, or `random_states()` of another process.
     """
 
-    def __init__(self, seed: int) -> None:
-        torch_state = torch.Generator().manual_seed(seed).get_state()
-        self._inside: States = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state(), torch_state)
-        self._outside = _states()
+    def __init__(self, start: int | States) -> None:
+        if isinstance(start, int):
+            torch_state = torch.Generator().manual_seed(start).get_state()
+            start = random.Random(start).getstate(), np.random.RandomState(start).get_state(), torch_state
+        self._inside: States = start
+        self._outside = random_states()
 
     def __enter__(self) -> None:
-        self._outside = _states()
+        self._outside = random_states()
         _set_states(self._inside)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = _states()
+        self._inside = random_states()
         _set_states(self._outside)
 
 
@@ -138,7 +140,8 @@ def _check_split(dataset: Any, splits: list[DistributedSampler[Any]], coordinate
         )
 
 
-def _states() -> States:
+def random_states() -> States:
+    """Return the states of the process' random streams: Python's, numpy's and torch's."""
     return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
 
 

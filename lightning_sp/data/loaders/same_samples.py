@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sp import comm
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
@@ -68,6 +69,14 @@ def _read_by_one(loader: Any, coordinates: DataCoordinates, *, training: bool, s
     """Return a loader that one rank of each sequence's group reads; in training its batches are dealt over the groups if nobody split them."""
     own, dealt = deal_indices(loader, coordinates, seed) if training else (loader, None)
     found = BroadcastLoader(own, coordinates, dealt)
+    streamed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if training and streamed and coordinates.sequence_group is not None and found.peers_read_others():
+        rank_zero_warn(
+            f"one rank of each sequence reads {type(loader.dataset).__name__} and sends its batches to its peers, which would have read "
+            "others: what it gives them is not trained on. Where it splits by the process' rank (torch.distributed.get_rank(), RANK, "
+            "split_by_node), split by trainer.strategy.data_parallel_rank and data_parallel_size; where it shuffles without a seed, nothing is "
+            "lost"
+        )
     said = ""
     if coordinates.dp_size > 1 and training:
         if dealt is None:

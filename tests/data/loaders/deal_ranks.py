@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,13 @@ class Stream(IterableDataset):
             yield {"labels": torch.tensor([i])}
 
 
+class Shuffled(Stream):
+    """In an order that the process' own random numbers make, without a seed."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from ({"labels": torch.tensor([i])} for i in torch.randperm(SAMPLES).tolist())
+
+
 def build(how: str) -> Any:
     rank = dist.get_rank()
     rows = [{"labels": torch.tensor([i])} for i in range(SAMPLES)]
@@ -40,6 +48,9 @@ def build(how: str) -> Any:
         return DataLoader(rows, batch_size=2, sampler=sampler, num_workers=workers)
     if how == "list":
         return [{"labels": torch.tensor([[i]])} for i in range(SAMPLES // 2)]
+    if how == "shuffled":
+        torch.manual_seed(rank)
+        return DataLoader(Shuffled(), batch_size=2)
     share = slice(rank, None, dist.get_world_size()) if how == "split stream" else slice(None)
     return DataLoader(Stream(share, bad=0 if how == "bad stream" and rank == 1 else -1), batch_size=2)
 
@@ -58,3 +69,16 @@ def read(how: str, epochs: int = 2) -> dict[str, Any]:
         return {"batches": found, "length": len(loader) if "stream" not in how else None}
     except SequenceParallelError as error:
         return {"error": str(error)}
+
+
+def read_in_one_sequence(how: str) -> dict[str, Any]:
+    """Return the labels of one epoch that ranks of one sequence read, and what was said of the split."""
+    coordinates = DataCoordinates(dp_rank=0, dp_size=1, sequence_group=dist.group.WORLD, control_group=dist.group.WORLD)
+    loader = build(how)
+    state = torch.get_rng_state() if dist.get_rank() else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        read = same_samples(loader, coordinates, training=True, accumulation=1, seed=0, by_hand=False)
+    assert state is None or torch.equal(state, torch.get_rng_state()), "a peer's random numbers are its own"
+    labels = [label for batch in read for label in batch["labels"].flatten().tolist()]
+    return {"labels": labels, "said": [str(each.message) for each in caught if "not trained on" in str(each.message)]}

@@ -132,3 +132,23 @@ def test_what_groups_draw_otherwise_is_refused(pools):
 def test_a_stream_that_fails_on_one_group_fails_on_all(pools):
     for answer in pools(2).run(ranks.read, "bad stream"):
         assert answer["error"] == "the loader failed: rank 1: ValueError: a bad sample"
+
+
+def test_a_stream_that_splits_by_the_process_rank_is_said_to_lose_its_other_parts(pools):
+    first, other = pools(2).run(ranks.read_in_one_sequence, "split stream")
+    assert first["labels"] == other["labels"] == [0, 2, 4, 6, 8]
+    assert len(first["said"]) == 1
+    for part in (
+        "reads Stream and sends its batches to its peers",
+        "split_by_node",
+        "trainer.strategy.data_parallel_rank",
+    ):
+        assert part in first["said"][0]
+
+
+@pytest.mark.parametrize("how", ["stream", "shuffled"])
+def test_a_stream_that_is_whole_on_every_rank_is_read_without_a_word(pools, how):
+    first, other = pools(2).run(ranks.read_in_one_sequence, how)
+    assert sorted(first["labels"]) == list(range(ranks.SAMPLES))
+    assert other["labels"] == first["labels"]
+    assert not first["said"]

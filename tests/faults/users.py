@@ -76,8 +76,8 @@ USERS = (
     fault(
         "inner features of a tower added from the first token on",
         "rewrite/hugging_face/deepstack.py",
-        "    own = own_tokens(context, sequence, mask)\n",
-        "    own = own_tokens(context, sequence, mask) * 0\n",
+        "    own = own_tokens(context, sequence, tokens.flatten(2)[..., 0] if tokens.dim() == 3 else tokens)\n",
+        "    own = own_tokens(context, sequence, tokens.flatten(2)[..., 0] if tokens.dim() == 3 else tokens) * 0\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen3_vl_images]",
     ),
     fault(

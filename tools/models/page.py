@@ -28,8 +28,8 @@ It was written with transformers {transformers} and torch {torch}.
 Each class is unmodified and has tiny random weights. A plain user's `LightningModule` trains it for three optimizer
 steps in float64. Plain Lightning does so on one device. `Trainer(strategy=SequenceParallelStrategy(...))` does so at
 Ulysses 2, at ring 2, and at both. Of the three batches one has no padding, one is padded on the right, one on the left.
-Image-text and multimodal models get an image in each row, of two sizes where the model takes that; a row says so where
-it is text alone. [flows.md](flows.md) has more of them, with rows that hold no image.
+Image-text and multimodal models are trained on text alone, but where a row says that there was an image in each row of
+the batch. [flows.md](flows.md) has more of them, with rows that hold no image.
 "own loss" is `self.model(**batch).loss`. "logits" is `F.cross_entropy` of `self.model(...).logits`. Dropout is off.
 
 | outcome | means |

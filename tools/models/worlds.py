@@ -88,14 +88,14 @@ def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(L
         if found["outcome"] == "not finite":
             found = {**found, "outcome": "not compared"}
         if found["outcome"] == "ran":
-            without_image = case.kind in WITH_IMAGES[:2] and not found["num_images"]
+            with_images = found["num_images"] > 0
             found = _over_layouts(pools, trial, layouts, file)
             if trial.sides != Trial.of(case, form).sides:
                 found.setdefault(
                     "why", "without left padding, with which plain Lightning's own weights are not finite in float64"
                 )
-            if without_image:
-                found.setdefault("why", "on text alone: no image is known here that its tower takes")
+            if with_images:
+                found.setdefault("why", "an image in each row")
     return {**found, "seconds": round(time.monotonic() - started_s, 1)}
 
 

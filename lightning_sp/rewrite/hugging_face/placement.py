@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -52,8 +52,7 @@ def count_placeholders_of_all_ranks(model: Any, context: SequenceContext, undo: 
             each.get_placeholder_mask = partial(_placeholder_mask, context, each, each.get_placeholder_mask)
             undo.callback(delete_attribute, each, "get_placeholder_mask")
         else:
-            each.forward = partial(_without_checks, context, each.forward)
-            undo.callback(delete_attribute, each, "forward")
+            _leave_checks_to_us(context, each, undo)
     return bool(found)
 
 
@@ -113,18 +112,28 @@ def _names_of(method: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def _without_checks(context: SequenceContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a forward that compares a shard's placeholders with all tokens: `masked_scatter` compares those of the whole sequence."""
+def _leave_checks_to_us(context: SequenceContext, model: Any, undo: ExitStack) -> None:
+    """Let a forward that compares a shard's placeholders with all tokens run: `masked_scatter` compares those of the whole sequence."""
+    original, own = model.forward, vars(model).get("forward")
     names = _names_of(original)
-    if context.step is None or context.mesh.layout.size == 1 or _CHECK not in names:
-        return original(*args, **kwargs)
-    check = names[_CHECK]
 
-    def other(condition: Any, message: Any = "", *more: Any) -> Any:
-        return None if _DIFFER in str(message) else check(condition, message, *more)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if context.step is None or context.mesh.layout.size == 1 or _CHECK not in names:
+            return original(*args, **kwargs)
+        check = names[_CHECK]
 
-    with patch.dict(names, {_CHECK: other}):
-        return original(*args, **kwargs)
+        def other(condition: Any, message: Any = "", *more: Any) -> Any:
+            return None if _DIFFER in str(message) else check(condition, message, *more)
+
+        with patch.dict(names, {_CHECK: other}):
+            return original(*args, **kwargs)
+
+    # Its arguments are asked for by name.
+    model.forward = wraps(original)(forward)
+    if own is None:
+        undo.callback(delete_attribute, model, "forward")
+    else:
+        undo.callback(setattr, model, "forward", own)
 
 
 def _masked_scatter(

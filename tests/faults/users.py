@@ -61,10 +61,10 @@ USERS = (
     ),
     fault(
         "tokens of images placed from the first on, on each rank",
-        "rewrite/hugging_face/placement.py",
+        "rewrite/hugging_face/media/placement.py",
         "    return shard(numbers, sequence.layout, context.mesh.sequence_rank, dim=1)[mask]\n",
         "    return numbers.flatten()[: int(mask.sum())]\n",
-        "tests/rewrite/hugging_face/test_placement.py::test_a_model_with_images_trains_as_on_one_device[one each-strategy0]",
+        "tests/rewrite/hugging_face/media/test_placement.py::test_a_model_with_images_trains_as_on_one_device[one each-strategy0]",
     ),
     fault(
         "positions of images counted on a shard",
@@ -75,7 +75,7 @@ USERS = (
     ),
     fault(
         "inner features of a tower added from the first token on",
-        "rewrite/hugging_face/deepstack.py",
+        "rewrite/hugging_face/media/deepstack.py",
         "    own = own_tokens(context, sequence, tokens.flatten(2)[..., 0] if tokens.dim() == 3 else tokens)\n",
         "    own = own_tokens(context, sequence, tokens.flatten(2)[..., 0] if tokens.dim() == 3 else tokens) * 0\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen3_vl_images]",

@@ -28,6 +28,10 @@ PLANTED = {
         "rewrite/hugging_face/heads/whole_states.py",
         "from lightning_sp.rewrite.hugging_face.heads import give",
     ),
+    "Inside rewrite.hugging_face.media": (
+        "rewrite/hugging_face/media/placement.py",
+        "from lightning_sp.rewrite.hugging_face.media import deepstack",
+    ),
     "Inside rewrite.hugging_face.positions": (
         "rewrite/hugging_face/positions/position_count.py",
         "from lightning_sp.rewrite.hugging_face.positions import rotary",

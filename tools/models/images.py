@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.rewrite.hugging_face.placement import placeholder_ids
+from lightning_sp.rewrite.hugging_face.media.placement import placeholder_ids
 from tools.models.rules import FIRST_TOKEN
 
 IGNORED = -100

@@ -19,16 +19,16 @@ from torch import nn
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.attention import attention_forward
 from lightning_sp.rewrite.hugging_face.balance_loss import wrap_balance_loss
-from lightning_sp.rewrite.hugging_face.deepstack import give_features_of_own_tokens
 from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
-from lightning_sp.rewrite.hugging_face.image_runs import number_runs_of_whole_sequence
 from lightning_sp.rewrite.hugging_face.layer_drop import skip_layers_alike
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
+from lightning_sp.rewrite.hugging_face.media.deepstack import give_features_of_own_tokens
+from lightning_sp.rewrite.hugging_face.media.image_runs import number_runs_of_whole_sequence
+from lightning_sp.rewrite.hugging_face.media.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
-from lightning_sp.rewrite.hugging_face.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts

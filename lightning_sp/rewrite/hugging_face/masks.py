@@ -23,8 +23,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import shard
 from lightning_sp.rewrite.closures import check_whole_tensors, clamp_to_real_tokens
-from lightning_sp.rewrite.hugging_face.image_runs import with_whole_flags
 from lightning_sp.rewrite.hugging_face.mask_names import mask_name
+from lightning_sp.rewrite.hugging_face.media.image_runs import with_whole_flags
 from lightning_sp.rewrite.requested_mask import RequestedMask
 
 # Transformers' names of them. Documents come from the whole batch's positions and not from a shard's, so their own functions are skipped.

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers.models.qwen3_vl")
 
-from tests.rewrite.hugging_face import deepstack_ranks as ranks
+from tests.rewrite.hugging_face.media import deepstack_ranks as ranks
 
 
 def test_images_and_videos_in_one_batch_are_refused_by_name(pools):

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.hugging_face.media.placement import own_tokens, sequence_of
 from lightning_sp.rewrite.hugging_face.models import own_class
-from lightning_sp.rewrite.hugging_face.placement import own_tokens, sequence_of
 
 # What text models take: where the shard's image tokens are, (rows, tokens) or (rows, tokens, 1), and the features of all of them, by layer.
 # Qwen3-VL's, Granite Vision's.

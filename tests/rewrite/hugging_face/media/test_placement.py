@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.rewrite.hugging_face import placement_ranks as ranks
+from tests.rewrite.hugging_face.media import placement_ranks as ranks
 
 # Behind each other, over the ranks' edges, two in a row of the batch and none in another, in long rows of which the preflight takes a part.
 ROWS = {

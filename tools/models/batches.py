@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from tools.models.images import find_images, with_images
 from tools.models.registry import Case
-from tools.models.rules import END_OF_TOKENS, FIRST_TOKEN
+from tools.models.rules import END_OF_TOKENS, FIRST_TOKEN, IGNORED
 
 # No multiple of any degree; the decoder's is another than the encoder's.
 ROWS, LENGTH, DECODER_LENGTH = 2, 30, 22
@@ -22,7 +22,6 @@ SIDES = {"own loss": ("none", "right", "left"), "logits": ("left", "right", "non
 FORMS = tuple(SIDES)
 # Kinds of class whose rows hold an image, where one is found that the model takes.
 WITH_IMAGES = ("image-text LM", "multimodal LM", "causal LM")
-IGNORED = -100
 # Of a sound: as samples, or as frames of a spectrogram.
 NUM_SAMPLES, NUM_FRAMES = 6400, 64
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_sp.rewrite.hugging_face.media.placement import placeholder_ids
-from tools.models.rules import FIRST_TOKEN
+from tools.models.rules import FIRST_TOKEN, IGNORED
 
-IGNORED = -100
 # Behind every padding on the left.
 START = 12
 # Of patches (frames, height, width): of two sizes, so that rows have other numbers of tokens.

@@ -13,6 +13,8 @@ HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_DIM = 64, 4, 2, 16
 VOCABULARY = 96
 # Random tokens are drawn from here: below are padding, begin and end, above are the tokens of images and such.
 FIRST_TOKEN, END_OF_TOKENS = 8, 80
+# The label of a token without a target.
+IGNORED = -100
 
 # The first pattern that matches a whole name decides.
 _AT_MOST = [

@@ -29,6 +29,7 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
+from lightning_sp.parallelize.quantized_weights import is_quantized
 from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
@@ -46,6 +47,7 @@ __all__ = [
     "compile_blocks",
     "gathered",
     "is_compiled",
+    "is_quantized",
     "make_fsdp_root",
     "materialize_meta",
     "optional_units",

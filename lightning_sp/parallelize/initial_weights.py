@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.quantized_weights import check_same_quantized, move, quantized_parameters
 from lightning_sp.parameter_names import shown, user_name
 
 
@@ -83,14 +84,15 @@ def broadcast_initial_weights(
     Communicates: the names on rank 0; a broadcast of each parameter and buffer from rank 0.
 
     Raises:
-        SequenceParallelError: a rank has built another model than rank 0.
+        SequenceParallelError: a rank has built another model than rank 0, or read other quantized weights.
     """
     _check_same_model(module, source)
+    check_same_quantized(module)
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
     states = [_MetricState.of(each) for each in metrics]
     states = comm.broadcast_object(states, None) if metrics else states
     if any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
-        module.to_empty(device=device)
+        move(module, lambda tensor: torch.empty_like(tensor, device=device))
         for first, *others in ties:
             for other in others:
                 setattr(other.module, other.name, getattr(first.module, first.name))
@@ -99,12 +101,18 @@ def broadcast_initial_weights(
     _fill_plain_tensors(module, device)
     is_source = dist.get_rank() == 0
     with torch.no_grad():
-        for name, tensor in _named_tensors(module):
+        for name, tensor in _sent_tensors(module):
             _receive(tensor, source[name] if is_source else None, device)
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _sent_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Give all but the quantized weights, which each rank has read."""
+    whole = quantized_parameters(module)
+    return [(name, tensor) for name, tensor in _named_tensors(module) if name not in whole]
 
 
 def _check_same_model(module: nn.Module, source: dict[str, Tensor]) -> None:

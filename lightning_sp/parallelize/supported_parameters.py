@@ -10,25 +10,28 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.quantized_weights import is_quantized
 from lightning_sp.parameter_names import user_name
 
 
 def check_parameters(root: nn.Module) -> None:
-    """Refuse parameters that are no plain tensors, quantized weights and those of lazy modules, have no element or no dim, hooks that
-    would be lost, or a forward that writes to them. Equal on all ranks.
+    """Refuse parameters that are no plain tensors and no quantized weights of a known form (those of lazy modules, say), have no element or
+    no dim, hooks that would be lost, or a forward that writes to them. Equal on all ranks.
 
     Raises:
         SequenceParallelError: with the first of them.
     """
     strange = {
-        n: p for n, p in root.named_parameters() if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor
+        n: p
+        for n, p in root.named_parameters()
+        if (type(p) is not nn.Parameter or type(p.data) is not torch.Tensor) and not is_quantized(p)
     }
     for name, parameter in strange.items():
         kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
         raise SequenceParallelError(
             f"{user_name(name)} is a {kind.__module__}.{kind.__qualname__}, with {len(strange) - 1} more like it: what a shard of it is, and "
-            "how rank 0's values reach the others, is known for plain tensors alone; train weights that are not quantized (bfloat16 and LoRA), "
-            "and run lazy modules once before the Trainer gets them"
+            "how rank 0's values reach the others, is known for plain tensors alone; quantized weights are carried if they are frozen and of "
+            "bitsandbytes (4-bit) or torchao (requires_grad=False, with LoRA); run lazy modules once before the Trainer gets them"
         )
     for name, parameter in root.named_parameters():
         if parameter.numel() == 0:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from lightning_sp.parallelize import reshard
+from lightning_sp.parallelize import is_quantized, reshard
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
 OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
@@ -53,7 +54,10 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
         for parameter in root.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-            undo.callback(_restore_shard, parameter, _shard(parameter).clone())
+            if is_quantized(parameter):
+                undo.callback(_restore_quantized, parameter, parameter.data, dict(vars(_quant_state(parameter))))
+            else:
+                undo.callback(_restore_shard, parameter, _shard(parameter).clone())
         undo.callback(reshard, root)
         undo.enter_context(streams(device))
         undo.callback(_snapshot(root))
@@ -87,6 +91,18 @@ def _shard(parameter: nn.Parameter) -> Tensor:
 
 def _restore_shard(parameter: nn.Parameter, before: Tensor) -> None:
     _shard(parameter).copy_(before)
+
+
+def _quant_state(parameter: nn.Parameter) -> Any:
+    """Return what bitsandbytes keeps beside the bytes of a 4-bit weight, or an object without attributes."""
+    return getattr(parameter, "quant_state", None) or SimpleNamespace()
+
+
+def _restore_quantized(parameter: nn.Parameter, data: Tensor, attributes: dict[str, Any]) -> None:
+    """Put back a frozen weight that its own forward packs anew (bitsandbytes on CPUs in evaluation): its bytes are not written to."""
+    parameter.data = data
+    vars(_quant_state(parameter)).clear()
+    vars(_quant_state(parameter)).update(attributes)
 
 
 def _snapshot(root: nn.Module) -> Callable[[], None]:

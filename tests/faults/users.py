@@ -166,6 +166,13 @@ USERS = (
         "tests/step/test_replicas.py::test_a_change_of_bits_or_places_changes_the_hash[dtype1]",
     ),
     fault(
+        "quantized weights that are not compared between ranks",
+        "parallelize/initial_weights.py",
+        "    check_same_quantized(module)\n",
+        "",
+        "tests/trainer/pretrained/test_peft.py::test_quantized_weights_that_differ_between_ranks_are_refused",
+    ),
+    fault(
         "a nan that is said after the update",
         "strategy.py",
         "            self._steps.end_backward(self._again)\n",

@@ -31,6 +31,7 @@ from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
+from lightning_sp.parallelize.quantized_weights import quantized_parameters
 from lightning_sp.parameter_names import user_name
 
 # The attribute of a module that an earlier Trainer has sharded.
@@ -102,7 +103,7 @@ def check_layout(before: ParameterLayout, wanted: ParameterLayout) -> None:
 
 
 def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place."""
+    """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place; quantized weights stay whole."""
     children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
     units = [
@@ -110,9 +111,10 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
         for unit in (*blocks, *models)
         if any(True for _ in unit.parameters()) and not shares_parameters(root, unit)
     ]
+    whole = set(quantized_parameters(root).values())
     for unit in units:
-        fully_shard(unit, mesh=mesh)
-    fully_shard(root, mesh=mesh)
+        fully_shard(unit, mesh=mesh, ignored_params=whole)
+    fully_shard(root, mesh=mesh, ignored_params=whole)
     for model in set(models) & set(units):
         gather_for_parts(model, units)
     use_all_pairs_collectives(fsdp_modules(root), mesh)

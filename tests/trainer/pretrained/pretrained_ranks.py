@@ -23,18 +23,18 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def hugging_face_config(tied: bool = False) -> Any:
+def hugging_face_config(tied: bool = False, **sizes: int) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    return LlamaConfig(**{**SIZES, **sizes}, tie_word_embeddings=tied)
 
 
-def save_pretrained(folder: str, tied: bool) -> None:
+def save_pretrained(folder: str, tied: bool, **sizes: int) -> None:
     """Write a tiny checkpoint as Hugging Face does."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(8)
-    LlamaForCausalLM(hugging_face_config(tied)).save_pretrained(folder)
+    LlamaForCausalLM(hugging_face_config(tied, **sizes)).save_pretrained(folder)
 
 
 class Attribute(nn.Module):

@@ -31,6 +31,14 @@ def base(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def wide_base(tmp_path_factory):
+    """One that bitsandbytes can pack: whole blocks of 64 numbers in a row."""
+    folder = str(tmp_path_factory.mktemp("wide"))
+    save_pretrained(folder, False, hidden_size=64, intermediate_size=64)
+    return folder
+
+
 def same(actual, expected, case):
     assert not expected["error"], (case, expected["error"])
     assert not actual["error"], (case, actual["error"])
@@ -111,8 +119,42 @@ def test_virtual_tokens_train_and_are_saved_as_on_one_device(pools, base, tmp_pa
         assert max_error(found["prompt_embeddings"], wanted["prompt_embeddings"]) < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("library", "kind", "strategy"),
+    [
+        ("bitsandbytes", "lora, 4-bit", ULYSSES),
+        ("bitsandbytes", "lora, 4-bit, in evaluation", RING),
+        ("torchao", "lora, 8-bit", RING),
+    ],
+)
+# transformers' own, of its attribute; PEFT's, of its dispatch.
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_adapters_on_a_quantized_base_train_as_on_one_device(pools, wide_base, library, kind, strategy):
+    """Float32: bitsandbytes computes no wider. In evaluation, on CPUs, it packs weights anew in their forward."""
+    pytest.importorskip(library)
+    case = dict(kind=kind, place="configure_model", folder=wide_base, precision="32-true")
+    (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case)])[0]
+    assert not expected["error"], expected["error"]
+    assert any("lora" in name for name in expected["trained"])
+    for (actual,) in pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, **case)]):
+        assert not actual["error"], actual["error"]
+        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        for name, weight in expected["weights"].items():
+            assert max_error(actual["first"][name], expected["first"][name]) == 0, name
+            assert max_error(actual["weights"][name], weight) < 5e-6, name
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantized_weights_that_differ_between_ranks_are_refused(pools, base):
+    pytest.importorskip("bitsandbytes")
+    case = dict(kind="lora, 4-bit, another rank's", place="__init__", folder=base, strategy=RING, world=2)
+    for (answer,) in pools(2).run(ranks.runs, [dict(precision="32-true", **case)]):
+        assert "quantized weights are not the same on all ranks (" in answer["error"], answer
+        assert "from_pretrained" in answer["error"]
+
+
 def test_parameters_that_are_no_plain_tensors_are_refused_by_name(pools, base):
-    case = dict(kind="quantized", place="__init__", folder=base, strategy=RING, world=2)
+    case = dict(kind="unknown", place="__init__", folder=base, strategy=RING, world=2)
     for (answer,) in pools(2).run(ranks.runs, [case]):
-        assert "model.lm_head.weight is a tests.trainer.pretrained.tuned_ranks.Quantized" in answer["error"], answer
-        assert "LoRA" in answer["error"]
+        assert "model.lm_head.weight is a tests.trainer.pretrained.tuned_ranks.Unknown" in answer["error"], answer
+        assert "bitsandbytes" in answer["error"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
+from lightning_sp.parallelize import is_quantized
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.pretrained.pretrained_ranks import Told, hugging_face_config
 from tests.trainer.tiny import BothWays, Plain, TokenDataset, _full
@@ -44,8 +45,29 @@ def adapter(kind: str) -> Any:
     )
 
 
-class Quantized(Tensor):
-    """A parameter of a class of its own, as quantized weights are."""
+class Unknown(Tensor):
+    """A parameter of a class of its own that says nothing of what it is made of."""
+
+
+def quantization(kind: str) -> dict[str, Any]:
+    """Return what `from_pretrained` is told of a base of 4 bits (bitsandbytes) or 8 (torchao)."""
+    if "4-bit" in kind:
+        from transformers import BitsAndBytesConfig
+
+        config: Any = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    elif "8-bit" in kind:
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        config = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        return {}
+    return {"quantization_config": config, "device_map": {"": "cpu"}, "dtype": torch.float32}
 
 
 class Tuned(pl.LightningModule):
@@ -68,11 +90,15 @@ class Tuned(pl.LightningModule):
 
         if self.model is not None:
             return
-        model = LlamaForCausalLM.from_pretrained(self.folder, use_cache=False, **self.options).train()
+        told = {**quantization(self.kind), **self.options}
+        if "another rank's" in self.kind and dist.get_rank() == 1:
+            told["quantization_config"].bnb_4bit_quant_type = "fp4"
+        model = LlamaForCausalLM.from_pretrained(self.folder, use_cache=False, **told)
+        model.train("in evaluation" not in self.kind)
         if self.kind.startswith("checkpointing"):
             model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in self.kind})
-        elif self.kind == "quantized":
-            head = model.lm_head.weight.detach().as_subclass(Quantized)
+        elif self.kind == "unknown":
+            head = model.lm_head.weight.detach().as_subclass(Unknown)
             model.lm_head.weight = nn.Parameter(head, requires_grad=False)
         elif self.kind == "fails on a rank":
             if dist.is_initialized() and dist.get_rank() == 1:
@@ -86,7 +112,7 @@ class Tuned(pl.LightningModule):
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def on_train_start(self) -> None:
-        self.first = {n: _full(p.detach()).clone() for n, p in self.named_parameters()}
+        self.first = plain_weights(self)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
@@ -107,6 +133,11 @@ class Tuned(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.02)
+
+
+def plain_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the whole weights, but for quantized ones."""
+    return {n: _full(p.detach()).clone() for n, p in module.named_parameters() if not is_quantized(p)}
 
 
 def runs(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,7 +191,7 @@ def run(
         "asked": module.asked,
         "trained": sorted(n for n, p in module.named_parameters() if p.requires_grad),
         "optimized": len(trainer.optimizers[0].state),
-        "weights": {n: _full(p.detach()).clone() for n, p in module.named_parameters()},
+        "weights": plain_weights(module),
     }
     if saved:
         answer["live"] = live_save(module.model, saved)

@@ -13,7 +13,7 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
-from lightning_sp.comm.failure import failures_of_all, tell_failure
+from lightning_sp.comm.failure import failures_of_all, is_of_communication, tell_failure
 from lightning_sp.comm.groups import (
     HostGroups,
     cached_per_world,
@@ -54,6 +54,7 @@ __all__ = [
     "group_of",
     "host_groups",
     "is_gloo_on_cpu",
+    "is_of_communication",
     "is_registered",
     "largest",
     "next_pass",

@@ -54,6 +54,12 @@ def failures_of_all(error: str | None) -> list[str]:
     return [each[1:] for each in said if each is not None and each[0] != _FINE]
 
 
+def is_of_communication(error: Exception) -> bool:
+    """Return whether an error is that of a message between ranks: too late, or of a rank that has ended."""
+    # gloo raises a plain RuntimeError, with the place in its sources.
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in ("gloo/", "pair closure"))
+
+
 def _exchange(failure: str | None) -> list[str | None]:
     """Return what each rank says, None where one that failed has waited in vain for a rank's word; nothing without other ranks."""
     number = next(_numbers)

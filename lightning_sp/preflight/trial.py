@@ -183,6 +183,8 @@ class Trial:
         except SequenceParallelError:
             raise
         except Exception as error:
+            if comm.is_of_communication(error):
+                raise  # another rank is late or has ended: nothing is known of the model
             raise SequenceParallelError(
                 f"preflight: training_step runs on {self.crop} whole, and fails on shards: {type(error).__name__}: {error}; the model compares "
                 "or counts something over all tokens of its input, of which it sees this rank's alone; do that on the whole batch, in the "

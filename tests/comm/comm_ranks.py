@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -157,3 +158,17 @@ def time_limits():
     groups = [mesh.ring_group, mesh.ulysses_group, mesh.sequence_group, mesh.data_group, *fsdp.get_all_groups()]
     cpu = torch.device("cpu")
     return comm.timeout_s(), [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+
+
+def late_message():
+    """Return what rank 0 makes of a message that rank 1 does not send in time, and of an error of a model's."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    found = []
+    if dist.get_rank() == 0:
+        for act in (partial(dist.recv, torch.zeros(2), 1, group), partial(torch.zeros(2).view, 3)):
+            try:
+                act()
+            except RuntimeError as error:
+                found.append(comm.is_of_communication(error))
+    dist.barrier()
+    return found

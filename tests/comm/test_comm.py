@@ -17,6 +17,7 @@ from tests.comm.comm_ranks import (
     gathered_dtypes,
     groups_alive,
     half_empty_transfers,
+    late_message,
     same_batch,
     summed_loss,
     time_limits,
@@ -146,3 +147,8 @@ def test_a_message_of_another_turn_is_never_taken(pools):
 
 def test_groups_are_made_once_in_a_world_and_end_with_it():
     assert run_ranks(groups_alive, 4) == [([True, True], 0)] * 4
+
+
+def test_a_message_that_comes_too_late_is_told_from_a_models_error():
+    """The preflight would say that the model counts over all tokens."""
+    assert run_ranks(late_message, 2) == [[True, False], []]

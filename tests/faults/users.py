@@ -26,8 +26,8 @@ USERS = (
     fault(
         "weights of a compiled model that stay each rank's own",
         "parallelize/initial_weights.py",
-        "        for name, tensor in _named_tensors(module):\n            _receive(",
-        '        for name, tensor in _named_tensors(module):\n            if "_orig_mod" in name and not tensor.is_meta:\n'
+        "        for name, tensor in _sent_tensors(module):\n            _receive(",
+        '        for name, tensor in _sent_tensors(module):\n            if "_orig_mod" in name and not tensor.is_meta:\n'
         "                continue\n            _receive(",
         f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device",
     ),

@@ -28,8 +28,10 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
+from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.without_sequence import describe_whole
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
@@ -48,6 +50,7 @@ from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.manual_optimization import tried_training_step
+from lightning_sp.trainer.row_metrics import RowMetrics
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
@@ -111,6 +114,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._cursor = DataCursor()
         self._streams = RandomStreams()
         self._replicas = ReplicaWatch()
+        self._row_metrics = RowMetrics()
 
     # ---- mesh
 
@@ -153,6 +157,8 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         if fitting:
             self._streams.start_run(trainer.global_step, self.sequence_mesh)
             self._replicas.start_run(trainer.global_step)
+        else:
+            self._streams.share_seed()
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
@@ -200,11 +206,18 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         local, info = collective_shard(
             batch, self._mesh, options, self._groups.world, by_hand=not self.config.shard_batch
         )
-        self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
-        self._first_evaluations.offer(batch, options, (loops.evaluated_step(trainer), dataloader_idx))
+        seed = self._streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
+        self._batch = replace(info, seed=seed).to(self.root_device)
+        if whole := info.is_whole and self._mesh.layout.size > 1:
+            self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
+        else:
+            self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
+            self._first_evaluations.offer(batch, options, (loops.evaluated_step(trainer), dataloader_idx))
+        self._row_metrics.follow(self._module, self.data_parallel_group if whole else None)
         self._evaluated.advance(trainer, dataloader_idx)
-        local = self._handed.note(super().batch_to_device(local, device, dataloader_idx))
-        self._batch = info.to(self.root_device)
+        # What the module makes of whole rows on their way it draws alike.
+        with streams_from(mixed_seed(seed, 1) if whole else None, self.root_device):
+            local = self._handed.note(super().batch_to_device(local, device, dataloader_idx))
         if info.balance is not None:
             self._log_once(info.balance.describe(), topic="balance")
         return local
@@ -313,7 +326,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        step = self._steps.context.step
+        step = self._steps.context.loss_step
         if not self._module.automatic_optimization:
             closure_loss = self._steps.before_backward(closure_loss)
         elif step is not None and self._accumulate > 1:
@@ -381,4 +394,5 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._cursor.end_of_run()
         self._streams.end_of_run()
         self._averages.release()
+        self._row_metrics.follow(self._module, None)
         super().teardown()

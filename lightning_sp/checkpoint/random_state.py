@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_sp.context.streams import mixed_seed
+
 
 def derived_seed(seed: int, step: int, stream: int) -> int:
     """Return the seed of one rank's stream, from optimizer step `step` on.
@@ -17,8 +19,7 @@ def derived_seed(seed: int, step: int, stream: int) -> int:
         step: optimizer steps done.
         stream: data-parallel rank x sequence-parallel size + rank within the sequence.
     """
-    # SeedSequence mixes: neighbouring steps and ranks give unrelated streams.
-    return int(np.random.SeedSequence((seed % 2**64, step, stream)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return mixed_seed(seed, step, stream)
 
 
 def random_state() -> dict[str, Any]:

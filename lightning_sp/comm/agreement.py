@@ -109,6 +109,7 @@ class _RankReport(NamedTuple):
     data_parallel_rank: int
     num_ring_passes: int
     entries: int
+    is_whole: int
 
 
 def check_same_batch(
@@ -118,6 +119,7 @@ def check_same_batch(
     data_parallel_rank: int,
     num_ring_passes: int,
     entries: int = 0,
+    is_whole: bool = False,
     group: ProcessGroup | None = None,
 ) -> bool:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
@@ -129,18 +131,19 @@ def check_same_batch(
         num_ring_passes: passes of the ring that this rank has begun. A rank that failed before its pass and went on stays behind the others,
             and would use the keys of one pass for those of another.
         entries: a number that tells which entries the batch holds.
+        is_whole: the batch holds no sequence, and is not split.
         group: a CPU-capable group over the world.
 
     Returns:
         Whether ranks differ in `entries`.
 
-    Communicates: one all_gather of 40 bytes a rank, on the host.
+    Communicates: one all_gather of 48 bytes a rank, on the host.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
         return False
-    report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries)
+    report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole))
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -149,6 +152,7 @@ def check_same_batch(
         agree(error, group)
     _check_passes(reports)
     _check_digests(reports)
+    _check_whole(reports)
     return len({report.entries for report in reports}) > 1
 
 
@@ -162,6 +166,15 @@ def _check_passes(reports: list[_RankReport]) -> None:
                 f"the ranks of data-parallel group {data_rank} have begun {numbers} passes of ring attention: must be equally many. One of them "
                 "failed or left attention out, and went on; let such an error end the run, and resume it from a checkpoint"
             )
+
+
+def _check_whole(reports: list[_RankReport]) -> None:
+    groups = [sorted({each.data_parallel_rank for each in reports if each.is_whole == whole}) for whole in (0, 1)]
+    if all(groups):
+        raise SequenceParallelError(
+            f"data-parallel groups {groups[0]} hold a sequence in this batch, groups {groups[1]} hold none: what the one splits the other runs "
+            "whole, and their losses are sums over other numbers of ranks; give all groups batches of one kind in each step"
+        )
 
 
 def _check_digests(reports: list[_RankReport]) -> None:

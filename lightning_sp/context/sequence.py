@@ -35,6 +35,9 @@ class SequenceInfo:
         dropout: what attention dropout is drawn from; None in evaluation.
         other_inputs: names and shapes of what else the batch holds and attention may be made of (images, audio).
         uneven_entries: data-parallel groups hold other entries: images in some alone, say.
+        is_whole: it holds no sequence: nothing is split, and every rank of a sequence runs all of its group's rows.
+        seed: of the numbers that the ranks of a sequence draw alike: the same on them, another one in each data-parallel group, step and
+            micro-batch. None where each draws its own.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
     """
@@ -55,6 +58,8 @@ class SequenceInfo:
     dropout: DropoutSource | None = None
     other_inputs: tuple[str, ...] = ()
     uneven_entries: bool = False
+    is_whole: bool = False
+    seed: int | None = None
     is_filler: bool = False
     encoder: SequenceInfo | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,6 +20,7 @@ from lightning_sp.context.masks import AttentionPattern, build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.unsharded import UnshardedModules
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 
 
@@ -78,29 +79,46 @@ class SequenceContext:
     """The state shared by the strategy, the rewrite and the loss. Inactive (step None): every interception is the original function."""
 
     def __init__(self, mesh: SequenceMesh, options: AttentionOptions) -> None:
+        # Of the step in progress: where it holds no sequence, of whole rows.
         self.mesh = mesh
+        self.run_mesh = mesh
         self.options = options
         self.step: Step | None = None
         self.unsharded = UnshardedModules(self)
         self._record: Callable[[int, int], None] | None = None
         self.reference: SequenceInfo | None = None
-        # Of a reference in which data-parallel groups stay apart: their losses and reductions see it, on a mesh of whole sequences.
-        self.reference_step: Step | None = None
+        # On a mesh of whole sequences, which losses and reductions see, and nothing else: of a batch that holds no sequence, or of a reference
+        # in which data-parallel groups stay apart.
+        self.whole_step: Step | None = None
         # Of the attention calls of the step before: the next batch is balanced for them.
         self.last_attention_patterns: tuple[AttentionPattern, ...] = ()
         # What gives a model back its own attention while a reference runs.
         self.in_reference: list[Callable[[], AbstractContextManager[None]]] = []
 
+    def begin(self, step: Step) -> None:
+        """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""
+        if step.batch.is_whole:
+            self.whole_step, self.mesh = step, replace(self.run_mesh, layout=SequenceLayout())
+        else:
+            self.step = step
+
+    def end(self) -> None:
+        """Give every intercepted function back its own behaviour."""
+        self.step = self.whole_step = None
+        self.mesh = self.run_mesh
+
     @property
     def dropout_calls(self) -> DropoutCalls:
         """The numbers of the calls with dropout of the step in progress."""
-        assert self.step is not None
-        return self.step.dropout_calls
+        step = self.loss_step or self.unsharded.suspended_step
+        assert step is not None
+        calls: DropoutCalls = step.dropout_calls
+        return calls
 
     @property
     def loss_step(self) -> Step | None:
         """The step that losses and reductions belong to."""
-        return self.reference_step if self.step is None else self.step
+        return self.whole_step if self.step is None else self.step
 
     @property
     def local_length(self) -> int:

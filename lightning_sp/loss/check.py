@@ -24,6 +24,8 @@ from lightning_sp.mesh import SequenceMesh
 _LOSS, _ROWS, _NOT_FINITE = range(3)
 # In units of the loss' own precision: what two devices may make of the same numbers.
 _ROUNDINGS = 8
+# Of a batch without a sequence each rank makes the loss anew: more than devices make of the same numbers, less than other random numbers do.
+_OF_WHOLE_ROWS = 1e-2
 
 
 class _Comparison(NamedTuple):
@@ -32,6 +34,7 @@ class _Comparison(NamedTuple):
     spread: comm.Spread
     values: Tensor
     num_losses: int
+    is_whole: bool
 
 
 class LossCheck:
@@ -63,7 +66,8 @@ class LossCheck:
             return
         # Numbers that were computed on each rank from equal ones may be rounded otherwise.
         exact = self._first and not step.num_reductions
-        compared = _compare(loss, step, mesh, tolerance=0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps)
+        tolerance = 0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps
+        compared = _compare(loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance)
         self._last = compared
         if self._first:
             self._first = False
@@ -106,7 +110,7 @@ def _compare(loss: Tensor, step: Step, mesh: SequenceMesh, *, tolerance: float) 
     not_finite = 1.0 - torch.isfinite(loss.detach()).double()
     values = torch.stack([each.detach().double().reshape(()) for each in (loss, rows, not_finite)])
     spread = comm.Spread(values, tolerance, mesh.data_parallel_rank, mesh.data_parallel_size)
-    return _Comparison(spread, values, step.num_losses)
+    return _Comparison(spread, values, step.num_losses, step.batch.is_whole)
 
 
 def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
@@ -118,6 +122,13 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
         raise SequenceParallelError(
             "a cross entropy with one target for each row was given other numbers on ranks that share a sequence, in sums "
             f"{_grouped(every, _ROWS, mesh)}: a pooled head sees only this rank's tokens of each sequence; pool over all of them: {POOLED}"
+        )
+    if compared.is_whole:
+        raise SequenceParallelError(
+            f"training_step's loss differs between ranks that share a sequence: {_grouped(every, _LOSS, mesh)}; the batch holds no sequence, so "
+            "they run the same rows, and drew other random numbers for them: draw in training_step or on_after_batch_transfer, from the global "
+            "streams of torch, Python or numpy, or from a generator that has one seed on all ranks of a sequence; not in "
+            "on_train_batch_start"
         )
     raise SequenceParallelError(
         f"training_step's loss differs between ranks that share a sequence: {_grouped(every, _LOSS, mesh)}; a part of it was computed from "

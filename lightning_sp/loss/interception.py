@@ -176,6 +176,9 @@ class CrossEntropyInterception(AbstractContextManager[None]):
 
     def _sum(self, total: Tensor, kind: Kind, group: ProcessGroup | None, step: Step) -> Tensor:
         mesh = self.context.mesh
+        if step.batch.is_whole and group is None:
+            # Each row once, as below, whatever the targets are of.
+            return comm.sum_over_ranks(total, mesh.data_group) if step.loss_group is None else total
         if kind != "rows" or mesh.layout.size == 1 or group is not None:
             return comm.sum_over_ranks(total, step.loss_group if group is None else group)
         # The ranks of a sequence have the same rows: each is added once.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
+from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
 from lightning_sp.parallelize import gathered, optional_units, without_checkpoints
@@ -24,7 +23,7 @@ from lightning_sp.preflight.comparison import buffers_of, plain_name
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
-from lightning_sp.step.isolation import isolated, streams
+from lightning_sp.step.isolation import isolated
 
 SEED = 1234
 
@@ -255,7 +254,7 @@ def alone(
         gathered(module, uneven),
         context.inactive(batch),
         without_checkpoints(module),
-        _same_stream_everywhere(device, seed),
+        streams_from(seed, device),
     ):
         yield
 
@@ -293,16 +292,3 @@ def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None
         grad, parameter.grad = parameter.grad, None
         gradients[plain_name(name)] = grad.to_local() if isinstance(grad, DTensor) else grad
     return gradients
-
-
-@contextmanager
-def _same_stream_everywhere(device: torch.device, seed: int) -> Iterator[None]:
-    """Let all ranks draw alike in the whole run; in the sharded run each draws as it will in training."""
-    with streams(device):
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield

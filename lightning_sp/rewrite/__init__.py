@@ -4,7 +4,7 @@ from lightning_sp.rewrite.flex import FlexInterception
 from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs, row_end, source_of_decoder_inputs
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.media.placement import placeholder_ids
-from lightning_sp.rewrite.hugging_face.models import hugging_face_models
+from lightning_sp.rewrite.hugging_face.models import hugging_face_models, why_unreachable
 from lightning_sp.rewrite.hugging_face.virtual_tokens import check_virtual_tokens, num_virtual_tokens
 from lightning_sp.rewrite.row_dropout import RowDropoutInterception
 from lightning_sp.rewrite.sdpa import SdpaInterception
@@ -21,4 +21,5 @@ __all__ = [
     "placeholder_ids",
     "row_end",
     "source_of_decoder_inputs",
+    "why_unreachable",
 ]

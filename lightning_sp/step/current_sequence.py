@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,9 @@ class CurrentSequence:
         """Return the attention's mesh, with the layout of the batch in progress; known once `setup` has seen the model."""
         if self._mesh is None:
             raise SequenceParallelError("the attention's mesh is not known before the trainer has set up the model")
-        return self._mesh if self._batch is None else replace(self._mesh, layout=self._batch.layout)
+        if self._batch is None or self._batch.is_whole:
+            return self._mesh
+        return replace(self._mesh, layout=self._batch.layout)
 
     @property
     def layout(self) -> SequenceLayout:
@@ -51,6 +54,14 @@ class CurrentSequence:
         """
         mesh = self.sequence_mesh
         return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a number over the ranks, as Lightning does; a sum of rows that all ranks of a sequence hold counts each row once."""
+        whole = self._batch is not None and self._batch.is_whole and group is None
+        # What `self.log(reduce_fx="sum", sync_dist=True)` gives; Lightning's own votes give an enum.
+        if whole and reduce_op == "sum" and self._mesh is not None:
+            group = self._mesh.data_group
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
     @property
     def _steps(self) -> StepRunner:

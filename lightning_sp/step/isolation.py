@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
+from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import is_quantized, reshard
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
@@ -69,18 +70,6 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
             if hasattr(root, name):
                 setattr(root, name, _ignore)
         yield
-
-
-@contextmanager
-def streams(device: torch.device) -> Iterator[None]:
-    """Put back the global random streams of torch, Python and numpy."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def _shard(parameter: nn.Parameter) -> Tensor:

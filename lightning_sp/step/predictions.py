@@ -52,7 +52,7 @@ def unsharded_output(
         SequenceParallelError: a tensor that differs between the ranks of a sequence and is not one of tokens.
     """
     size = comm.size_of(sequence_group)
-    if size == 1:
+    if size == 1 or batch.is_whole:
         return output
     tensors: list[Tensor] = []
     apply_to_collection(output, Tensor, tensors.append)

@@ -58,6 +58,7 @@ from lightning_sp.rewrite import (
     placeholder_ids,
     row_end,
     source_of_decoder_inputs,
+    why_unreachable,
 )
 from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
 from lightning_sp.rewrite.rebind import BoundNames
@@ -227,6 +228,8 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         shifted = True  # the decoder's inputs are shifted instead
     return ShardOptions(
         sequence_dims=dict(config.sequence_dims or {}),
+        none_declared=config.sequence_dims == {},
+        unreachable=next(filter(None, map(why_unreachable, models)), ""),
         labels_shifted=shifted,
         model_shifts_labels=bool(models) and of_labels is None,
         packed_documents=packed,

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.checkpoint import derived_seed, random_state, restore_random_state
 from lightning_sp.context.dropout import DropoutSource
+from lightning_sp.context.streams import mixed_seed
 from lightning_sp.mesh import SequenceMesh
 
 
@@ -24,15 +25,35 @@ class RandomStreams:
         self._seed = 0
         self._rows = 0
         self._window = (-1, 0)  # optimizer step in progress, and its micro-batches so far
+        self._alike: dict[
+            str, tuple[int, int]
+        ] = {}  # optimizer step of a stage's last batch, and its batches in that step so far
         self._restored: dict[str, Any] | None = None  # by a resume, until the first micro-batch
 
     def start_run(self, step: int, mesh: SequenceMesh) -> None:
         """Begin with rank 0's seed. Communicates: one broadcast of it."""
         self.seed_ranks(int(comm.broadcast_object(torch.initial_seed(), None)), step, mesh)
 
+    def share_seed(self) -> None:
+        """Take rank 0's seed for what ranks draw alike in a run without training. Communicates: one broadcast of it."""
+        self._seed = int(comm.broadcast_object(torch.initial_seed(), None))
+
+    def alike(self, stage: str, step: int, mesh: SequenceMesh) -> int:
+        """Return the seed of what the ranks of a sequence draw alike in the next batch: another in each data-parallel group and batch.
+
+        Args:
+            stage: of the Trainer. What validation draws does not move training's.
+            step: optimizer steps done.
+            mesh: with this rank's data-parallel group.
+        """
+        begun, count = self._alike.get(stage, (-1, 0))
+        count = count if begun == step else 0
+        self._alike[stage] = (step, count + 1)
+        return mixed_seed(self._seed, step, count, mesh.data_parallel_rank, *stage.encode())
+
     def seed_ranks(self, seed: int, step: int, mesh: SequenceMesh) -> None:
         """Give every rank its own stream of elementwise dropout, derived from rank 0's seed; one process keeps its own."""
-        self._seed, self._window = seed, (-1, 0)
+        self._seed, self._window, self._alike = seed, (-1, 0), {}
         if mesh.base.size() > 1:
             torch.manual_seed(derived_seed(seed, step, _number_of_rank(mesh)))
 

@@ -6,7 +6,7 @@ training: its loss is the mean over the world, checked          evaluation: over
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import distributed as dist
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
+from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.loss.reduction import mean_of_returned_sum
@@ -61,6 +62,7 @@ class StepRunner:
         self._loss_check = LossCheck()
         self._was_finite = True
         self._root_unit = RootUnit(module)
+        self._of_whole_rows = ExitStack()  # of a step in progress that holds no sequence
 
     def start_run(self) -> None:
         """Compare the next loss as the first one, before its backward."""
@@ -75,7 +77,7 @@ class StepRunner:
 
     def end_run(self) -> None:
         """Read the answer about the last loss. Every rank must call it."""
-        self._loss_check.finish(self.context.mesh, self.groups.world)
+        self._loss_check.finish(self.context.run_mesh, self.groups.world)
 
     def train(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         """Run training_step and leave the step open for its backward; `end` closes it.
@@ -96,7 +98,7 @@ class StepRunner:
         if batch.uneven_entries:
             self._gather_optional()
         by_hand = not getattr(self.module, "automatic_optimization", True)
-        with self._counted(), self._root_unit.used_again() if by_hand else nullcontext():
+        with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext():
             output = run_with_whole_parameters(run)
         self._root_unit.keep_written()
         self._check_reached(step)
@@ -108,14 +110,15 @@ class StepRunner:
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Check a loss of manual optimization, inside its step, and return it ready for its backward. Every rank must call it."""
-        if self.context.step is None:
+        step = self.context.loss_step
+        if step is None:
             return loss
-        self._check_loss(self.context.step, loss)
+        self._check_loss(step, loss)
         return self._root_unit.prepare_backward(loss)
 
     def _check_loss(self, step: Step, output: Any) -> None:
         if self.context.mesh.base.size() > 1:
-            self._loss_check.check(step, output, self.context.mesh, self.groups.world)
+            self._loss_check.check(step, output, self.context.run_mesh, self.groups.world)
 
     def evaluate(self, batch: SequenceInfo, run: Callable[[], Any], *, filler: bool) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
@@ -130,7 +133,7 @@ class StepRunner:
             apart = isolated(self.module, self.device) if filler else nullcontext()
             if batch.uneven_entries:
                 self._gather_optional()
-            with apart, self._counted():
+            with apart, self._counted(step):
                 output = run_with_whole_parameters(run)
                 self._root_unit.keep_written()
         finally:
@@ -141,7 +144,7 @@ class StepRunner:
 
     def unshard(self, tensor: Tensor, batch: SequenceInfo | None, mesh: SequenceMesh, *, dim: int) -> Tensor:
         """Return whole sequences of a step's tokens; a reference run has whole ones. As `unshard_tokens`."""
-        if self.context.reference is not None:
+        if self.context.reference is not None or (batch is not None and batch.is_whole):
             return tensor
         if self.context.step is not None:
             self.context.step.num_reductions += 1
@@ -153,7 +156,7 @@ class StepRunner:
         Args:
             run: as `train` was given, on the batch as it was before the step.
         """
-        step = self.context.step
+        step = self.context.loss_step
         self.end()
         was_finite, self._was_finite = self._was_finite, self._loss_check.last_is_finite()
         if step is None or self._was_finite or not was_finite:
@@ -179,7 +182,8 @@ class StepRunner:
 
     def end(self) -> None:
         """Give every intercepted function back its own behaviour."""
-        self.context.step = None
+        self.context.end()
+        self._of_whole_rows.close()
         optional_units(self.module).release()
 
     def end_without_backward(self) -> None:
@@ -190,8 +194,19 @@ class StepRunner:
 
     def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
         self._root_unit = RootUnit(self.module)
-        self.context.step = Step(batch=batch, loss_group=loss_group)
-        return self.context.step
+        step = Step(batch=batch, loss_group=loss_group)
+        self.context.begin(step)
+        if batch.is_whole:
+            self._run_whole(batch)
+        return step
+
+    def _run_whole(self, batch: SequenceInfo) -> None:
+        """Until the step's end let a model have its own attention, and the ranks of a sequence draw alike: they run the same rows."""
+        self._of_whole_rows.close()
+        for own in self.context.in_reference:
+            self._of_whole_rows.enter_context(own())
+        seed = batch.seed if self.context.run_mesh.layout.size > 1 else None
+        self._of_whole_rows.enter_context(streams_from(seed, self.device))
 
     def _gather_optional(self) -> None:
         """Gather the towers of a step in which groups hold other entries: a refusal is of all ranks."""
@@ -210,13 +225,15 @@ class StepRunner:
             )
         units.gather()
 
-    def _counted(self) -> AbstractContextManager[Any]:
+    def _counted(self, step: Step) -> AbstractContextManager[Any]:
         """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""
-        return nullcontext() if self._attention_reached else torch.compiler.set_stance("force_eager")
+        if self._attention_reached or step.batch.is_whole:
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def _check_reached(self, step: Step) -> None:
         """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
-        if self._attention_reached and not self._counts_later_steps:
+        if step.batch.is_whole or (self._attention_reached and not self._counts_later_steps):
             return
         self.context.last_attention_patterns = tuple(step.attention_patterns)
         self._attention_reached = step.num_attention_calls > 0

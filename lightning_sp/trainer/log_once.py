@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 
 class LogOnce:
@@ -16,3 +17,9 @@ class LogOnce:
         if topic not in self._logged:
             self._logged.add(topic)
             rank_zero_info(f"sequence_parallel: {message}")
+
+    def warn(self, message: str, *, topic: str) -> None:
+        """Warn on rank 0, unless there was a message of its topic."""
+        if topic not in self._logged:
+            self._logged.add(topic)
+            rank_zero_warn(f"sequence_parallel: {message}")

@@ -201,8 +201,8 @@ ATTENTION = (
     fault(
         "whole sequences put together as if they lay in zigzag",
         "step/current_sequence.py",
-        "return self._mesh if self._batch is None else replace(self._mesh, layout=self._batch.layout)",
-        "return self._mesh",
+        "        return replace(self._mesh, layout=self._batch.layout)\n",
+        "        return self._mesh\n",
         "tests/data/batch/test_balanced_layout.py::test_predictions_and_gathering_by_hand_know_the_layout",
     ),
     fault(

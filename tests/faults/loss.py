@@ -77,4 +77,18 @@ LOSS = (
         "    return count\n",
         LOSSES,
     ),
+    fault(
+        "a sum over pictures counted once for each rank of their sequence",
+        "loss/interception.py",
+        "        if step.batch.is_whole and group is None:\n",
+        "        if False:\n",
+        "tests/trainer/test_whole_batches.py::test_weights_metrics_and_predictions_are_one_devices[sum]",
+    ),
+    fault(
+        "pictures that each rank of a sequence drops otherwise",
+        "step/runner.py",
+        "        seed = batch.seed if self.context.run_mesh.layout.size > 1 else None\n",
+        "        seed = None\n",
+        "tests/trainer/test_whole_batches.py::test_ranks_of_a_sequence_draw_alike_and_groups_and_steps_do_not",
+    ),
 )

@@ -47,7 +47,9 @@ def collective_shard(
         fault = caught
     named = fault is None or isinstance(fault, SequenceParallelError)
     error = str(fault) if named else f"{type(fault).__name__}: {fault}"
-    whole = digest(batch) if fault is None and local is not batch else 0
+    # A batch that runs whole must be the same on all ranks, too.
+    compared = local is not batch or (info is not None and info.is_whole and mesh.layout.size > 1)
+    whole = digest(batch) if fault is None and compared else 0
     try:
         uneven = comm.check_same_batch(
             error if fault else None,
@@ -55,6 +57,7 @@ def collective_shard(
             data_parallel_rank=mesh.data_parallel_rank,
             num_ring_passes=mesh.num_ring_passes,
             entries=entries_digest(batch),
+            is_whole=info is not None and info.is_whole,
             group=group,
         )
     except SequenceParallelError as refusal:

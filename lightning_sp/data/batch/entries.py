@@ -42,9 +42,9 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "decoder_position_ids": (1, 0),
     "decoder_attention_mask": (1, 1),
 }
-_OF_TARGETS = ("labels", *TARGET_NAMES, "loss_mask")
+OF_TARGETS = ("labels", *TARGET_NAMES, "loss_mask")
 _INPUTS = ("input_ids", "inputs_embeds", "tokens")
-_WEIGHTS = ("target_mask", "loss_weights")
+TARGET_WEIGHTS = ("target_mask", "loss_weights")
 
 
 def plain_entries(batch: Any) -> dict[str, Any]:
@@ -82,10 +82,12 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
     """Return the dimension of the sequence in each entry that carries one.
 
     Raises:
-        SequenceParallelError: there is none, or a declared one that the batch does not have.
+        SequenceParallelError: there is none, or a declared one that the batch does not have, or the model cannot take one on shards.
     """
+    if options.unreachable:
+        raise SequenceParallelError(options.unreachable)
     dims = named_dims(entries, options)
-    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and _has_tensors(value)]
+    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and has_tensors(value)]
     if not dims and nested:
         raise SequenceParallelError(
             f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
@@ -96,7 +98,8 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
         raise SequenceParallelError(
             f"the batch has no sequence dimension{f' in {short}' if short else ''}: it holds {shapes_of(entries)}; known names are "
             f"{', '.join(STANDARD_NAMES)} with the sequence along dim 1; name others by sequence_dims={{'name': dim}} (tuples by index, "
-            "{'0': 1, '1': 1}), shard by hand and pass shard_batch=False, or train without splitting sequences: sequence_parallel_size=1"
+            "{'0': 1, '1': 1}), say sequence_dims={} if none of them is a sequence, shard by hand and pass shard_batch=False, or train without "
+            "splitting sequences: sequence_parallel_size=1"
         )
     return dims
 
@@ -117,9 +120,9 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
         n
         for n, t in known.items()
         if (n.endswith("attention_mask") and t.dim() == 4)
-        or (n in _OF_TARGETS and t.dim() == 1)
-        or (n in _OF_TARGETS and t.dim() == 2 and t.is_floating_point() and lengths and t.shape[1] not in lengths)
-        or (n in _WEIGHTS and (t.dim() == 1 or t.shape[1] == 1))
+        or (n in OF_TARGETS and t.dim() == 1)
+        or (n in OF_TARGETS and t.dim() == 2 and t.is_floating_point() and lengths and t.shape[1] not in lengths)
+        or (n in TARGET_WEIGHTS and (t.dim() == 1 or t.shape[1] == 1))
     ]
     dims = {n: STANDARD_NAMES[n][0] for n in known if n not in whole}
     for name, dim in options.sequence_dims.items():
@@ -166,7 +169,7 @@ def split_sequences(dims: Mapping[str, int]) -> tuple[dict[str, int], dict[str, 
     """
     if not any(name.startswith(DECODER) for name in dims):
         return dict(dims), {}
-    decoder = {n: d for n, d in dims.items() if n.startswith(DECODER) or n in _OF_TARGETS}
+    decoder = {n: d for n, d in dims.items() if n.startswith(DECODER) or n in OF_TARGETS}
     encoder = {n: d for n, d in dims.items() if n not in decoder}
     if not encoder:
         raise SequenceParallelError(
@@ -223,6 +226,7 @@ def shapes_of(entries: Mapping[str, Any]) -> str:
     )
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
+    """Return whether an entry is a collection that holds tensors."""
     parts = value.values() if isinstance(value, Mapping) else value
     return any(isinstance(part, Tensor) for part in parts)

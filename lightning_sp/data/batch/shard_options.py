@@ -15,6 +15,8 @@ class ShardOptions:
     """How to find and read the sequence in a batch; see the options of the same names in `config`.
 
     `device` and `attention` are what documents are balanced for: the type of device, and the layers' masks, one causal one if empty.
+    `none_declared` is whether the user says that no entry but those of known names is a sequence, by an empty `sequence_dims`; `unreachable`
+    is why a model's attention cannot be reached, which then takes batches without a sequence alone; empty where it can.
     `infer_sequences` is whether entries of other names are taken for sequences by their shapes, to be tried by a preflight;
     `inferred_dims` are those that were.
     `decoder_inputs` makes a Hugging Face decoder's input, where the batch has none, of the entry `decoder_inputs_of`, whole.
@@ -24,6 +26,8 @@ class ShardOptions:
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
+    none_declared: bool = False
+    unreachable: str = ""
     infer_sequences: bool = False
     inferred_dims: Mapping[str, int] = field(default_factory=dict)
     labels_shifted: bool | None = None

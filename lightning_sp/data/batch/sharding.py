@@ -27,6 +27,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.shard_sequence import BatchSequence, shard_sequence
 from lightning_sp.data.batch.sharded_batch import rebuild
 from lightning_sp.data.batch.virtual_tokens import make_room
+from lightning_sp.data.batch.without_sequence import holds_no_sequence, without_sequence
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
 
@@ -35,8 +36,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     """Return this rank's part of a whole batch, and what was whole.
 
     Args:
-        batch: a mapping, tuple or list of tensors; tensors without the sequence pass as they are. So does a batch without one, where nothing
-            is split.
+        batch: a mapping, tuple or list of tensors; tensors without the sequence pass as they are. So does a batch
+            without one, on every rank.
         layout: the degrees, and the layout unless `options.balance` asks for one that suits the batch's documents: the second result has it.
         rank: this rank's among those that share the sequence.
         options: names, dims and labels.
@@ -47,9 +48,11 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     Raises:
         SequenceParallelError: no sequence found, lengths that differ, labels of unknown shift, a mask that hides tokens.
     """
+    if holds_no_sequence(batch, options):
+        return batch, without_sequence(batch)
     entries = batch_entries(batch, options)
     if layout.size == 1 and not named_dims(entries, options):
-        return batch, _without_sequence(entries)
+        return batch, replace(without_sequence(entries), is_whole=False)  # of names that are not known
     dims = sequence_dims(entries, options)
     if options.virtual_tokens:
         entries, dims = make_room(entries, dims, options)
@@ -73,14 +76,6 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     elif info.shift_labels is not None and options.model_shifts_labels and not encoder:
         local["shift_labels"] = info.shift_labels
     return rebuild(batch, {**given, **local}), info
-
-
-def _without_sequence(entries: Mapping[str, Any]) -> SequenceInfo:
-    """Return what a batch holds whose rows are of no sequence, images say: each of them counts as one token."""
-    sizes = [int(value.shape[0]) for value in entries.values() if isinstance(value, Tensor) and value.dim() > 0]
-    return SequenceInfo(
-        rows=sizes[0] if sizes else 1, length=1, padded_length=1, boundaries=None, position_ids=None, shift_labels=None
-    )
 
 
 def _other_inputs(given: Mapping[str, Any], info: SequenceInfo) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.media.deepstack import give_features_of_own_tokens
 from lightning_sp.rewrite.hugging_face.media.image_runs import number_runs_of_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
-from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class
+from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class, why_unreachable
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
@@ -51,12 +51,15 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
     def __init__(self, context: SequenceContext, module: nn.Module) -> None:
         self.context = context
         self.module = module
-        self.models = hugging_face_models(module)
+        models = hugging_face_models(module)
+        for model in models:
+            check_model(model)
+        # The others are run whole, or their first batch of sequences is refused.
+        self.models = [model for model in models if not why_unreachable(model)]
         self._undo = ExitStack()
 
     def __enter__(self) -> None:
         for model in self.models:
-            check_model(model)
             # The interface refuses names with "sdpa", "flash", "flex" or "/".
             previous, name = model.config._attn_implementation, f"sequence_parallel_{next(_numbers)}"
             _register(name, self.context, previous, self._undo)

@@ -40,7 +40,8 @@ def skip_layers_alike(model: Any, context: SequenceContext, undo: ExitStack) -> 
     def rand(*size: Any, **options: Any) -> Tensor:
         if size not in (([],), ((),)) or options:
             return original(*size, **options)
-        step = context.step
+        # FSDP gathers a tower's layers from all ranks, too, and those of a step without a sequence.
+        step = context.loss_step or context.unsharded.suspended_step
         if context.reference is not None or (
             step is not None and step.batch.dropout is not None and step.batch.dropout.off
         ):

@@ -35,16 +35,22 @@ def own_class(module: nn.Module) -> type:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose attention cannot be reached."""
-    # Transformers reads the source file of the class to know.
-    name, can_set = own_class(model).__name__, getattr(own_class(model), "_can_set_attn_implementation", None)
+    """Refuse a model that is made of two."""
+    name = own_class(model).__name__
     if getattr(model.config, "model_type", "") == "encoder-decoder":
         raise SequenceParallelError(
             f"{name} is made of two models that each count positions in ways of their own: it cannot be rewritten; call the two in a module of "
             "your own, each with its position_ids, or use T5, T5Gemma or BART"
         )
+
+
+def why_unreachable(model: Any) -> str:
+    """Return why a model's attention cannot be reached, empty where it can: such a model takes batches without a sequence alone."""
+    # Transformers reads the source file of the class to know.
+    name, can_set = own_class(model).__name__, getattr(own_class(model), "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
-        raise SequenceParallelError(
+        return (
             f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "
             "use a model whose modeling file calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
         )
+    return ""

@@ -36,12 +36,13 @@ def test_labels_of_tokens_are_a_sequence_whatever_their_dtype():
     assert "labels" in sequence_dims({"input_ids": IDS, "labels": torch.ones(2, 3, dtype=torch.int64)}, ShardOptions())
 
 
-def test_a_batch_without_a_sequence_passes_whole_where_none_is_split():
-    local, info = shard_batch(IMAGES, SequenceLayout(), 0, ShardOptions())
-    assert local is IMAGES
-    assert (info.rows, info.length, info.position_ids) == (2, 1, None)
+def test_a_batch_of_names_that_are_not_known_passes_whole_where_none_is_split():
+    batch = {"x": torch.zeros(2, 6, 4), "y": torch.zeros(2)}
+    local, info = shard_batch(batch, SequenceLayout(), 0, ShardOptions())
+    assert local is batch
+    assert (info.rows, info.length, info.position_ids, info.is_whole) == (2, 1, None, False)
     with pytest.raises(SequenceParallelError, match=r"no sequence dimension.*or train without splitting sequences"):
-        shard_batch(IMAGES, SequenceLayout(2, 1), 0, ShardOptions())
+        shard_batch(batch, SequenceLayout(2, 1), 0, ShardOptions())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lightning_sp.config import AttentionOptions
 from lightning_sp.context.dropout import DropoutCalls
 from lightning_sp.context.masks import AttentionPattern, build_mask
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.context.unsharded import UnshardedModules
+from lightning_sp.context.unsharded import UnshardedModules, WholeCalls
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
@@ -42,6 +42,7 @@ class Step:
         attention_patterns: of the attention calls, one after the other.
         checked_padding_masks: explicit masks, with their versions, that were found equal to the batch's padding mask.
         dropout_calls: numbers of the attention calls with dropout.
+        whole_calls: likewise of the modules that run whole on every rank.
         masks: by (sequence of the queries, sequence of the keys, causal), sequences by number; built and checked once for all layers.
     """
 
@@ -58,6 +59,7 @@ class Step:
     attention_patterns: list[AttentionPattern] = field(default_factory=list)
     checked_padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)
     dropout_calls: DropoutCalls = field(default_factory=DropoutCalls)
+    whole_calls: WholeCalls = field(default_factory=WholeCalls)
     masks: dict[tuple[int, int, bool], AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:

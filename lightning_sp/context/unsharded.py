@@ -1,4 +1,8 @@
-"""Modules that attend to tokens which are not the sequence's: while one of them runs, no step is in progress."""
+"""Modules that attend to tokens which are not the sequence's: while one of them runs, no step is in progress.
+
+They run whole on every rank of a sequence. What they draw at random, dropout, must be the same there: the tokens of one image come from one
+mask. So each call begins the random streams from a seed of the micro-batch and of the call's number, and puts this rank's own back.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,30 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+
+from lightning_sp.context.streams import mixed_seed, streams_from
+
+
+class WholeCalls:
+    """Numbers a step's calls of such modules: a recomputed call gets the number of its forward. Recognised by the CPU's random state.
+
+    The states differ between ranks, the numbers do not.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def number(self) -> int | None:
+        """Return the number of the call that is about to be made; None in a backward, of a call that the forward has not made."""
+        # Not by a draw: a block that is recomputed by itself may call nothing of torch that its forward did not.
+        state = hash(torch.get_rng_state().numpy().tobytes())
+        # torch.utils.checkpoint recognises a backward by the same number; there is no public name.
+        if state not in self._numbers and torch._C._current_graph_task_id() != -1:
+            return None
+        torch.randint(2**62, (), device="cpu")  # the next call has another state
+        return self._numbers.setdefault(state, len(self._numbers))
 
 
 class UnshardedModules:
@@ -20,14 +47,14 @@ class UnshardedModules:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._undo = ExitStack()
-        self._suspended: list[Any] = []
+        self._suspended: list[tuple[Any, ExitStack]] = []
         self.known = False
         self.found_any = False
 
     @property
     def suspended_step(self) -> Any:
         """The step in which one of these modules runs; None while none does."""
-        return self._suspended[0] if self._suspended else None
+        return self._suspended[0][0] if self._suspended else None
 
     def set(self, modules: Sequence[nn.Module] | None) -> None:
         """Let these modules, and what they hold, run whole on every rank; None where nothing is known of the model."""
@@ -57,8 +84,27 @@ class UnshardedModules:
         self._undo.callback(setattr, module, "forward", checkpointed)
 
     def _enter(self, *_: Any) -> None:
-        self._suspended.append(self._context.step)
+        step, undo = self._context.step, ExitStack()
+        self._suspended.append((step, undo))
+        if step is not None and step.batch.seed is not None and not torch.compiler.is_compiling():
+            self._draw_alike(step, undo)
         self._context.step = None
 
     def _leave(self, *_: Any) -> None:
-        self._context.step = self._suspended.pop()
+        self._context.step, undo = self._suspended.pop()
+        undo.close()
+
+    def _draw_alike(self, step: Any, undo: ExitStack) -> None:
+        """Let the outermost of these modules draw what it draws on all ranks of the sequence; `undo` gives the rank's own streams back.
+
+        A recomputed call draws what its forward did. A block inside of one, recomputed by itself, is left alone: its checkpoint has put back
+        the streams that it had then.
+        """
+        number = step.whole_calls.number()
+        if number is None:
+            return
+        base = self._context.mesh.base
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if base.device_type == "cuda" else torch.device("cpu")
+        )
+        undo.enter_context(streams_from(mixed_seed(step.batch.seed, 0, number), device))

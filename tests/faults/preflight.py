@@ -204,4 +204,18 @@ PREFLIGHT = (
         "                pass\n",
         STOPPED,
     ),
+    fault(
+        "tokens of one image from a mask of each rank's own",
+        "context/unsharded.py",
+        "            self._draw_alike(step, undo)\n",
+        "            pass\n",
+        "tests/context/test_unsharded.py::test_groups_drop_otherwise",
+    ),
+    fault(
+        "a tower's block that is recomputed with another mask than its forward's",
+        "context/unsharded.py",
+        "        if state not in self._numbers and torch._C._current_graph_task_id() != -1:\n            return None\n",
+        "",
+        "tests/context/test_unsharded.py::test_ranks_of_a_sequence_drop_alike_and_recompute_the_same[inside-{}]",
+    ),
 )

@@ -33,7 +33,10 @@ def both_runs(
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
     local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
     info = replace(
-        info, dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True), uneven_entries=own.uneven_entries
+        info,
+        dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True),
+        seed=mesh.data_parallel_rank,
+        uneven_entries=own.uneven_entries,
     ).to(device)
     return untouched_run(crop.batch, options, device), Run(local, info)
 

@@ -91,7 +91,12 @@ def check_summable(kind: Kind, input: Tensor, step: Step, name: str) -> None:
     Raises:
         SequenceParallelError: they are neither the shard's tokens nor one for each row, and may come from a reduction.
     """
-    if kind != "unknown" or not step.num_reductions or (input.grad_fn is not None and _is_of_shard(input)):
+    if (
+        kind != "unknown"
+        or step.batch.is_whole
+        or not step.num_reductions
+        or (input.grad_fn is not None and _is_of_shard(input))
+    ):
         return
     raise SequenceParallelError(
         f"{name} with reduction='sum' over an input {tuple(input.shape)} in a step that uses lightning_sp.reductions: whether each rank has "

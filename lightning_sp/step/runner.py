@@ -229,7 +229,8 @@ class StepRunner:
         """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""
         if self._attention_reached or step.batch.is_whole:
             return nullcontext()
-        return torch.compiler.set_stance("force_eager")
+        eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return eager
 
     def _check_reached(self, step: Step) -> None:
         """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""

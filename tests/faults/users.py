@@ -34,8 +34,8 @@ USERS = (
     fault(
         "attention calls looked for in compiled code, which counts none",
         "step/runner.py",
-        'return torch.compiler.set_stance("force_eager")',
-        "return nullcontext()",
+        'eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")',
+        "eager: AbstractContextManager[Any] = nullcontext()",
         f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device",
     ),
     fault(

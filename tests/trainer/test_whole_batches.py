@@ -10,7 +10,7 @@ import torch
 from lightning_sp.testing import max_error
 from tests.trainer import whole_ranks as ranks
 
-LOSSES = ("mean", "sum", "rows", "contrastive")
+LOSSES = ("mean", "sum", "rows", "contrastive", "pixels")
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, dict(ulysses_size=2)), (2, dict(ring_size=2, preflight=False)), (4, dict(ulysses_size=2, ring_size=2)),
     (4, dict(data_parallel_size=2, ring_size=2)), (4, dict(data_parallel_size=2, ulysses_size=2, preflight=False)),

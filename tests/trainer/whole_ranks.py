@@ -78,6 +78,11 @@ class Pictures(pl.LightningModule):
         if self.loss == "contrastive":
             own, every = F.normalize(logits, dim=1), gather_rows(F.normalize(logits, dim=1))
             return batch_mean(-(own @ every.T / 0.5).logsumexp(1)) + F.cross_entropy(logits, classes)
+        if self.loss == "pixels":
+            # A class for each of several places of a picture, (rows * 4): neither tokens nor rows.
+            spread, places = logits[:, None].expand(-1, 4, -1).flatten(0, 1), classes.repeat_interleave(4)
+            total = batch_sum(torch.ones_like(logits))
+            return F.cross_entropy(spread, places, reduction="sum") / total + F.cross_entropy(spread, places)
         if self.loss == "own mean":
             return F.mse_loss(logits, wanted)
         return F.cross_entropy(logits, classes)

@@ -40,6 +40,7 @@ class SequenceInfo:
             micro-batch. None where each draws its own.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
+        encoder_is_whole: this is a decoder's sequence, and its encoder reads none of the batch: sounds or images, whole on every rank.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class SequenceInfo:
     seed: int | None = None
     is_filler: bool = False
     encoder: SequenceInfo | None = None
+    encoder_is_whole: bool = False
 
     @property
     def sequences(self) -> tuple[SequenceInfo, ...]:

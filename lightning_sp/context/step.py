@@ -169,7 +169,8 @@ class SequenceContext:
         """Refuse attention that may be to other tokens of the batch, as many as this rank has of the sequence, where nothing tells the two."""
         assert self.step is not None
         others = self.step.batch.other_inputs
-        if others and not self.unsharded.known and self.mesh.layout.size > 1:
+        known = self.unsharded.known or self.unsharded.knows_encoder
+        if others and not known and self.mesh.layout.size > 1:
             raise SequenceParallelError(
                 f"attention of {queries} queries over {keys} keys inside a step whose shard has as many tokens, and whose batch also holds "
                 f"{', '.join(others)}: without the preflight nothing tells whether it is to the sequence or to tokens made of those; leave "

@@ -14,7 +14,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import batch_entries, inferred_dims, named_dims, plain_entries
+from lightning_sp.data.batch.entries import (
+    batch_entries,
+    inferred_dims,
+    inputs_of_whole_encoder,
+    named_dims,
+    plain_entries,
+)
 from lightning_sp.data.batch.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
@@ -269,8 +275,13 @@ def _shorter(
 def _shorter_text(
     crop: Crop, options: ShardOptions, run: RunStep, device: torch.device
 ) -> tuple[Callable[[], Any], SequenceInfo] | None:
-    """Return the same without images, videos and sounds: their placeholders may fill the crop, and none of them can be left out alone."""
+    """Return the same without images, videos and sounds: their placeholders may fill the crop, and none of them can be left out alone.
+
+    An encoder that reads nothing else cannot do without them.
+    """
     entries = plain_entries(crop.batch)
+    if inputs_of_whole_encoder(batch_entries(crop.batch, options), options):
+        return None
     text = {name: value for name, value in entries.items() if not is_of_media(name, value)}
     if len(text) == len(entries) or not isinstance(crop.batch, Mapping):
         return None

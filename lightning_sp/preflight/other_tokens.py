@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -23,8 +24,15 @@ from lightning_sp.preflight.trial import Outcome, Trial
 _OWN, _OTHER, _QUERIES, _KEYS = (True, True), (False, False), (True, False), (False, True)
 
 
-def modules_of_other_tokens(trial: Trial, whole: Outcome) -> list[nn.Module] | None:
-    """Return the modules that run whole on every rank: towers, and cross attention to them. None where nothing is known.
+class OtherTokens(NamedTuple):
+    """Modules that run whole on every rank, towers; and cross attention to them, of each rank's own queries."""
+
+    whole: list[nn.Module]
+    crossing: list[nn.Module]
+
+
+def modules_of_other_tokens(trial: Trial, whole: Outcome) -> OtherTokens | None:
+    """Return the modules that attend to tokens which are not the sequence's. None where nothing is known.
 
     Raises:
         SequenceParallelError: a module attends to both kinds of tokens, or from other tokens to the sequence.
@@ -61,8 +69,9 @@ def modules_of_other_tokens(trial: Trial, whole: Outcome) -> list[nn.Module] | N
             )
     own = {name for name, each in kinds.items() if each == {_OWN}}
     modules = {plain_name(name): module for name, module in trial.module.named_modules()}
-    roots = {_tower(name, own) if kind == {_OTHER} else name for name, kind in found.items()}
-    return [modules[name] for name in sorted(roots)]
+    towers = {_tower(name, own) for name, kind in found.items() if kind == {_OTHER}}
+    crossing = {name for name, kind in found.items() if kind == {_QUERIES}}
+    return OtherTokens(whole=[modules[n] for n in sorted(towers)], crossing=[modules[n] for n in sorted(crossing)])
 
 
 def _by_module(

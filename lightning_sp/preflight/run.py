@@ -55,7 +55,8 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
         _refuse_writes(counts, write_counts(trial.module))
         if whole.draws:
             check_random_draws(trial, whole)
-        trial.context.unsharded.set(modules_of_other_tokens(trial, whole))
+        others = modules_of_other_tokens(trial, whole)
+        trial.context.unsharded.set(*(others or (None,)))
         sharded = trial.sharded()
     found = _judged(trial, whole, sharded, started)
     if found is not None and not math.isnan(found.difference):

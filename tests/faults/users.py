@@ -116,6 +116,27 @@ USERS = (
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[bart_classes]",
     ),
     fault(
+        "a shard's placeholders that say how sounds are placed",
+        "rewrite/hugging_face/media/expansion.py",
+        "with patch.dict(names, {_COMPILES: lambda: True}):",
+        "with patch.dict(names, {}):",
+        "tests/rewrite/hugging_face/media/test_expansion.py::test_sounds_are_placed_where_the_whole_text_says",
+    ),
+    fault(
+        "targets behind what the mask hides, in a model that leaves them out",
+        "rewrite/hugging_face/own_shift.py",
+        "            targets = targets.masked_fill(",
+        "            targets.masked_fill(",
+        "tests/rewrite/hugging_face/test_own_shift.py::test_every_gradient_is_that_of_one_process[ring]",
+    ),
+    fault(
+        "a mask of sounds summed up over the ranks, for it has as many tokens as a shard",
+        "rewrite/hugging_face/whole_encoder.py",
+        "    with context.unsharded.suspended():\n",
+        "    if True:\n",
+        "tests/rewrite/hugging_face/test_whole_encoder.py::test_every_gradient_is_that_of_one_process[ring]",
+    ),
+    fault(
         "weights swapped after an evaluation, and the gathered ones used",
         "step/runner.py",
         "        reshard(self.module)\n",

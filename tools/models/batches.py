@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ FORMS = tuple(SIDES)
 WITH_IMAGES = ("image-text LM", "multimodal LM", "causal LM")
 # Of a sound: as samples, or as frames of a spectrogram.
 NUM_SAMPLES, NUM_FRAMES = 6400, 64
+# Whisper's are (features, frames), all others' are (frames, features).
+FRAMES_DIM = {"whisper": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,21 +180,22 @@ def _sounds(model: Any, form: str, generator: torch.Generator) -> dict[str, Tens
         80,
     )
     frames = 2 * int(config.max_source_positions) if hasattr(config, "max_source_positions") else NUM_FRAMES
-    # Whisper's are (features, frames), all others' are (frames, features).
-    shape = (features, frames) if config.model_type == "whisper" else (frames, features)
+    shape = (features, frames) if FRAMES_DIM.get(config.model_type) == 2 else (frames, features)
     return {model.main_input_name: torch.randn(ROWS, *shape, generator=generator)}
 
 
 def _transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
     labels, _ = _tokens(model, "none", DECODER_LENGTH, generator)
+    sounds = _sounds(model, form, generator)
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        # Of the sound: another row's end is silence where texts are padded.
+        mask = torch.ones(ROWS, sounds[model.main_input_name].shape[FRAMES_DIM.get(model.config.model_type, 1)])
+        mask[1, (mask.shape[1] if side == "none" else mask.shape[1] * 3 // 4) :] = 0
+        sounds["attention_mask"] = mask.long()
     if form == "own loss":
-        return {**_sounds(model, form, generator), "labels": labels}
+        return {**sounds, "labels": labels}
     start = torch.full((ROWS, 1), getattr(model.config, "decoder_start_token_id", None) or 0)
-    return {
-        **_sounds(model, form, generator),
-        "decoder_input_ids": torch.cat([start, labels[:, :-1]], 1),
-        "targets": labels,
-    }
+    return {**sounds, "decoder_input_ids": torch.cat([start, labels[:, :-1]], 1), "targets": labels}
 
 
 def _short_transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:

@@ -91,6 +91,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cosmos3_edge": {"text_config.rope_parameters": _THREE_AXES},
     "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
     "moonshine": {"pad_token_id": 0},
+    "cohere_asr": {"decoder_start_token_id": 1},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 90, "vision_config.window_size": 32, "text_config.rope_parameters": _THREE_AXES},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 90},
     "step3p7": {"text_config.sliding_window": 8},

@@ -2,18 +2,20 @@
 
     input_ids, attention_mask, ...                               one sequence, or the encoder's
     decoder_input_ids, decoder_..., and then labels, targets     the decoder's
+    input_features, attention_mask, ... beside a decoder's       no sequence: sounds or images, which the encoder reads whole
 
 Names that begin with "decoder_" are the decoder's, Hugging Face's standard names or declared ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_sp.data.batch.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.targets import TARGET_NAMES
 from lightning_sp.errors import SequenceParallelError
@@ -45,6 +47,7 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
 OF_TARGETS = ("labels", *TARGET_NAMES, "loss_mask")
 _INPUTS = ("input_ids", "inputs_embeds", "tokens")
 TARGET_WEIGHTS = ("target_mask", "loss_weights")
+_MASK = "attention_mask"
 
 
 def plain_entries(batch: Any) -> dict[str, Any]:
@@ -124,6 +127,7 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
         or (n in OF_TARGETS and t.dim() == 2 and t.is_floating_point() and lengths and t.shape[1] not in lengths)
         or (n in TARGET_WEIGHTS and (t.dim() == 1 or t.shape[1] == 1))
     ]
+    whole += inputs_of_whole_encoder(entries, options)
     dims = {n: STANDARD_NAMES[n][0] for n in known if n not in whole}
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
@@ -137,6 +141,22 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
         return {**dims, **inferred_dims(entries, dims)}
     found = {n: d for n, d in options.inferred_dims.items() if isinstance(t := entries.get(n), Tensor) and t.dim() > d}
     return {**found, **dims}
+
+
+def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -> list[str]:
+    """Return what an encoder reads that has no sequence in the batch, sounds or images and their mask; empty where it has one, or no decoder.
+
+    How many tokens it makes of them is its own affair: they pass whole.
+    """
+    names = {n for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)} | {*options.sequence_dims}
+    of_decoder = {n for n in names if n.startswith(DECODER)}
+    if not of_decoder or names - of_decoder - {*OF_TARGETS, *TARGET_WEIGHTS, _MASK}:
+        return []
+    media = {n: t for n, t in entries.items() if is_of_media(n, t) and n not in names}
+    if not any(t.is_floating_point() for t in media.values()):
+        return []
+    # Whole numbers of (rows, tokens) may be the decoder's own, whatever they are called.
+    return [*(n for n, t in media.items() if t.is_floating_point() or t.dim() > 2), *({_MASK} & names)]
 
 
 def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
@@ -161,20 +181,25 @@ def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[
     return {n: 1 for n, t in others.items() if tuple(t.shape[:2]) == (rows, length) and length not in t.shape[2:]}
 
 
-def split_sequences(dims: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+def split_sequences(dims: Mapping[str, int], whole_inputs: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
     """Return the dimensions of the sequence that is trained on and of the encoder's: none where the batch holds one sequence.
 
+    Args:
+        dims: of all entries that carry a sequence.
+        whole_inputs: of `inputs_of_whole_encoder`.
+
     Raises:
-        SequenceParallelError: a decoder's without an encoder's.
+        SequenceParallelError: a decoder's, and nothing that an encoder reads.
     """
-    if not any(name.startswith(DECODER) for name in dims):
+    if not any(name.startswith(DECODER) for name in dims) or whole_inputs:
         return dict(dims), {}
     decoder = {n: d for n, d in dims.items() if n.startswith(DECODER) or n in OF_TARGETS}
     encoder = {n: d for n, d in dims.items() if n not in decoder}
     if not encoder:
         raise SequenceParallelError(
-            f"the batch has {', '.join(decoder)}, which are a decoder's, and no sequence of an encoder: give that one, input_ids or a name in "
-            f"sequence_dims, or, for a model of one sequence, drop {DECODER!r} from the names"
+            f"the batch has {', '.join(decoder)}, which are a decoder's, and nothing that an encoder reads: give its sequence, input_ids or a "
+            "name in sequence_dims, or its sounds or images as input_features, input_values or pixel_values, or, for a model of one sequence, "
+            f"drop {DECODER!r} from the names"
         )
     return decoder, encoder
 
@@ -185,7 +210,7 @@ def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable
     Args:
         entries: of the batch.
         dims: of the sequence.
-        others: entries of the batch's other sequence.
+        others: entries of the batch's other sequence, or what its encoder reads whole.
 
     Raises:
         SequenceParallelError: its entries differ in length, or another one looks as if it belonged to it.

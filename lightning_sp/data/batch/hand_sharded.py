@@ -7,7 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import extent, plain_entries, sequence_dims, split_sequences
+from lightning_sp.data.batch.entries import (
+    extent,
+    inputs_of_whole_encoder,
+    plain_entries,
+    sequence_dims,
+    split_sequences,
+)
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.targets import TARGET_NAMES
 from lightning_sp.errors import SequenceParallelError
@@ -25,11 +31,12 @@ def check_hand_sharded(info_length: int, layout: SequenceLayout) -> None:
 def hand_sharded_info(batch: Any, layout: SequenceLayout, rank: int, options: ShardOptions) -> SequenceInfo:
     """Return what is whole about a batch that was sharded by hand in this layout, from its local position_ids or as one document."""
     entries = plain_entries(batch)
-    dims, encoder = split_sequences(sequence_dims(entries, options))
-    if encoder:
+    whole_inputs = inputs_of_whole_encoder(entries, options)
+    dims, encoder = split_sequences(sequence_dims(entries, options), whole_inputs)
+    if encoder or whole_inputs:
         raise SequenceParallelError(
-            f"shard_batch=False: the batch holds {', '.join(encoder)} of an encoder and {', '.join(dims)} of a decoder: an encoder-decoder "
-            "batch cannot be sharded by hand; leave shard_batch=True and return whole sequences"
+            f"shard_batch=False: the batch holds {', '.join(encoder or whole_inputs)} of an encoder and {', '.join(dims)} of a decoder: an "
+            "encoder-decoder batch cannot be sharded by hand; leave shard_batch=True and return whole sequences"
         )
     rows, local = extent(entries, dims)
     length = local * layout.size

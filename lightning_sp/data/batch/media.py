@@ -9,7 +9,18 @@ from typing import Any
 from torch import Tensor
 
 # How Hugging Face's processors name what is made of them.
-_NAMES = ("pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_", "second_per_grid")
+_NAMES = (
+    "pixel_",
+    "image_",
+    "images",
+    "video_",
+    "videos",
+    "audio_",
+    "input_features",
+    "input_values",
+    "feature_",
+    "second_per_grid",
+)
 
 
 def is_of_media(name: str, value: Any) -> bool:

@@ -31,7 +31,7 @@ class BatchSequence:
     Args:
         entries: all of the batch, by name.
         dims: those of this sequence, with the dimension along which each carries it.
-        others: likewise of the batch's other sequence; empty where it holds one.
+        others: likewise of the batch's other sequence, or what its encoder reads whole; empty where it holds one.
         prefix: of the names of its positions and its mask.
     """
 
@@ -127,7 +127,7 @@ def _padded_length(
 def _read_documents(sequence: BatchSequence, position_ids: Tensor, options: ShardOptions) -> Tensor | None:
     mask_given = sequence.entries.get(sequence.mask_name) is not None
     boundaries = document_boundaries(position_ids, options, mask_given)
-    if boundaries is not None and sequence.others:
+    if boundaries is not None and (sequence.others or sequence.prefix):
         raise SequenceParallelError(
             f"{sequence.positions_name} of an encoder-decoder batch do not rise by one: packed documents are carried for one sequence alone; "
             "give each row one document, or packed_documents=False if attention is to see the whole row"

@@ -18,11 +18,13 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.entries import (
     DECODER,
     batch_entries,
+    inputs_of_whole_encoder,
     named_dims,
     sequence_dims,
     shapes_of,
     split_sequences,
 )
+from lightning_sp.data.batch.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.shard_sequence import BatchSequence, shard_sequence
 from lightning_sp.data.batch.sharded_batch import rebuild
@@ -56,8 +58,11 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     dims = sequence_dims(entries, options)
     if options.virtual_tokens:
         entries, dims = make_room(entries, dims, options)
-    own, encoder = split_sequences(dims)
-    sequence = BatchSequence(entries=entries, dims=own, others=encoder, prefix=DECODER if encoder else "")
+    whole_inputs = inputs_of_whole_encoder(entries, options)
+    own, encoder = split_sequences(dims, whole_inputs)
+    of_decoder = bool(encoder or whole_inputs)
+    others = {**encoder, **dict.fromkeys(whole_inputs, 1)}
+    sequence = BatchSequence(entries=entries, dims=own, others=others, prefix=DECODER if of_decoder else "")
     local, info = shard_sequence(sequence, layout, rank, options)
     if encoder:
         sequence = BatchSequence(entries=entries, dims=encoder, others=own)
@@ -68,25 +73,28 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
             )
         local, info = {**local_encoder, **local}, replace(info, encoder=encoder_info)
     given = {n: t for n, t in entries.items() if n not in dims}
-    info = replace(info, other_inputs=_other_inputs(given, info))
+    info = replace(info, other_inputs=_other_inputs(given, info), encoder_is_whole=bool(whole_inputs))
     if not isinstance(batch, Mapping):
         return rebuild(batch, {n: local.get(n, t) for n, t in entries.items()}), info
     if options.decoder_inputs is not None:  # a model that is handed its positions, and may not take them by name
         local = {n: t for n, t in local.items() if n in dims}
-    elif info.shift_labels is not None and options.model_shifts_labels and not encoder:
+    elif info.shift_labels is not None and options.model_shifts_labels and not of_decoder:
         local["shift_labels"] = info.shift_labels
     return rebuild(batch, {**given, **local}), info
 
 
 def _other_inputs(given: Mapping[str, Any], info: SequenceInfo) -> tuple[str, ...]:
-    """Return what of a batch attention to other tokens may be made of: floating point of three dims or more, and no mask of the sequence's."""
+    """Return what of a batch attention to other tokens may be made of: floating point of three dims or more, and no mask of the sequence's.
+
+    Samples of sounds have two.
+    """
     lengths = {each.length for each in info.sequences}
     return tuple(
         f"{name} {tuple(value.shape)}"
         for name, value in given.items()
         if isinstance(value, Tensor)
         and value.is_floating_point()
-        and value.dim() >= 3
+        and value.dim() >= (2 if is_of_media(name, value) else 3)
         and value.shape[-1] not in lengths
     )
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.documents import boundaries_from_positions
-from lightning_sp.data.batch.entries import batch_entries, extent, plain_entries, sequence_dims, split_sequences
+from lightning_sp.data.batch.entries import (
+    batch_entries,
+    extent,
+    inputs_of_whole_encoder,
+    plain_entries,
+    sequence_dims,
+    split_sequences,
+)
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.targets import batch_targets
 from lightning_sp.labels import IGNORE_INDEX
@@ -97,8 +104,9 @@ def crop_extent(
 def whole_extent(batch: Any, options: ShardOptions) -> tuple[int, ...]:
     """Return the (rows, tokens) of a whole batch, and the tokens of the encoder's sequence where it holds two."""
     entries = batch_entries(batch, options)
-    own, encoder = split_sequences(sequence_dims(entries, options))
-    return *extent(entries, own, encoder), *([extent(entries, encoder, own)[1]] if encoder else [])
+    whole_inputs = inputs_of_whole_encoder(entries, options)
+    own, encoder = split_sequences(sequence_dims(entries, options), whole_inputs)
+    return *extent(entries, own, [*encoder, *whole_inputs]), *([extent(entries, encoder, own)[1]] if encoder else [])
 
 
 def common_extent(
@@ -136,8 +144,9 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
     """
     entries = batch_entries(batch, options)
     dims = sequence_dims(entries, options)
-    own, encoder = split_sequences(dims)
-    rows, length = extent(entries, own, encoder)
+    whole_inputs = inputs_of_whole_encoder(entries, options)
+    own, encoder = split_sequences(dims, whole_inputs)
+    rows, length = extent(entries, own, [*encoder, *whole_inputs])
     height, tokens, *encoder_tokens = size
     labels = batch_targets(entries, options)
     position_ids = entries.get("position_ids") if not encoder else None

@@ -50,13 +50,17 @@ def attention_forward(
             bias = _sum(bias, _whole_bias(context, kwargs[name], queries, keys, f"{layer}'s {name}"))
     if mask is None:
         _check_window(layer, kwargs.get("sliding_window"), keys)
-    causal = _is_causal(context.step, module, kwargs.get("is_causal"))
+    if _stands_for_causality(module, attention_mask, kwargs.get("is_causal")):
+        mask = attention_mask.mask
+    else:
+        causal = _is_causal(context.step, module, kwargs.get("is_causal"))
+        mask = context.step.mask(queries, keys, causal) if mask is None else mask
     out = attend(
         context,
         query,
         key,
         value,
-        mask=context.step.mask(queries, keys, causal) if mask is None else mask,
+        mask=mask,
         scale=scaling,
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
@@ -91,6 +95,11 @@ def _check_window(layer: str, window: Any, keys: SequenceInfo) -> None:
             f"{layer} has a sliding window of {window} tokens and the sequence {keys.padded_length}, but the model asked for no "
             "mask with a window: which of the two this layer means is not known"
         )
+
+
+def _stands_for_causality(module: nn.Module, given: Any, is_causal: bool | None) -> bool:
+    """Return whether a causal layer says that it is not, for it was given a mask, which is (Moonshine)."""
+    return isinstance(given, RequestedMask) and is_causal is False and getattr(module, "is_causal", None) is True
 
 
 def _is_causal(step: Step, module: nn.Module, given: bool | None) -> bool:

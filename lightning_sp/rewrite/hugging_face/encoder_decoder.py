@@ -83,10 +83,10 @@ def _shift_of(model: Any) -> Callable[[Tensor], Tensor] | None:
 
 def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, Any]) -> None:
     """Refuse an encoder-decoder with a batch of one sequence, or without the batch's own decoder input."""
-    if batch.encoder is None:
+    if batch.encoder is None and not batch.encoder_is_whole:
         raise SequenceParallelError(
-            f"{own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids and labels, or "
-            "decoder_input_ids"
+            f"{own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids, or sounds or images, "
+            "and labels or decoder_input_ids"
         )
     if all(given.get(f"decoder_{name}") is None for name in ("input_ids", "inputs_embeds")):
         # Shifted within a shard they would lose a token at each edge.

@@ -26,9 +26,11 @@ from lightning_sp.rewrite.hugging_face.layer_drop import skip_layers_alike
 from lightning_sp.rewrite.hugging_face.loss import wrap_loss
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.media.deepstack import give_features_of_own_tokens
+from lightning_sp.rewrite.hugging_face.media.expansion import tell_placeholders_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.image_runs import number_runs_of_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class, why_unreachable
+from lightning_sp.rewrite.hugging_face.own_shift import replace_own_shift
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
@@ -39,6 +41,7 @@ from lightning_sp.rewrite.hugging_face.positions.rope_index import count_on_whol
 from lightning_sp.rewrite.hugging_face.positions.rotary import wrap_rotary
 from lightning_sp.rewrite.hugging_face.positions.temperature import wrap_temperature
 from lightning_sp.rewrite.hugging_face.virtual_tokens import place_virtual_tokens
+from lightning_sp.rewrite.hugging_face.whole_encoder import run_encoder_whole
 
 _numbers = itertools.count()
 # Its embeddings are handed this rank's positions: the model itself is left alone.
@@ -80,7 +83,10 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             count_on_whole_sequence(model, self.context, self._undo)
             number_runs_of_whole_sequence(model, self.context, self._undo)
             give_features_of_own_tokens(model, self.context, self._undo)
-        if any([count_placeholders_of_all_ranks(model, self.context, self._undo) for model in self.models]):
+            run_encoder_whole(model, self.context, self._undo)
+            replace_own_shift(model, self.context, self._undo)
+        placing = (count_placeholders_of_all_ranks, tell_placeholders_by_whole_sequence)
+        if any([each(model, self.context, self._undo) for model in self.models for each in placing]):
             place_by_whole_sequence(self.context, self._undo)
         place_virtual_tokens(self.module, self.context, self._undo)
         counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]

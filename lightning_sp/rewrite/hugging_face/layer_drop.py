@@ -49,7 +49,7 @@ def skip_layers_alike(model: Any, context: SequenceContext, undo: ExitStack) -> 
         if step is None or step.batch.dropout is None:
             return original(*size)
         drawn = step.batch.dropout
-        numbers = (drawn.seed, drawn.step, drawn.micro_batch, context.dropout_calls.number())
+        numbers = (drawn.seed, drawn.step, drawn.micro_batch, step.dropout_calls.number())
         return torch.tensor(random.Random(str(numbers)).random())
 
     torch.rand = rand

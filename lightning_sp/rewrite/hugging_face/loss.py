@@ -13,6 +13,7 @@ from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
 
 # Those whose labels are of the tokens, or rows, that they stand at. Heads of rows are given whole sequences (`heads`).
+_SHIFTED = "ForCausalLMLoss"
 UNSHIFTED = ("ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss", "ForQuestionAnsweringLoss")
 
 
@@ -25,10 +26,12 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         if context.step is not None:
             name = getattr(original, "__name__", str(original))
-            if name in UNSHIFTED:
+            # A decoder's targets as they are, for its input was shifted instead (Moonshine).
+            given = is_encoder_decoder(model) and isinstance(kwargs.get("shift_labels"), Tensor)
+            if name in UNSHIFTED or (name == _SHIFTED and given):
                 own: Tensor = original(*args, **kwargs)
                 return own
-            if name != "ForCausalLMLoss" or is_encoder_decoder(model):
+            if name != _SHIFTED or is_encoder_decoder(model):
                 raise SequenceParallelError(
                     f"{type(model).__name__} computes {name}: only ForCausalLMLoss, whose labels are shifted, and {', '.join(UNSHIFTED)}, whose "
                     "are not, are known to be exact on shards; compute the loss in training_step, from the logits by lightning_sp.reductions"

@@ -63,13 +63,15 @@ def requested_mask(
         return original(*args, **kwargs)
     if isinstance(made := kwargs.get("attention_mask"), RequestedMask):
         return made
-    if _is_of_other_tokens(context, step, int(kwargs["q_length"])):
+    found = _mask_parts(kwargs.get("mask_function"))
+    causal = _CAUSAL in [part.name for part in found]
+    if _is_of_other_tokens(context, step, int(kwargs["q_length"]), causal=causal):
         return original(*args, **kwargs)
     queries, batch = step.batch, step.batch
     if batch.encoder is not None:
         queries, batch = context.sequences(int(kwargs["q_length"]), int(kwargs["kv_length"]))
     # A window that holds the whole sequence hides nothing.
-    parts = [p for p in _mask_parts(kwargs.get("mask_function")) if p.size is None or p.size < batch.padded_length]
+    parts = [p for p in found if p.size is None or p.size < batch.padded_length]
     padding = kwargs.get("attention_mask")
     hides = padding is not None and (batch.hides_keys or not batch.has_attention_mask)
     if hides:
@@ -87,7 +89,6 @@ def requested_mask(
             sizes[part.name] = part.size
         elif part.name not in (_CAUSAL, _FULL):
             functions.append(_mask_function(context, part, origin, queries, batch))
-    causal = _CAUSAL in [part.name for part in parts]
     if not any(part.name not in _KNOWN for part in parts):
         step.requested_causal.add(causal)
     left, right = sizes.get(_WINDOW), sizes.get(_BOTH_WAYS)
@@ -102,8 +103,13 @@ def requested_mask(
     return RequestedMask(mask, says_nothing=says_nothing, blind_targets=blind, shape=shape)
 
 
-def _is_of_other_tokens(context: SequenceContext, step: Step, queries: int) -> bool:
-    """Return whether a mask is made in the step for a tower that runs whole."""
+def _is_of_other_tokens(context: SequenceContext, step: Step, queries: int, *, causal: bool) -> bool:
+    """Return whether a mask is made in the step for a tower that runs whole, or for attention to such an encoder's tokens.
+
+    A decoder's attention to its own tokens is causal, and to its encoder's never: their number says nothing, it may be the same.
+    """
+    if context.unsharded.knows_encoder and not causal:
+        return True
     runs_whole = context.unsharded.known or context.mesh.layout.size == 1
     return runs_whole and queries not in {context.local_tokens(each) for each in step.batch.sequences}
 

@@ -91,7 +91,7 @@ def test_declared_names_of_a_decoder():
     [
         ({**batch_of(12, 8), "labels": torch.zeros(2, 12, dtype=torch.int64)}, "different lengths {'decoder_input_ids': 8, 'labels': 12}"),
         ({**batch_of(12, 8), "input_ids": torch.zeros(3, 12, dtype=torch.int64)}, "3 rows of the encoder and 2 of the decoder"),
-        ({"decoder_input_ids": torch.zeros(2, 8)}, "which are a decoder's, and no sequence of an encoder"),
+        ({"decoder_input_ids": torch.zeros(2, 8)}, "which are a decoder's, and nothing that an encoder reads"),
         ({"input_ids": torch.zeros(2, 12), "labels": torch.ones(2, 8).long()}, "encoder-decoder batch names its decoder's decoder_input_ids"),
         (batch_of(12, 8, weights=torch.zeros(2, 12)), "look like sequences of 12 tokens"),
         (batch_of(12, 8, position_ids=torch.arange(12).remainder(5).expand(2, -1)), "packed documents are carried for one sequence alone"),
@@ -123,3 +123,35 @@ def test_a_crop_has_a_window_of_each():
     }  # fmt: skip
     assert bool((crop["labels"] == 7).any())
     assert bool(crop["attention_mask"].all()), "the window that padding leaves most of"
+
+
+SOUNDS = {
+    "input_features": torch.zeros(2, 16, 40),  # as many features as the decoder has tokens
+    "attention_mask": torch.ones(2, 40, dtype=torch.int64),
+    "labels": torch.arange(32).reshape(2, 16),
+    "decoder_input_ids": torch.arange(32).reshape(2, 16),
+}
+
+
+def test_sounds_beside_a_decoders_sequence_pass_whole_with_their_mask():
+    parts, infos = shards(SOUNDS)
+    info = infos[0]
+    assert (info.length, info.encoder, info.encoder_is_whole, info.has_attention_mask) == (16, None, True, False)
+    assert info.other_inputs == ("input_features (2, 16, 40)",)
+    assert all(part[name] is SOUNDS[name] for part in parts for name in ("input_features", "attention_mask"))
+    assert {n: t.shape[1] for n, t in parts[0].items()} == {
+        "input_features": 16, "attention_mask": 40, "labels": 8, "decoder_input_ids": 8, "decoder_position_ids": 8
+    }  # fmt: skip
+    samples = {"input_values": torch.zeros(2, 640), "decoder_input_ids": SOUNDS["decoder_input_ids"]}
+    assert shard_batch(samples, LAYOUT, 0, LABELED)[1].other_inputs == ("input_values (2, 640)",)
+    size = crop_extent(
+        {**SOUNDS, "labels": torch.zeros(2, 80).long(), "decoder_input_ids": torch.zeros(2, 80)}, LABELED, LAYOUT
+    )
+    assert size == (2, 64), "the frames are no second sequence"
+
+
+def test_what_sounds_do_not_explain_is_refused():
+    with pytest.raises(SequenceParallelError, match=r"\{'weights': \(2, 16\)\} of the batch look like sequences of 16"):
+        shard_batch({**SOUNDS, "weights": torch.zeros(2, 16)}, LAYOUT, 0, LABELED)
+    with pytest.raises(SequenceParallelError, match="input_features, attention_mask of an encoder and labels"):
+        hand_sharded_info(SOUNDS, LAYOUT, 0, LABELED)

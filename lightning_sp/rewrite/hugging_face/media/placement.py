@@ -52,7 +52,7 @@ def count_placeholders_of_all_ranks(model: Any, context: SequenceContext, undo: 
             each.get_placeholder_mask = partial(_placeholder_mask, context, each, each.get_placeholder_mask)
             undo.callback(delete_attribute, each, "get_placeholder_mask")
         else:
-            _leave_checks_to_us(context, each, undo)
+            leave_checks_to_us(context, each, undo)
     return bool(found)
 
 
@@ -77,7 +77,7 @@ def _placeholder_mask(
 ) -> Any:
     if context.step is None or context.mesh.layout.size == 1:
         return original(*args, **kwargs)
-    names = _names_of(original)
+    names = names_of(original)
     if _CHECK not in names:
         return original(*args, **kwargs)
     with patch.dict(names, {_CHECK: lambda *_: None}):
@@ -107,15 +107,16 @@ def _features(get_placeholder_mask: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(get_placeholder_mask).parameters if name.endswith("_features")]
 
 
-def _names_of(method: Callable[..., Any]) -> dict[str, Any]:
+def names_of(method: Callable[..., Any]) -> dict[str, Any]:
+    """Return the names of a method's file, also of one that was wrapped."""
     found: dict[str, Any] = inspect.unwrap(getattr(method, "__func__", method)).__globals__
     return found
 
 
-def _leave_checks_to_us(context: SequenceContext, model: Any, undo: ExitStack) -> None:
+def leave_checks_to_us(context: SequenceContext, model: Any, undo: ExitStack) -> None:
     """Let a forward that compares a shard's placeholders with all tokens run: `masked_scatter` compares those of the whole sequence."""
     original, own = model.forward, vars(model).get("forward")
-    names = _names_of(original)
+    names = names_of(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if context.step is None or context.mesh.layout.size == 1 or _CHECK not in names:

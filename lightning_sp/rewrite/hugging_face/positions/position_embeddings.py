@@ -54,9 +54,8 @@ def sums_ids(model: nn.Module) -> bool:
 
 def _sums_ids(module: nn.Module) -> bool:
     counts = hasattr(module, "create_position_ids_from_input_ids") and hasattr(module, "make_weights")
-    return (
-        counts and _parameters(module)[:2] == ["input_ids", "inputs_embeds"] and set(_parameters(module)[2:]) <= _CACHED
-    )
+    first, *others = _parameters(module) or [""]
+    return counts and first == "input_ids" and set(others) <= {"inputs_embeds", *_CACHED}
 
 
 def _parameters(module: nn.Module) -> list[str]:

@@ -1,0 +1,30 @@
+"""An encoder of sounds runs whole on every rank beside a decoder's shard: every gradient is that of plain torch on one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.testing import assert_sharded_equals_unsharded
+from tests.rewrite.hugging_face import whole_encoder_ranks as ranks
+
+# 8 tokens of a sound are as many as a rank has of the decoder's 16: nothing but the model's structure tells them apart.
+CASES = [(kind, tokens) for kind in ("whisper", "speech_to_text") for tokens in (8, 11, 16)]
+OFF = {"preflight": False}
+LAYOUTS = {
+    "ring": {"ring_size": 2, **OFF},
+    "ulysses": {"ulysses_size": 2, **OFF, "activation_checkpointing": True},
+    "preflight": {"ring_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_gradient_is_that_of_one_process(pools, layout):
+    chosen = CASES if layout == "ring" else CASES[::3]
+    cases = [dict(kind=kind, tokens=tokens, strategy=LAYOUTS[layout]) for kind, tokens in chosen]
+    for case, answer in zip(cases, pools(2).run(ranks.sharded, cases)[0], strict=True):
+        assert not answer["error"], (case, answer["error"])
+        one = ranks.one_process(**case)
+        assert abs(answer["losses"][-1] - one["loss"]) <= 1e-10
+        names = sorted(one["grads"])
+        assert set(answer["grads"]) == set(names)
+        assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [one["grads"][n] for n in names], names)

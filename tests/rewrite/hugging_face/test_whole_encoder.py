@@ -28,3 +28,20 @@ def test_every_gradient_is_that_of_one_process(pools, layout):
         names = sorted(one["grads"])
         assert set(answer["grads"]) == set(names)
         assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [one["grads"][n] for n in names], names)
+
+
+def test_layers_of_the_encoder_are_skipped_alike_on_all_ranks(pools):
+    """Else a rank would wait for a layer that its peer skips."""
+    case = dict(kind="whisper that skips", tokens=8, strategy=LAYOUTS["ring"])
+    one, two = (answers[0] for answers in pools(2).run(ranks.sharded, [case]))
+    assert not one["error"], one["error"]
+    assert one["losses"] == two["losses"]
+
+
+def test_frames_masked_at_random_are_refused_by_name(pools):
+    """Each rank would mask frames of its own."""
+    case = dict(kind="whisper augmented", tokens=8, strategy=LAYOUTS["preflight"])
+    for (answer,) in pools(2).run(ranks.sharded, [case]):
+        assert (
+            "cannot be compared, since the step draws random numbers: numpy.random in training_step" in answer["error"]
+        )

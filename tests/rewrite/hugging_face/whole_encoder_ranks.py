@@ -25,9 +25,17 @@ def build(kind: str, tokens: int) -> nn.Module:
     import transformers as hf
 
     torch.manual_seed(3)
-    if kind == "whisper":
+    if kind.startswith("whisper"):
         config = hf.WhisperConfig(
-            num_mel_bins=8, max_source_positions=tokens, suppress_tokens=None, begin_suppress_tokens=None, **SIZES
+            num_mel_bins=8,
+            max_source_positions=tokens,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            apply_spec_augment=kind == "whisper augmented",
+            mask_feature_prob=0.5,
+            mask_feature_length=2,
+            mask_time_prob=0.0,
+            **{**SIZES, "encoder_layerdrop": 0.5 if kind == "whisper that skips" else 0.0},
         )
         return hf.WhisperForConditionalGeneration(config)
     return hf.Speech2TextForConditionalGeneration(
@@ -56,7 +64,7 @@ def rows_of(kind: str, tokens: int, rows: int = 2) -> list[dict[str, Tensor]]:
     for row in range(rows):
         labels = torch.randint(3, VOCAB, (LENGTH,), generator=g)
         labels[LENGTH - 3 * row :] = -100
-        if kind == "whisper":
+        if kind.startswith("whisper"):
             found.append({"labels": labels, "input_features": torch.randn(8, 2 * tokens, generator=g).double()})
             continue
         frames = 4 * tokens

@@ -14,23 +14,23 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
-from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
+from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.numbers import RankNumbers, differences, tell
+from lightning_sp.preflight.other_tokens import CropCalls, modules_of_other_tokens
 from lightning_sp.preflight.outputs import leaves, output_differences, refuse_differences
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
-from lightning_sp.preflight.trial import SEED, alone, together
+from lightning_sp.preflight.recording.watch import AttentionCall
+from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.runner import StepRunner
 
-# Runs the user's step on a batch of the host, as the precision and the device want it; given what was whole.
-RunStep = Callable[[Any, SequenceInfo], Any]
 InFloat32 = Callable[[], AbstractContextManager[None]]
 # Gives what a step on shards returned with whole sequences. Every rank must call it.
 WholeOutput = Callable[[Any], Any]
@@ -102,6 +102,12 @@ def _shown(
     """Return the numbers of both runs, and in words what differs of their outputs where these count."""
     mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
     _, sharded = both_runs(own, own, options, mesh, runner.device)
+    if sharded.info.other_inputs and not runner.context.unsharded.known:
+        # Before the first training step, or without one: what attends to images, say, is known by this alone.
+        with together():
+            others = modules_of_other_tokens(_calls(own, runner, run, options))
+        if others is not None:
+            runner.context.unsharded.set(*others)
 
     def of_whole(seed: int) -> tuple[Mapping[str, Number], list[Any]]:
         part = untouched_run(own.batch, options, runner.device)
@@ -130,6 +136,32 @@ def _shown(
     tolerance = TOLERANCES[torch.bfloat16 if in_16_bits else torch.float32]
     differ = output_differences(shown, wanted, other, tolerance=tolerance, in_16_bits=in_16_bits)
     return RankNumbers(mesh.sequence_rank, of_one, again, found.numbers, in_16_bits), "; ".join(differ)
+
+
+def _calls(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> CropCalls:
+    """Return an evaluation step's attention calls on crops of this rank's group."""
+
+    def calls(shorter: ShorterRun | None) -> tuple[AttentionCall, ...] | None:
+        if shorter is None:
+            return None
+        uneven = own.uneven_entries
+        return attention_calls(runner.module, runner.context, *shorter, device=runner.device, uneven=uneven)
+
+    part = untouched_run(own.batch, options, runner.device)
+    whole = calls((lambda: run(part.batch, part.info), part.info))
+    less, text = (make(own, options, run, runner.device) for make in (shorter_run, shorter_run_of_text))
+    shorter, is_text = calls(less), False
+    if shorter is None:
+        shorter, is_text = calls(text), True
+    batches = [part.info] if less is None else [part.info, less[1]]
+    return CropCalls(
+        module=runner.module,
+        crop=f"a crop of {own.rows} x {own.tokens} tokens",
+        whole=whole or (),
+        shorter=None if whole is None else shorter,
+        is_text=is_text,
+        lengths=[tuple(each.length for each in batch.sequences) for batch in batches],
+    )
 
 
 class FirstEvaluationBatches:

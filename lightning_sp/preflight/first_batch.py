@@ -9,37 +9,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp.config import StrategyConfig
-from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import (
-    batch_entries,
-    inferred_dims,
-    inputs_of_whole_encoder,
-    named_dims,
-    plain_entries,
-)
-from lightning_sp.data.batch.media import is_of_media
+from lightning_sp.data.batch.entries import batch_entries, inferred_dims, named_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.layout import SequenceLayout
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
-from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, other_lengths, rebuild_plain
+from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
+from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.groups import trial_of_groups
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
-
-# Runs training_step on a batch of the host, as the precision and the device want it; given what was whole.
-RunStep = Callable[[Any, SequenceInfo], Any]
-
 
 # Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
 AGAIN = (3, 10, 100, 1_000, 10_000)
@@ -214,8 +201,8 @@ def _trial(
         run_sharded=lambda: runner.train(sharded.info, lambda: run(sharded.batch, sharded.info)),
         batch=whole.info,
         of_group=(lambda: run_with_whole_parameters(lambda: run(group.batch, group.info)), group.info),
-        shorter=_shorter(crop, options, run, runner.device),
-        shorter_text=_shorter_text(crop, options, run, runner.device),
+        shorter=shorter_run(crop, options, run, runner.device),
+        shorter_text=shorter_run_of_text(crop, options, run, runner.device),
         own=sharded.info,
         # The rows of the groups' crops stand one after the other in the whole one.
         first_row=mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows,
@@ -255,34 +242,3 @@ def _check_inferred(inferred: Mapping[str, int], *, compared: bool) -> None:
             f"preflight: {', '.join(sorted(inferred))} of the batch are split along dim 1, for they have as many rows and tokens as the "
             "sequence; sequence_dims={'name': dim} says otherwise"
         )
-
-
-def _shorter(
-    crop: Crop, options: ShardOptions, run: RunStep, device: torch.device
-) -> tuple[Callable[[], Any], SequenceInfo] | None:
-    """Return what runs the step on three quarters of a whole crop's tokens, and what that holds; None where they are too few."""
-    _, *lengths = crop_extent(crop.batch, options, SequenceLayout(), crop.tokens)
-    others = other_lengths(crop.batch, options)
-    shorter = tuple(length - length // 4 for length in lengths)
-    while not others.isdisjoint(shorter):
-        shorter = tuple(length - 1 for length in shorter)
-    if shorter == tuple(lengths) or min(shorter) < 1:
-        return None
-    part = untouched_run(crop_batch(crop.batch, options, (crop.rows, *shorter)).batch, options, device)
-    return lambda: run_with_whole_parameters(lambda: run(part.batch, part.info)), part.info
-
-
-def _shorter_text(
-    crop: Crop, options: ShardOptions, run: RunStep, device: torch.device
-) -> tuple[Callable[[], Any], SequenceInfo] | None:
-    """Return the same without images, videos and sounds: their placeholders may fill the crop, and none of them can be left out alone.
-
-    An encoder that reads nothing else cannot do without them.
-    """
-    entries = plain_entries(crop.batch)
-    if inputs_of_whole_encoder(batch_entries(crop.batch, options), options):
-        return None
-    text = {name: value for name, value in entries.items() if not is_of_media(name, value)}
-    if len(text) == len(entries) or not isinstance(crop.batch, Mapping):
-        return None
-    return _shorter(replace(crop, batch=rebuild_plain(crop.batch, text)), options, run, device)

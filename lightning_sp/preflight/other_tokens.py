@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -31,44 +32,78 @@ class OtherTokens(NamedTuple):
     crossing: list[nn.Module]
 
 
-def modules_of_other_tokens(trial: Trial, whole: Outcome) -> OtherTokens | None:
+@dataclass(frozen=True, kw_only=True)
+class CropCalls:
+    """The attention calls of a step on whole crops.
+
+    Args:
+        module: the sharded module.
+        crop: the longer crop, in words.
+        whole: calls on it.
+        shorter: calls on the shorter one; None where there is none, or the step fails on it.
+        is_text: images, videos and sounds had to be left out of the shorter one.
+        lengths: tokens of each sequence, on both; nothing of the shorter one where there is none.
+    """
+
+    module: nn.Module
+    crop: str
+    whole: Sequence[AttentionCall]
+    shorter: Sequence[AttentionCall] | None
+    is_text: bool
+    lengths: list[tuple[int, ...]]
+
+
+def calls_of_training(trial: Trial, whole: Outcome) -> CropCalls:
+    """Return a training step's, whose whole run has been."""
+    shorter, is_text = trial.attention_of_shorter(), False
+    if shorter is None:
+        shorter, is_text = trial.attention_of_shorter(text_alone=True), True
+    batches = [trial.batch] if trial.shorter is None else [trial.batch, trial.shorter[1]]
+    return CropCalls(
+        module=trial.module,
+        crop=trial.crop,
+        whole=whole.attention,
+        shorter=shorter,
+        is_text=is_text,
+        lengths=[tuple(each.length for each in batch.sequences) for batch in batches],
+    )
+
+
+def modules_of_other_tokens(calls: CropCalls) -> OtherTokens | None:
     """Return the modules that attend to tokens which are not the sequence's. None where nothing is known.
 
     Raises:
         SequenceParallelError: a module attends to both kinds of tokens, or from other tokens to the sequence.
     """
-    shorter, text = trial.attention_of_shorter(), None
-    if shorter is None:
-        shorter = text = trial.attention_of_shorter(text_alone=True)
-    if shorter is None or trial.shorter is None:
+    shorter, lengths = calls.shorter, calls.lengths
+    if shorter is None or len(lengths) < 2:
         return None
-    lengths = [tuple(each.length for each in batch.sequences) for batch in (trial.batch, trial.shorter[1])]
     kinds: dict[str, set[tuple[bool, bool]]] = defaultdict(set)
-    for name, pairs in _by_module(whole.attention, shorter).items():
+    for name, pairs in _by_module(calls.whole, shorter).items():
         for one, other in pairs:
             kinds[name].add((_follows(one.queries, other.queries, lengths), _follows(one.keys, other.keys, lengths)))
-    if text is not None:
+    if calls.is_text:
         # What text alone does not call attends to what was left out, unless it reads the text too.
-        called = {each.module for each in text}
-        for call in whole.attention:
+        called = {each.module for each in shorter}
+        for call in calls.whole:
             if call.module not in called and not {call.queries, call.keys}.intersection(lengths[0]):
                 kinds[call.module].add(_OTHER)
     found = {name: each for name, each in kinds.items() if each != {_OWN}}
     for name, each in found.items():
         if len(each) > 1 or each == {_KEYS} or not name:
-            calls = ", ".join(f"{call.queries} x {call.keys}" for call in whole.attention if call.module == name)
+            numbers = ", ".join(f"{call.queries} x {call.keys}" for call in calls.whole if call.module == name)
             why = (
                 "attends to the sequence and to other tokens"
                 if len(each) > 1
                 else "attends from other tokens to the sequence"
             )
             raise SequenceParallelError(
-                f"preflight: {name or 'training_step'} {why if name else 'attends to other tokens'} (queries x keys on {trial.crop}: {calls}): "
-                "on shards the two cannot be told apart, or each rank would see its own keys; give each attention a module of its own, whose "
-                "queries are the sequence's, or keep it out of the step"
+                f"preflight: {name or 'training_step'} {why if name else 'attends to other tokens'} (queries x keys on {calls.crop}: "
+                f"{numbers}): on shards the two cannot be told apart, or each rank would see its own keys; give each attention a module of its "
+                "own, whose queries are the sequence's, or keep it out of the step"
             )
     own = {name for name, each in kinds.items() if each == {_OWN}}
-    modules = {plain_name(name): module for name, module in trial.module.named_modules()}
+    modules = {plain_name(name): module for name, module in calls.module.named_modules()}
     towers = {_tower(name, own) for name, kind in found.items() if kind == {_OTHER}}
     crossing = {name for name, kind in found.items() if kind == {_QUERIES}}
     return OtherTokens(whole=[modules[n] for n in sorted(towers)], crossing=[modules[n] for n in sorted(crossing)])

@@ -21,7 +21,7 @@ from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
 from lightning_sp.preflight.groups import averages_groups, trial_of_groups
 from lightning_sp.preflight.hidden_branches import with_small_numbers, zero_weights
-from lightning_sp.preflight.other_tokens import modules_of_other_tokens
+from lightning_sp.preflight.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.random_draws import check_random_draws, check_repeats
 from lightning_sp.preflight.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.training_numbers import compare_training_numbers
@@ -55,7 +55,7 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
         _refuse_writes(counts, write_counts(trial.module))
         if whole.draws:
             check_random_draws(trial, whole)
-        others = modules_of_other_tokens(trial, whole)
+        others = modules_of_other_tokens(calls_of_training(trial, whole))
         trial.context.unsharded.set(*(others or (None,)))
         sharded = trial.sharded()
     found = _judged(trial, whole, sharded, started)

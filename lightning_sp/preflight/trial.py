@@ -134,18 +134,9 @@ class Trial:
         if shorter is None:
             return None
         run, batch = shorter
-        calls: list[AttentionCall] = []
-        with (
-            self._alone(batch, SEED),
-            torch.no_grad(),
-            module_stack(self.module) as stack,
-            self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))),
-        ):
-            try:
-                run()
-            except Exception:  # whatever a model makes of another length: then nothing is known
-                return None
-        return tuple(calls)
+        return attention_calls(
+            self.module, self.context, run, batch, device=self.device, uneven=self.own.uneven_entries
+        )
 
     def sharded(self) -> Outcome:
         """Run this rank's part, forward and backward, as in training.
@@ -227,6 +218,39 @@ class Trial:
         uneven = self.own.uneven_entries
         with alone(self.module, self.context, batch, device=self.device, uneven=uneven, seed=seed):
             yield
+
+
+def attention_calls(
+    module: nn.Module,
+    context: SequenceContext,
+    run: Callable[[], Any],
+    batch: SequenceInfo,
+    *,
+    device: torch.device,
+    uneven: bool,
+) -> tuple[AttentionCall, ...] | None:
+    """Return the attention calls of a step on a whole crop, forward alone; None where it fails on it.
+
+    Args:
+        module: the sharded module.
+        context: its step in progress; switched off meanwhile.
+        run: the step.
+        batch: what the crop holds.
+        device: where the module is.
+        uneven: whether data-parallel groups hold other entries.
+    """
+    calls: list[AttentionCall] = []
+    with (
+        alone(module, context, batch, device=device, uneven=uneven),
+        torch.no_grad(),
+        module_stack(module) as stack,
+        context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))),
+    ):
+        try:
+            run()
+        except Exception:  # whatever a model makes of another length: then nothing is known
+            return None
+    return tuple(calls)
 
 
 @contextmanager

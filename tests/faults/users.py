@@ -187,6 +187,13 @@ USERS = (
         "tests/step/test_replicas.py::test_a_change_of_bits_or_places_changes_the_hash[dtype1]",
     ),
     fault(
+        "a tower that nothing tells before the first training step",
+        "preflight/evaluation.py",
+        "            runner.context.unsharded.set(*others)\n",
+        "            pass\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[idefics_images]",
+    ),
+    fault(
         "quantized weights that are not compared between ranks",
         "parallelize/initial_weights.py",
         "    check_same_quantized(module)\n",

@@ -29,6 +29,8 @@ from lightning_sp.rewrite.hugging_face.models import own_class
 
 # What a modeling file calls to compare the numbers of placeholders and of tokens, and what it says then.
 _CHECK, _DIFFER = "torch_compilable_check", "tokens do not match"
+# Methods that place tokens into the text: most models have the first, Idefics 2 and 3 the second.
+_PLACING = ("get_placeholder_mask", "inputs_merger")
 _PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
 
 
@@ -46,9 +48,9 @@ def count_placeholders_of_all_ranks(model: Any, context: SequenceContext, undo: 
         context: of the step.
         undo: takes it back.
     """
-    found = [each for each in model.modules() if hasattr(each, "get_placeholder_mask")]
+    found = [each for each in model.modules() if any(hasattr(each, name) for name in _PLACING)]
     for each in found:
-        if _features(each.get_placeholder_mask):
+        if hasattr(each, "get_placeholder_mask") and _features(each.get_placeholder_mask):
             each.get_placeholder_mask = partial(_placeholder_mask, context, each, each.get_placeholder_mask)
             undo.callback(delete_attribute, each, "get_placeholder_mask")
         else:
@@ -124,7 +126,8 @@ def leave_checks_to_us(context: SequenceContext, model: Any, undo: ExitStack) ->
         check = names[_CHECK]
 
         def other(condition: Any, message: Any = "", *more: Any) -> Any:
-            return None if _DIFFER in str(message) else check(condition, message, *more)
+            text = message() if callable(message) else message
+            return None if _DIFFER in str(text) else check(condition, message, *more)
 
         with patch.dict(names, {_CHECK: other}):
             return original(*args, **kwargs)

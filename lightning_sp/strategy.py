@@ -151,6 +151,8 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._steps.start_run()
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
+            self._window = TokenWindow(refuses=self.sequence_parallel_size > 1)
+            self._steps.context.sums_over_groups = None
             self.setup_optimizers(trainer)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
@@ -275,6 +277,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         # A step may take entries out of its batch.
         self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
         output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
+        self._steps.check_sums()
         if output is None or not self._module.automatic_optimization:
             self._steps.end_without_backward()
         return output

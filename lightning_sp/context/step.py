@@ -33,9 +33,10 @@ class Step:
         loss_group: ranks over which the loss is a mean: the world (None) in training, the sequence's ranks in evaluation.
         num_attention_calls: attention calls that reached the sequence-parallel operator.
         num_losses: intercepted losses.
-        num_sums: of those, sums over `loss_group`.
+        num_sums: of those, sums.
         num_summed_in_part: targets of those over a part of this rank's tokens: a loss in pieces, to save memory.
         num_reductions: reductions that were called.
+        num_over_groups: of those, over the rows of all data-parallel groups.
         row_losses: of those over one target for each row, this rank's sums: equal on all ranks of a sequence, or made from a shard.
         token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
         requested_causal: whether the masks that a Hugging Face model asked for were causal.
@@ -53,6 +54,7 @@ class Step:
     num_sums: int = 0
     num_summed_in_part: int = 0
     num_reductions: int = 0
+    num_over_groups: int = 0
     row_losses: list[Tensor] = field(default_factory=list)
     token_counts: list[Tensor] = field(default_factory=list)
     requested_causal: set[bool] = field(default_factory=set)
@@ -92,6 +94,8 @@ class SequenceContext:
         # On a mesh of whole sequences, which losses and reductions see, and nothing else: of a batch that holds no sequence, or of a reference
         # in which data-parallel groups stay apart.
         self.whole_step: Step | None = None
+        # Whether sums of cross entropies are over all data-parallel groups; None where no trial of a step with reductions has told.
+        self.sums_over_groups: bool | None = None
         # Of the attention calls of the step before: the next batch is balanced for them.
         self.last_attention_patterns: tuple[AttentionPattern, ...] = ()
         # What gives a model back its own attention while a reference runs.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.context.step import Step
+from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.targets import POOLED
 from lightning_sp.mesh import SequenceMesh
@@ -100,6 +100,23 @@ class LossCheck:
         if self._pending is not None:
             compared, self._pending = self._pending, None
             _judge(compared, mesh, group)
+
+
+def check_sums(step: Step, context: SequenceContext) -> None:
+    """Refuse a step whose sums of cross entropies may be over one data-parallel group or all, where no trial has told. Alike on all ranks.
+
+    Raises:
+        SequenceParallelError: it has such sums, and reductions over all groups.
+    """
+    groups = context.mesh.data_parallel_size
+    if groups == 1 or context.sums_over_groups is not None or not (step.num_sums and step.num_over_groups):
+        return
+    raise SequenceParallelError(
+        f"{step.num_sums} cross entropies with reduction='sum' beside batch_mean, batch_sum or gather_rows, which are of all {groups} "
+        "data-parallel groups, and no preflight has compared the step: divided by one group's rows such a sum is one group's, divided by a "
+        "batch_sum one of all. preflight=True tells them apart; or two lines: from lightning_sp.reductions import batch_sum; "
+        "total = batch_sum(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='none')), the sum over all groups"
+    )
 
 
 def _compare(loss: Tensor, step: Step, mesh: SequenceMesh, *, tolerance: float) -> _Comparison:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_sp import comm
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.loss.reduction import reduce_loss, sum_and_count
@@ -47,6 +48,10 @@ def sharded_cross_entropy(
     logits, target = logits.flatten(0, -2), shift_labels.flatten()
     interception = getattr(F.cross_entropy, "__self__", None)
     if isinstance(interception, CrossEntropyInterception):
+        step = interception.context.loss_step
+        if reduction == "sum" and step is not None and group is None:
+            step.num_over_groups += 1
+            group = step.loss_group or comm.world()
         return interception.reduce(logits, target, group, ignore_index=ignore_index, reduction=reduction)
     total, count = sum_and_count(F.cross_entropy, logits, target, None, ignore_index)
     return reduce_loss(total, count, group, reduction)

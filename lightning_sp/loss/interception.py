@@ -155,6 +155,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
     ) -> Tensor:
         """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a reference run.
 
+        A sum without a group is over the rows of this data-parallel group, or of all where a trial has told so.
+
         Shapes: (tokens, V), (tokens,) -> ().
         """
         step, original = self.context.loss_step, each or self._originals["cross_entropy"]
@@ -168,22 +170,22 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return reduce_loss(total, count, group, reduction)
         step.num_losses += 1
         if reduction == "sum":
-            check_summable(kind, input, step, name)
-            step.num_sums += 1
+            check_summable(kind, input, step, self.context.mesh.layout.size, name)
+            step.num_sums += group is None
             step.num_summed_in_part += count_of_targets(target) if kind == "unknown" else 0
-            return self._sum(total, kind, group, step)
+            return self._sum(total, kind, step) if group is None else comm.sum_over_ranks(total, group)
         return self._mean(total, count, kind, group, step)
 
-    def _sum(self, total: Tensor, kind: Kind, group: ProcessGroup | None, step: Step) -> Tensor:
+    def _sum(self, total: Tensor, kind: Kind, step: Step) -> Tensor:
+        """Return the sum over the rows of this data-parallel group, whose losses are averaged as DDP does; or over those of all."""
         mesh = self.context.mesh
-        if step.batch.is_whole and group is None:
-            # Each row once, as below, whatever the targets are of.
-            return comm.sum_over_ranks(total, mesh.data_group) if step.loss_group is None else total
-        if kind != "rows" or mesh.layout.size == 1 or group is not None:
-            return comm.sum_over_ranks(total, step.loss_group if group is None else group)
-        # The ranks of a sequence have the same rows: each is added once.
-        step.row_losses.append(total.detach())
-        return comm.sum_over_ranks(total, mesh.data_group) if step.loss_group is None else total
+        if mesh.layout.size > 1 and kind != "rows":
+            total = comm.sum_over_ranks(total, mesh.sequence_group)
+        elif mesh.layout.size > 1:
+            # The ranks of a sequence have the same rows: each is added once.
+            step.row_losses.append(total.detach())
+        over_groups = step.loss_group is None and mesh.data_parallel_size > 1 and self.context.sums_over_groups
+        return comm.sum_over_ranks(total, mesh.data_group) if over_groups else total
 
     def _mean(self, total: Tensor, count: Tensor, kind: Kind, group: ProcessGroup | None, step: Step) -> Tensor:
         mesh = self.context.mesh

@@ -85,18 +85,13 @@ def _kind_by_number(count: int, context: SequenceContext, step: Step) -> Kind:
     return "row" if rows > 1 and count in lengths else "unknown"
 
 
-def check_summable(kind: Kind, input: Tensor, step: Step, name: str) -> None:
+def check_summable(kind: Kind, input: Tensor, step: Step, size: int, name: str) -> None:
     """Refuse a sum over targets of which it is not known whether each rank has others or all have the same.
 
     Raises:
         SequenceParallelError: they are neither the shard's tokens nor one for each row, and may come from a reduction.
     """
-    if (
-        kind != "unknown"
-        or step.batch.is_whole
-        or not step.num_reductions
-        or (input.grad_fn is not None and _is_of_shard(input))
-    ):
+    if size == 1 or kind != "unknown" or not step.num_reductions or (input.grad_fn is not None and _is_of_shard(input)):
         return
     raise SequenceParallelError(
         f"{name} with reduction='sum' over an input {tuple(input.shape)} in a step that uses lightning_sp.reductions: whether each rank has "

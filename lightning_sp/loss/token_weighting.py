@@ -18,10 +18,15 @@ class TokenWindow:
     accumulate_grad_batches; before clipping the gradients are multiplied by A n_0 / sum n_m. Together: sum n_m L_m / sum n_m.
     With A = 1 nothing is multiplied. Counts stay tensors: no host sync.
 
-    A loss without a count is L_m / A, as Lightning has it.
+    A loss without a count is L_m / A, as Lightning has it. Beside losses with counts it is refused; of whole sequences no loss is: a
+    micro-batch without one count then weighs as the first that has one.
+
+    Args:
+        refuses: micro-batches of which it is not known how they weigh.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses: bool = True) -> None:
+        self._refuses = refuses
         self._first: Tensor | None = None
         self._total: Tensor | None = None
         self._num_uncounted = 0
@@ -33,15 +38,17 @@ class TokenWindow:
             SequenceParallelError: several losses with different counts: which one weighs the micro-batch would be a guess. Or losses with
                 counts and without in one window.
         """
+        if not self._refuses and not _alike(token_counts):
+            token_counts = []
         self._num_uncounted += not token_counts
-        if self._num_uncounted and (token_counts or self._first is not None):
+        if self._refuses and self._num_uncounted and (token_counts or self._first is not None):
             raise SequenceParallelError(
                 "of the micro-batches of one optimizer step some have a mean cross_entropy and some have none: how they weigh against each "
                 "other is not known; compute the same losses in each, or use accumulate_grad_batches=1"
             )
         if not token_counts:
             return loss
-        if len(token_counts) > 1 and not all(bool(torch.equal(c, token_counts[0])) for c in token_counts):
+        if not _alike(token_counts):
             raise SequenceParallelError(
                 f"{len(token_counts)} cross entropies with different token counts {[int(c) for c in token_counts]} in one micro-batch: with "
                 "gradient accumulation their weights are ambiguous; use accumulate_grad_batches=1, or give them the same ignored labels"
@@ -57,11 +64,17 @@ class TokenWindow:
     def close(self, accumulate: int) -> Tensor | None:
         """End the window and return the factor of the gradients, None for 1."""
         first, total = self._first, self._total
+        if first is not None and total is not None:
+            total = total + self._num_uncounted * first
         self._first = self._total = None
         self._num_uncounted = 0
         if first is None or total is None or accumulate == 1:
             return None
         return accumulate * first / nonzero_count(total)
+
+
+def _alike(counts: list[Tensor]) -> bool:
+    return len(counts) < 2 or all(bool(torch.equal(each, counts[0])) for each in counts)
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:

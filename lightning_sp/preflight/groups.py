@@ -13,18 +13,66 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.preflight.comparison import averaged, gradient_differences
+from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.trial import Outcome, Trial
 
 
 def averages_groups(trial: Trial, sharded: Outcome) -> bool:
-    """Return whether a loss may be a mean over data-parallel groups: there are some, and no sum over all of them is in it.
+    """Return whether a loss may be a mean over data-parallel groups: there are some, and it is not one number of all of them.
 
-    Such a sum is divided by something. If that is of one group's rows, the loss is wrong by the number of groups.
+    Such a number that is not one device's was divided by something of one group's rows. Of whole sequences every loss is DDP's. Every rank
+    must call it.
+
+    Communicates: one all_reduce of 16 bytes.
     """
-    return trial.context.mesh.data_parallel_size > 1 and not sharded.num_sums
+    mesh = trial.context.mesh
+    if mesh.data_parallel_size == 1 or sharded.loss is None or mesh.layout.size == 1:
+        return mesh.data_parallel_size > 1
+    if sharded.num_sums and sharded.num_over_groups:
+        return False
+    return not (sharded.num_over_groups and comm.all_equal(sharded.loss.detach().double().reshape(1), comm.world()))
+
+
+def with_sums_settled(trial: Trial, whole: Outcome, sharded: Outcome) -> Outcome:
+    """Return a step on shards whose sums of cross entropies are over the rows that make it one device's, if any do: a group's, or all.
+
+        sum / len(batch)                 a group's: the mean over groups, as DDP has it, is one device's
+        sum / batch_sum(labels != -100)  of all groups
+
+    It tries the step once more, where it has such sums beside reductions over all groups. Later steps follow what was found.
+    """
+    context = trial.context
+    if context.mesh.data_parallel_size == 1 or not sharded.num_sums or whole.loss is None:
+        return sharded
+    if not sharded.num_over_groups and not context.sums_over_groups:
+        return sharded
+    first = context.sums_over_groups = bool(context.sums_over_groups)
+    if _agrees(whole, sharded):
+        return sharded
+    context.sums_over_groups = not first
+    other = trial.sharded()
+    if _agrees(whole, other):
+        return other
+    if not bool(torch.isfinite(whole.loss.detach())):
+        context.sums_over_groups = None
+        return sharded
+    # Neither is one device's: what reductions make is of all groups.
+    context.sums_over_groups = bool(sharded.num_over_groups)
+    return sharded if context.sums_over_groups == first else other
+
+
+def _agrees(whole: Outcome, sharded: Outcome) -> bool:
+    if whole.loss is None or sharded.loss is None:
+        return False
+    found = gradient_differences(averaged(whole.loss), averaged(sharded.loss), whole.gradients, sharded.gradients)
+    return all(each <= tolerance_of(whole.dtypes) for each in relative_differences(found).values())
 
 
 def trial_of_groups(trial: Trial, run: Callable[[], Any], batch: SequenceInfo) -> Trial:

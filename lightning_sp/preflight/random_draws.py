@@ -26,16 +26,26 @@ def check_random_draws(trial: Trial, first: Outcome) -> None:
     Raises:
         SequenceParallelError: with the functions that draw, and the modules that call them.
     """
-    moved = _moved(first, trial.whole(seed=SEED + 1))
-    if not moved:
+    told = random_step(trial, first)
+    if told is None:
         return
-    drawn = ", ".join(each.describe() for each in first.draws[:_NAMED])
-    more = f" and {len(first.draws) - _NAMED} more" if len(first.draws) > _NAMED else ""
     raise SequenceParallelError(
-        f"preflight: training_step on {trial.crop} cannot be compared, since the step draws random numbers: {drawn}{more}. Whole, from two "
-        f"seeds, {_described(moved, first)}. Sharded, each rank draws its own for its own tokens: what one number decides for a whole row would "
+        f"{told}. Sharded, each rank draws its own for its own tokens: what one number decides for a whole row would "
         "differ between its ranks. Switch the draws off in training (a router's jitter, a noise on the embeddings), draw them in the data, or "
         "preflight=False trains with each rank's own, unchecked"
+    )
+
+
+def random_step(trial: Trial, first: Outcome) -> str | None:
+    """Return how random numbers change what a step gives, dropout aside; None where they do not. Every rank must call it."""
+    moved = _moved(first, trial.whole(seed=SEED + 1)) if first.draws else {}
+    if not moved:
+        return None
+    drawn = ", ".join(each.describe() for each in first.draws[:_NAMED])
+    more = f" and {len(first.draws) - _NAMED} more" if len(first.draws) > _NAMED else ""
+    return (
+        f"preflight: training_step on {trial.crop} cannot be compared, since the step draws random numbers: {drawn}{more}. Whole, from two "
+        f"seeds, {_described(moved, first)}"
     )
 
 

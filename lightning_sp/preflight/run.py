@@ -13,16 +13,17 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import write_counts
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
-from lightning_sp.preflight.groups import averages_groups, trial_of_groups
+from lightning_sp.preflight.groups import averages_groups, trial_of_groups, with_sums_settled
 from lightning_sp.preflight.hidden_branches import with_small_numbers, zero_weights
 from lightning_sp.preflight.other_tokens import calls_of_training, modules_of_other_tokens
-from lightning_sp.preflight.random_draws import check_random_draws, check_repeats
+from lightning_sp.preflight.random_draws import check_random_draws, check_repeats, random_step
 from lightning_sp.preflight.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
@@ -53,11 +54,14 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
     with _eager():
         whole = _run_whole(trial)
         _refuse_writes(counts, write_counts(trial.module))
-        if whole.draws:
+        if trial.context.mesh.layout.size > 1:
             check_random_draws(trial, whole)
+        elif told := random_step(trial, whole):
+            _say_as_with_ddp(told)
+            return None
         others = modules_of_other_tokens(calls_of_training(trial, whole))
         trial.context.unsharded.set(*(others or (None,)))
-        sharded = trial.sharded()
+        sharded = with_sums_settled(trial, whole, trial.sharded())
     found = _judged(trial, whole, sharded, started)
     if found is not None and not math.isnan(found.difference):
         _run_with_small_numbers(trial, whole)
@@ -132,13 +136,24 @@ def _judged(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> A
         rounded = agreement_but_for_rounding(trial, whole, sharded, started)
         if rounded is None:
             with _eager():
-                check_repeats(trial, whole)
+                try:
+                    check_repeats(trial, whole)
+                except SequenceParallelError as error:
+                    if trial.context.mesh.layout.size == 1:
+                        _say_as_with_ddp(str(error))
+                        return None
+                    raise
             raise
         found = rounded
     if not math.isnan(found.difference):
         differences = buffer_differences(trial.module, whole.buffers, sharded.buffers, trial.device)
         judge_buffers(differences, trial.crop, tolerance_of(whole.dtypes))
     return found
+
+
+def _say_as_with_ddp(why: str) -> None:
+    """Say that nothing was compared where nothing is split."""
+    rank_zero_info(f"{why}. With sequence_parallel_size=1 it trains unchecked, as with DDP")
 
 
 def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement:
@@ -148,12 +163,12 @@ def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -
         SequenceParallelError: they differ both ways: with the numbers of the first.
     """
     find = partial(find_causes, trial, tolerance_of(whole.dtypes))
-    if not averages_groups(trial, sharded) or whole.loss is None:
+    if trial.context.mesh.data_parallel_size == 1 or whole.loss is None:
         return _compare(trial, whole, sharded, started, find)
     try:
         return _compare(trial, whole, sharded, started, list)
     except SequenceParallelError:
-        found = _agreement_of_groups(trial, sharded, started)
+        found = _agreement_of_groups(trial, sharded, started) if averages_groups(trial, sharded) else None
         if found is None:
             return _compare(trial, whole, sharded, started, find)
         return replace(found, loss_of_one_device=float(whole.loss.detach()))

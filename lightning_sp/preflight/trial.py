@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.context.step import SequenceContext
+from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
@@ -36,7 +36,8 @@ class Outcome:
         loss: as a mean; None where the step returned none.
         gradients: this rank's shard of each.
         buffers: after the step.
-        num_sums: losses of it that are sums over all ranks; known of a sharded run alone.
+        num_sums: cross entropies of it that are sums; known of a sharded run alone.
+        num_over_groups: reductions of it over all data-parallel groups; likewise.
         dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
@@ -47,6 +48,7 @@ class Outcome:
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     num_sums: int = 0
+    num_over_groups: int = 0
     dtypes: frozenset[torch.dtype] = frozenset()
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
@@ -154,13 +156,19 @@ class Trial:
                 with self._named():
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
-                num_sums = 0 if self.context.step is None else self.context.step.num_sums
+                step = self.context.step or Step(batch=self.own)
+                num_sums, num_over_groups = step.num_sums, step.num_over_groups
                 gradients = _backward(self.module, loss)
                 buffers = buffers_of(self.module)
                 found.attributes(self.module)
                 found.metrics(self.module, None, self.control_group)
                 return Outcome(
-                    loss=loss, gradients=gradients, buffers=buffers, num_sums=num_sums, numbers=found.numbers
+                    loss=loss,
+                    gradients=gradients,
+                    buffers=buffers,
+                    num_sums=num_sums,
+                    num_over_groups=num_over_groups,
+                    numbers=found.numbers,
                 )
         finally:
             self.context.step = None

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.layout import pad
@@ -42,6 +43,7 @@ def batch_mean(x: Tensor, mask: Tensor | None = None, *, of: Literal["tokens", "
     values, weight = _weighed(values, mask, scope, kind, "batch_mean")
     total, count = values.sum(), weight.to(values.dtype).expand_as(values).sum()
     if scope is not None:
+        scope.step.num_over_groups += 1
         group = scope.step.loss_group
         total, count = comm.sum_over_ranks(torch.stack([total, count]), group).unbind()
     return total / torch.where(count == 0, torch.ones_like(count), count)
@@ -68,6 +70,7 @@ def batch_sum(x: Tensor, mask: Tensor | None = None, *, of: Literal["tokens", "r
     total = values.sum()
     if scope is None:
         return total
+    scope.step.num_over_groups += 1
     if kind == "tokens" and scope.size > 1:
         return comm.sum_over_ranks(total, scope.step.loss_group)
     return total if scope.data_group is None else comm.sum_over_ranks(total, scope.data_group)
@@ -85,6 +88,7 @@ def gather_rows(x: Tensor) -> Tensor:
     scope = current_scope()
     if scope is None or scope.data_group is None:
         return x
+    scope.step.num_over_groups += 1
     # Fillers are sent, for the ranks wait for them, and dropped.
     own = torch.tensor([x.shape[0], 0 if scope.is_filler else x.shape[0]], device=x.device)
     sent, rows = zip(*(each.tolist() for each in comm.gather(own, scope.data_group)), strict=True)
@@ -141,8 +145,14 @@ def _check_kind(
             f"rank, so that none is added twice; leave tokens out by a mask, {function}(x, mask), and not by x[mask]; {function}(x, of='rows') "
             "is of what is the same on all ranks of a sequence, in any number"
         )
+    if scope.size == 1 and scope.data_group is not None:
+        # Of whole sequences what a group chose by values is its own. What is alike in all groups may be of all their rows.
+        alike = _is_alike(x, scope.data_group)
+        if error and x.is_cuda:
+            torch._assert_async(~alike, error)
+        error = error if error and not x.is_cuda and bool(alike) else None
     if of is None and scope.size > 1 and x.is_floating_point():
-        alike = _is_alike(x, scope)
+        alike = _is_alike(x, scope.sequence_group)
         counts = kind == "tokens" and (function == "batch_sum" or _real_tokens(x, scope) is not None)
         told = (
             f"{function} of a tensor {tuple(x.shape)}: it has as many entries as this rank has tokens, and the same numbers on all "
@@ -157,13 +167,13 @@ def _check_kind(
     refuse_together(error, None if x.is_cuda else scope)
 
 
-def _is_alike(x: Tensor, scope: Scope) -> Tensor:
-    """Return whether a tensor is the same on all ranks of the sequence, to the bit, and no mask, count or constant: those say nothing.
+def _is_alike(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return whether a tensor is the same on all ranks of a group, to the bit, and no mask, count or constant: those say nothing.
 
     Communicates: one all_reduce of 16 bytes.
     """
     values = x.detach().double().reshape(-1)
     number = (values.view(torch.int64) * (2 * torch.arange(len(values), device=x.device) + 1) * 0x9E3779B97F4A7C1).sum()
-    highest, lowest = comm.largest(torch.stack([number, -number]), scope.sequence_group).unbind()
+    highest, lowest = comm.largest(torch.stack([number, -number]), group).unbind()
     speaks = (values != values.round()).any() & (values != values[:1]).any()
     return (highest == -lowest) & speaks

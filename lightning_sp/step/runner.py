@@ -19,7 +19,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.loss.check import LossCheck
+from lightning_sp.loss.check import LossCheck, check_sums
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import (
@@ -119,6 +119,11 @@ class StepRunner:
     def _check_loss(self, step: Step, output: Any) -> None:
         if self.context.mesh.base.size() > 1:
             self._loss_check.check(step, output, self.context.run_mesh, self.groups.world)
+
+    def check_sums(self) -> None:
+        """Refuse a step of which it is not known over which rows its sums of cross entropies are; not one that is tried to find out."""
+        if self.context.loss_step is not None:
+            check_sums(self.context.loss_step, self.context)
 
     def evaluate(self, batch: SequenceInfo, run: Callable[[], Any], *, filler: bool) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.

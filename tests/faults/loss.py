@@ -32,6 +32,13 @@ LOSS = (
         "tests/loss/test_loss.py::test_a_loss_that_is_no_mean_over_tokens_is_refused",
     ),
     fault(
+        "a sum over all data-parallel groups, which a step divides by its own group's rows",
+        "loss/interception.py",
+        " and mesh.data_parallel_size > 1 and self.context.sums_over_groups\n",
+        " and mesh.data_parallel_size > 1\n",
+        "tests/loss/test_whole_sequences.py::test_hand_written_losses_are_those_of_ddp[2]",
+    ),
+    fault(
         "the mean of the ranks' means",
         "loss/interception.py",
         "        both = comm.sum_over_ranks(torch.stack([total, count]), step.loss_group if group is None else group)\n",

@@ -86,6 +86,13 @@ class Loss(Plain):
     def _over_rows(self, logits: Tensor, labels: Tensor) -> Any:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / len(labels)
 
+    def _of_all_over_rows(self, logits: Tensor, labels: Tensor) -> Any:
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return batch_sum(each) / len(labels)
+
+    def _summed_by_hand_over_rows(self, logits: Tensor, labels: Tensor) -> Any:
+        return sharded_cross_entropy(logits, labels, reduction="sum") / len(labels)
+
     def _ignore_zero(self, logits: Tensor, labels: Tensor) -> Any:
         return F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), ignore_index=0)
 
@@ -233,7 +240,7 @@ def rows_of(masks: str, size: int = 8) -> list[dict[str, Tensor]]:
 # Means over the rows of each data-parallel group, of which there are two.
 OF_GROUPS = ("of_group", "of_group_plainly")
 # Losses without a count of tokens: accumulation divides by the number of micro-batches.
-UNCOUNTED = ("summed", "chunks", "row_means", "masked_by_hand", "squared")
+UNCOUNTED = ("summed", "over_rows", "chunks", "row_means", "masked_by_hand", "squared")
 
 
 def by_hand(kind: str, masks: str, micro: int = 2, accumulate: int = 1, size: int = 8, **_: Any) -> dict[str, Any]:
@@ -271,15 +278,14 @@ def _mean(module: Loss, batches: list[Any]) -> tuple[float, dict[str, Tensor]]:
     return float(total.detach()), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def fits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [_fit(**case) for case in cases]
+def fits(cases: list[dict[str, Any]], losses: type[Loss] = Loss) -> list[dict[str, Any]]:
+    return [_fit(losses(case["kind"]), **case) for case in cases]
 
 
 def _fit(
-    kind: str, masks: str, strategy: Any = None, micro: int = 2, accumulate: int = 1, size: int = 8, fault: str = "",
-    preflight: bool = False, world: int = 2,
+    module: Loss, *, kind: str, masks: str, strategy: Any = None, micro: int = 2, accumulate: int = 1, size: int = 8,
+    fault: str = "", preflight: bool = False, world: int = 2,
 ) -> dict[str, Any]:  # fmt: skip
-    module = Loss(kind)
     options = {**(strategy or {}), "preflight": preflight}
     loader = DataLoader(rows_of(masks, size), batch_size=micro // options.get("data_parallel_size", 1))  # type: ignore[arg-type]
     error = ""

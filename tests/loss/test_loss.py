@@ -60,7 +60,9 @@ DATA_PARALLEL = dict(data_parallel_size=2, ring_size=2, shard_size=2)
 CASES_OF_4 = [
     dict(kind="plain", masks="uneven", strategy=DATA_PARALLEL, micro=4, accumulate=3, size=16, preflight=True),
     dict(kind="counted", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
-    dict(kind="summed", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
+    dict(kind="over_rows", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
+    dict(kind="over_rows", masks="uneven", strategy=DATA_PARALLEL, micro=4, accumulate=2),
+    dict(kind="chunks", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="summed_by_hand", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
     dict(kind="row_means", masks="uneven", strategy=DATA_PARALLEL, micro=4, accumulate=2, preflight=True),
     dict(kind="masked_by_hand", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True),
@@ -96,7 +98,7 @@ def test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens(pools, world)
         for index, (case, answer, expected) in enumerate(zip(cases, answers, by_hand, strict=True)):
             assert not answer["error"], (case, answer["error"])
             # A loss of each group's own rows is averaged over the groups, as in DDP.
-            of_groups = case["kind"] in ("row_means", "squared", *ranks.OF_GROUPS)
+            of_groups = case["kind"] in ("row_means", "squared", "over_rows", *ranks.OF_GROUPS)
             assert worst_error(answer, expected, not of_groups) < 1e-12, case
             of_ranks = [each[index]["losses"] for each in by_rank]
             means = [sum(each) / world for each in zip(*of_ranks, strict=True)]
@@ -146,8 +148,9 @@ def test_a_loss_that_is_no_mean_over_tokens_is_refused(pools):
 
 
 REFUSED_OF_4 = [
-    (dict(kind="over_rows", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True), "gives another result on shards"),
-    (dict(kind="over_rows", masks="uneven", strategy=dict(data_parallel_size=4), micro=8, preflight=True), "gives another result on shards"),
+    (dict(kind="of_all_over_rows", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True), "gives another result on shards"),
+    (dict(kind="summed_by_hand_over_rows", masks="uneven", strategy=DATA_PARALLEL, micro=4, preflight=True), "gives another result on shards"),
+    (dict(kind="chunks", masks="uneven", strategy=DATA_PARALLEL, micro=4), "7 cross entropies with reduction='sum' beside batch_mean"),
 ]  # fmt: skip
 
 

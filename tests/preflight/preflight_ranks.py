@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_sp import SequenceParallelError
+from lightning_sp.reductions import batch_sum
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt, tiny_llama
 
 # No module's, so that nothing puts it back.
@@ -280,6 +281,10 @@ class Step(Plain):
     def _over_rows(self, batch: Any) -> Tensor:
         total = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
         return total / batch["input_ids"].shape[0]
+
+    def _of_all_over_rows(self, batch: Any) -> Tensor:
+        each = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten(), reduction="none")
+        return batch_sum(each) / batch["input_ids"].shape[0]
 
     def _row_means(self, batch: Any) -> Tensor:
         logits, labels = self.logits(batch), batch["shift_labels"]

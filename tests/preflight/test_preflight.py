@@ -182,13 +182,14 @@ PASSES_OF_4 = [
     (dict(build="llama", batch="other lengths"), (4, 50)),
     (dict(build="moving by steps"), (4, 64)),
     (dict(build="gpt", strategy={"data_parallel_size": 4, "shard_size": 2}, data={"size": 8}), (8, 64)),
+    (dict(build="llama", kind="over_rows"), (4, 64)),
+    (dict(build="llama", kind="over_rows", strategy={"data_parallel_size": 4}, data={"size": 8}), (8, 64)),
 ]
 
 
 STOPS_OF_4 = [
     (dict(build="own positions"), ["gives another result"]),
-    (dict(build="llama", kind="over_rows"), ["gives another result", "a loss divided by the batch's rows"]),
-    (dict(build="llama", kind="over_rows", strategy={"data_parallel_size": 4}, data={"size": 8}), ["gives another result"]),
+    (dict(build="llama", kind="of_all_over_rows"), ["gives another result", "a loss divided by the batch's rows"]),
     (dict(build="llama", batch="other entries"), ["data-parallel groups 0 and 1 cannot be joined", "'names': 'list'"]),
 ]  # fmt: skip
 

@@ -37,6 +37,10 @@ class _Comparison(NamedTuple):
     is_whole: bool
 
 
+class LossDiffersError(SequenceParallelError):
+    """A loss is another on ranks that share a sequence."""
+
+
 class LossCheck:
     """The check of one run's losses. A comparison is in flight from one step to the next."""
 
@@ -70,8 +74,9 @@ class LossCheck:
         compared = _compare(loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance)
         self._last = compared
         if self._first:
-            self._first = False
             _judge(compared, mesh, group)
+            # One that differs is followed by trials, each of which is judged at once.
+            self._first = False
         else:
             self._pending = compared
 
@@ -147,7 +152,7 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
             "streams of torch, Python or numpy, or from a generator that has one seed on all ranks of a sequence; not in "
             "on_train_batch_start"
         )
-    raise SequenceParallelError(
+    raise LossDiffersError(
         f"training_step's loss differs between ranks that share a sequence: {_grouped(every, _LOSS, mesh)}; a part of it was computed from "
         f"this rank's tokens alone (an auxiliary term, an MSE, a pooled head; {compared.num_losses} cross entropies were seen). Two lines "
         "make it exact: from lightning_sp.reductions import batch_mean; loss = batch_mean(F.mse_loss(output, target, reduction='none'), mask), "

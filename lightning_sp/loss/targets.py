@@ -53,8 +53,8 @@ def kind_of_targets(input: Tensor, target: Tensor, context: SequenceContext, nam
         raise SequenceParallelError(
             f"{name} over {count} targets = {rows} rows x ({local} - 1): the labels seem to be shifted inside the model, "
             f"on this rank's {local} tokens, which would lose the target at every shard's edge; shift them on the whole sequence "
-            "(batch['shift_labels'], as SequenceShardingDataModule does; or lightning_sp.reductions.shift(labels, 1, -100)) and use all "
-            "positions"
+            "(batch['shift_labels'], as SequenceShardingDataModule does) and use all positions. Two lines make it exact: "
+            "from lightning_sp.reductions import shift; loss = F.cross_entropy(logits.flatten(0, 1), shift(labels, 1, -100).flatten())"
         )
     if kind == "rows" and size > 1 and not step.num_reductions:
         raise SequenceParallelError(

@@ -16,10 +16,18 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import write_counts
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
-from lightning_sp.preflight.explain.verdict import Agreement, Losses, judge_buffers, judge_gradients, tolerance_of
+from lightning_sp.preflight.explain.verdict import (
+    Agreement,
+    Losses,
+    judge_buffers,
+    judge_gradients,
+    listed,
+    tolerance_of,
+)
 from lightning_sp.preflight.groups import averages_groups, trial_of_groups, with_sums_settled
 from lightning_sp.preflight.hidden_branches import with_small_numbers, zero_weights
 from lightning_sp.preflight.other_tokens import calls_of_training, modules_of_other_tokens
@@ -61,7 +69,7 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
             return None
         others = modules_of_other_tokens(calls_of_training(trial, whole))
         trial.context.unsharded.set(*(others or (None,)))
-        sharded = with_sums_settled(trial, whole, trial.sharded())
+        sharded = with_sums_settled(trial, whole, _run_sharded(trial, whole))
     found = _judged(trial, whole, sharded, started)
     if found is not None and not math.isnan(found.difference):
         _run_with_small_numbers(trial, whole)
@@ -89,6 +97,17 @@ def _run_whole(trial: Trial) -> Outcome:
         return trial.whole()
     except SequenceParallelError as error:
         raise TrialFailedError(str(error)) from error
+
+
+def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
+    """Run the step on shards; where its loss differs between ranks of one sequence, say what makes it."""
+    try:
+        return trial.sharded()
+    except LossDiffersError as error:
+        findings = find_causes(trial, tolerance_of(whole.dtypes))
+        if not findings:
+            raise
+        raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error
 
 
 def _run_with_small_numbers(trial: Trial, whole: Outcome) -> None:
@@ -168,7 +187,7 @@ def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -
     try:
         return _compare(trial, whole, sharded, started, list)
     except SequenceParallelError:
-        found = _agreement_of_groups(trial, sharded, started) if averages_groups(trial, sharded) else None
+        found = _agreement_of_groups(trial, sharded, started) if averages_groups(trial, whole, sharded) else None
         if found is None:
             return _compare(trial, whole, sharded, started, find)
         return replace(found, loss_of_one_device=float(whole.loss.detach()))

@@ -144,9 +144,58 @@ class Step(Plain):
         logits = self.model(ids, positions)
         if self.fault == "divided by tokens":
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / ids.numel()
+        if self.fault == "divergence":
+            return F.kl_div(logits.log_softmax(-1), wanted(logits), reduction="batchmean")
+        if self.fault == "divergence of tokens":
+            flat = logits.flatten(0, 1)
+            return F.kl_div(flat.log_softmax(-1), wanted(flat), reduction="batchmean")
+        if self.fault == "squared error":
+            return F.mse_loss(logits, logits.detach().flip(-1))
+        if self.fault == "mean by hand":
+            return logits.square().mean(-1).mean()
         if self.fault == "temperature":
             logits = logits / ids.shape[1] ** 0.5
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def run_lines(code: str, **names: Any) -> dict[str, Any]:
+    """Run two lines of code that a refusal shows, on what a user's step would have of their names."""
+    names |= {"F": F, "torch": torch}
+    exec(code, names)
+    return names
+
+
+class FollowsLines(Step):
+    """Does what the two lines of a refusal say, where the fault was: in its part, or in its loss."""
+
+    def __init__(self, fault: str, code: str) -> None:
+        super().__init__("fine")
+        self.lines = code
+        if fault in PARTS:
+            self.model.part = Module(self.part)
+
+    def part(self, x: Tensor) -> Tensor:
+        found = run_lines(self.lines, x=x, mask=torch.ones_like(x[..., 0]), input_ids=x[..., 0].long())
+        if "length" in found:
+            return x / found["length"] ** 0.5
+        return found["pooled"][:, None] if "pooled" in found else found["x"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if "loss" not in self.lines:
+            return super().training_step(batch, batch_idx)
+        logits = self.model(batch["input_ids"], batch["position_ids"])
+        names = {"logits": logits, "mask": batch["input_ids"] >= 0, "each": logits.square().mean(-1), **batch}
+        names |= {"output": logits.squeeze(-1), "target": logits.detach().flip(-1)}
+        return run_lines(self.lines, log_p=logits.log_softmax(-1), q=wanted(logits), **names)["loss"]
+
+
+def wanted(logits: Tensor) -> Tensor:
+    return logits.detach().flip(-1).softmax(-1)
+
+
+def followed(cases: list[tuple[str, str]], strategy: dict[str, Any]) -> list[str]:
+    """Fit one step of modules that follow the lines of refusals, and return what was refused."""
+    return [_verdict_of(FollowsLines(*case), "64-true", strategy) for case in cases]
 
 
 def verdicts(names: list[str], precision: str, strategy: dict[str, Any]) -> list[str]:
@@ -155,9 +204,13 @@ def verdicts(names: list[str], precision: str, strategy: dict[str, Any]) -> list
 
 
 def _verdict(name: str, precision: str, strategy: dict[str, Any]) -> str:
+    return _verdict_of(Step(name), precision, strategy)
+
+
+def _verdict_of(module: Step, precision: str, strategy: dict[str, Any]) -> str:
     try:
         trainer = quiet_trainer(2, strategy=strategy, max_steps=1, precision=precision)
-        trainer.fit(Step(name), DataLoader(TokenDataset(2, LENGTH), batch_size=2))
+        trainer.fit(module, DataLoader(TokenDataset(2, LENGTH), batch_size=2))
     except SequenceParallelError as refusal:
         return str(refusal)
     except Exception as other:

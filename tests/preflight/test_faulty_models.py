@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.preflight import fault_ranks as ranks
@@ -51,6 +53,48 @@ def test_each_fault_is_caught_and_its_cause_is_named(pools):
     convolution = found[0][names.index("convolution")]
     assert "first in the model's order: model.embedding.weight, model.positions.weight, model.qkv.weight" in convolution
     assert "model.part.layers.0 (Conv1d), conv1d (handed the whole's result there, the losses agree)" in convolution
+
+
+# Where a loss, or what it is made of, is of a shard: the refusal's two lines, run by a step, are exact.
+LINES = {
+    "rolled labels": "import shift; loss = F.cross_entropy(logits.flatten(0, 1), shift(input_ids, 1, -100).flatten())",
+    "divergence": "loss = batch_mean(sequence_sum(F.kl_div(log_p, q, reduction='none').sum(-1)), of='rows')",
+    "divergence of tokens": "loss = batch_mean(F.kl_div(log_p, q, reduction='none').sum(-1), mask)",
+    "squared error": "loss = batch_mean(F.mse_loss(output, target, reduction='none'), mask)",
+    "mean by hand": "import batch_mean; loss = batch_mean(each, mask)",
+    "mean": "import sequence_mean; pooled = sequence_mean(x, mask)",
+    "maximum": "import sequence_max; pooled = sequence_max(x, mask)",
+    "normalised over tokens": "import sequence_sum; x = x / sequence_sum(x.square()).sqrt()[:, None]",
+    "last token": "import last_token; pooled = last_token(x, mask)",
+    "length": "import sequence_sum; length = sequence_sum(torch.ones_like(input_ids))[0]",
+}
+SHOWN = re.compile(
+    r"Two lines make it exact: (from lightning_sp\.reductions import [^;]+; [^;]+?)(?:; \(2\)|\. Training|$)"
+)
+
+
+@pytest.mark.parametrize("strategy", [{"ulysses_size": 2}, {"ring_size": 2}])
+def test_the_two_lines_of_a_refused_loss_make_it_exact(pools, strategy):
+    found = pools(2).run(ranks.verdicts, list(LINES), "64-true", strategy)[0]
+    shown = {}
+    for (name, line), said in zip(LINES.items(), found, strict=True):
+        _, _, causes = said.partition("Found on the crop: ")
+        assert line in causes.partition("(2)")[0], (name, said)
+        shown[name] = SHOWN.search(causes)[1]
+    for name, said in zip(shown, pools(2).run(ranks.followed, list(shown.items()), strategy)[0], strict=True):
+        assert not said, (name, shown[name], said)
+
+
+# Turned chunk by chunk, a zigzag is the turned sequence.
+EXACT_ON_A_RING = ("flip",)
+
+
+@pytest.mark.slow
+def test_on_a_ring_each_fault_is_caught_and_its_cause_is_named(pools):
+    names = list(CAUSES)
+    found = dict(zip(names, pools(2).run(ranks.verdicts, names, "64-true", {"ring_size": 2})[0], strict=True))
+    assert tuple(name for name, said in found.items() if not said) == EXACT_ON_A_RING
+    assert not {name: said for name, said in found.items() if said and CAUSES[name] not in said.partition("(2)")[0]}
 
 
 @pytest.mark.parametrize(

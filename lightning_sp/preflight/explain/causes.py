@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_sp.preflight.explain.remedies import LABELS, LENGTH, ONE_TOKEN, ROWS, of_function
 from lightning_sp.preflight.recording.trace import Event
+
+# The two lines follow from the function that was called.
+_OF_FUNCTION = "of its function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +21,22 @@ class Cause:
         fix: likewise.
         functions: those of torch that do it, by name.
         kinds: module classes that do it, by a part of their names.
+        code: two lines that make it exact; empty where it is no matter of two lines.
     """
 
     what: str
     fix: str
     functions: frozenset[str] = frozenset()
     kinds: tuple[str, ...] = ()
+    code: str = ""
+
+    def two_lines(self, event: Event) -> str:
+        """Return the two lines of code for a call, empty for none."""
+        if self.code != _OF_FUNCTION:
+            return self.code
+        result, first = event.outputs[0], next(iter(event.inputs), None)
+        scalar = result.dim is None and result.values.numel() == 1
+        return of_function(event.key.function, scalar=scalar, flat=first is not None and first.dim == 0)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -37,19 +51,23 @@ _POSITIONS = Cause(
 _LABELS = Cause(
     what="labels shifted inside the model or the step",
     fix="use the batch's shift_labels, shifted whole, with all positions",
+    code=LABELS,
 )
 _SHIFT = Cause(
     what="a shift along the sequence, whose tokens come from another rank's part",
     fix="shift in the collate function, or attend instead",
     functions=_names("roll pad cat concat stack hstack vstack diff narrow __getitem__ split chunk unfold"),
+    code=_OF_FUNCTION,
 )
 _ONE_TOKEN = Cause(
     what="one token of the sequence taken by its index (the first, or the last), which is another on each rank",
     fix="use lightning_sp.reductions (last_token, at_positions)",
+    code=ONE_TOKEN,
 )
 _LENGTH = Cause(
     what="a number made of the length of the input, which is a part's",
     fix="take the length from the batch, not from a tensor's shape",
+    code=LENGTH,
 )
 _MASK = Cause(
     what="an attention whose mask is not the sequence's (dropped, of another form, or of documents that were not declared)",
@@ -63,10 +81,12 @@ _LOSS = Cause(
     functions=_names(
         "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits huber_loss"
     ),
+    code=_OF_FUNCTION,
 )
 _ROWS = Cause(
     what="a loss divided by the batch's rows, where data-parallel groups hold other rows",
     fix="one mean over all tokens, or lightning_sp.reductions.batch_mean",
+    code=ROWS,
 )
 _MIXING = Cause(what="a part that mixes tokens along the sequence", fix="let attention alone do so")
 
@@ -94,6 +114,7 @@ CATALOGUE: tuple[Cause, ...] = (
         what="a normalisation over the sequence",
         fix="normalise over the features of each token",
         functions=_names("layer_norm group_norm rms_norm normalize norm vector_norm linalg_vector_norm linalg_norm var std var_mean std_mean"),
+        code=_OF_FUNCTION,
     ),
     Cause(
         what="pooling over this rank's tokens alone",
@@ -102,6 +123,7 @@ CATALOGUE: tuple[Cause, ...] = (
             "avg_pool1d avg_pool2d max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d interpolate"
         ),
         kinds=("Pool",),
+        code=_OF_FUNCTION,
     ),
     _MASK,
     Cause(
@@ -113,6 +135,7 @@ CATALOGUE: tuple[Cause, ...] = (
         what="a cumulative sum along the sequence",
         fix="compute it in the collate function, from the whole sequence",
         functions=_names("cumsum cumprod cummax cummin logcumsumexp"),
+        code=_OF_FUNCTION,
     ),
     Cause(
         what="router statistics, a count of this rank's tokens",
@@ -129,16 +152,19 @@ CATALOGUE: tuple[Cause, ...] = (
         what="a mean, sum or maximum over the sequence",
         fix="use lightning_sp.reductions (sequence_mean, sequence_sum, sequence_max)",
         functions=_names("mean sum nanmean nansum amax amin max min logsumexp prod all any count_nonzero __sum__ aminmax"),
+        code=_OF_FUNCTION,
     ),
     Cause(
         what="a Fourier transform along the sequence",
         fix="let attention alone mix tokens",
         functions=_names("fft_fft fft_rfft fft_ifft fft_irfft fft_fft2 fft_fftn stft"),
+        code=_OF_FUNCTION,
     ),
     Cause(
         what="a turn of the sequence",
         fix="turn it in the collate function",
         functions=_names("flip fliplr flipud rot90"),
+        code=_OF_FUNCTION,
     ),
     Cause(
         what="a tower's tokens placed into this rank's part in their order, and not by global position",

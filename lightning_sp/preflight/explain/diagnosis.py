@@ -6,7 +6,7 @@ shards   embed -> norm -> CONV -> ... -> loss       equal before it, another aft
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -75,16 +75,18 @@ _NEUTRAL = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A cause, where it is, and whether the losses agree once its call is handed the whole's result."""
+    """A cause, where it is, the two lines that make it exact, and whether the losses agree once its call is handed the whole's result."""
 
     cause: Cause
     where: str
+    code: str
     settles: bool
 
     def describe(self) -> str:
         """Return one line."""
         proof = "handed the whole's result there, the losses agree" if self.settles else "and not that alone"
-        return f"{self.cause.what}: {self.where} ({proof}). Fix: {self.cause.fix}"
+        code = f". Two lines make it exact: {self.code}" if self.code else ""
+        return f"{self.cause.what}: {self.where} ({proof}). Fix: {self.cause.fix}{code}"
 
 
 def find_causes(trial: Trial, tolerance: float) -> list[Finding]:
@@ -102,7 +104,7 @@ def find_causes(trial: Trial, tolerance: float) -> list[Finding]:
         sharded_loss = trial.traced_sharded(local)
         settled = loss is not None and sharded_loss is not None and _close(loss, sharded_loss, tolerance)
         if findings:
-            findings[-1] = Finding(cause=findings[-1].cause, where=findings[-1].where, settles=settled)
+            findings[-1] = replace(findings[-1], settles=settled)
         if settled and findings:
             break
         key = _first_difference(trial, whole, local, tolerance)
@@ -111,7 +113,7 @@ def find_causes(trial: Trial, tolerance: float) -> list[Finding]:
         named = _named(whole, key)
         event = whole.events[named]
         cause = cause_of(event, local.events.get(named, event), (whole.rows, local.rows), _reads_a_table)
-        findings.append(Finding(cause=cause, where=_where(event), settles=False))
+        findings.append(Finding(cause=cause, where=_where(event), code=cause.two_lines(event), settles=False))
         # What makes room for a neighbour, or is one of several products, is replaced as a whole: by its module's result.
         own = Key(key.module, "", 0)
         captured[own if event.key.function in _IN_PARTS and own in whole.events else key] = None

@@ -156,11 +156,15 @@ def judge_buffers(found: Mapping[str, Difference], crop: str, tolerance: float) 
     )
 
 
+def listed(findings: Sequence[Finding]) -> str:
+    """Return what was found, numbered."""
+    return "; ".join(f"({index}) {each.describe()}" for index, each in enumerate(findings, 1))
+
+
 def _causes(module: nn.Module, findings: Sequence[Finding], losses_agree: bool) -> str:
     """Return what was found on the crop, else what is known to break a sequence that is split."""
     if findings:
-        listed = "; ".join(f"({index}) {each.describe()}" for index, each in enumerate(findings, 1))
-        return f"Found on the crop: {listed}"
+        return f"Found on the crop: {listed(findings)}"
     if losses_agree:
         return (
             "The losses agree, and no call of the forward differs: (1) a gradient that is changed on its way (a hook, a function with a "

@@ -1,6 +1,6 @@
 """Communication between ranks: every collective, each with an explicit group. What CPU ranks alone use is in `comm.cpu`."""
 
-from lightning_sp.comm.agreement import Spread, agree, all_equal, check_same_batch
+from lightning_sp.comm.agreement import Spread, agree, all_equal, are_alike, check_same_batch
 from lightning_sp.comm.collectives import (
     barrier,
     broadcast,
@@ -39,6 +39,7 @@ __all__ = [
     "Transfer",
     "agree",
     "all_equal",
+    "are_alike",
     "barrier",
     "broadcast",
     "broadcast_object",

@@ -96,6 +96,8 @@ class SequenceContext:
         self.whole_step: Step | None = None
         # Whether sums of cross entropies are over all data-parallel groups; None where no trial of a step with reductions has told.
         self.sums_over_groups: bool | None = None
+        # Whether the attention of a first step has been looked at.
+        self.attention_told = False
         # Of the attention calls of the step before: the next batch is balanced for them.
         self.last_attention_patterns: tuple[AttentionPattern, ...] = ()
         # What gives a model back its own attention while a reference runs.

@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.layout import pad
@@ -147,12 +146,12 @@ def _check_kind(
         )
     if scope.size == 1 and scope.data_group is not None:
         # Of whole sequences what a group chose by values is its own. What is alike in all groups may be of all their rows.
-        alike = _is_alike(x, scope.data_group)
+        alike = comm.are_alike(x, scope.data_group)
         if error and x.is_cuda:
             torch._assert_async(~alike, error)
         error = error if error and not x.is_cuda and bool(alike) else None
     if of is None and scope.size > 1 and x.is_floating_point():
-        alike = _is_alike(x, scope.sequence_group)
+        alike = comm.are_alike(x, scope.sequence_group)
         counts = kind == "tokens" and (function == "batch_sum" or _real_tokens(x, scope) is not None)
         told = (
             f"{function} of a tensor {tuple(x.shape)}: it has as many entries as this rank has tokens, and the same numbers on all "
@@ -165,15 +164,3 @@ def _check_kind(
             error = told
     # A size is known without asking: on a device the ranks do not wait for each other to say it together.
     refuse_together(error, None if x.is_cuda else scope)
-
-
-def _is_alike(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return whether a tensor is the same on all ranks of a group, to the bit, and no mask, count or constant: those say nothing.
-
-    Communicates: one all_reduce of 16 bytes.
-    """
-    values = x.detach().double().reshape(-1)
-    number = (values.view(torch.int64) * (2 * torch.arange(len(values), device=x.device) + 1) * 0x9E3779B97F4A7C1).sum()
-    highest, lowest = comm.largest(torch.stack([number, -number]), group).unbind()
-    speaks = (values != values.round()).any() & (values != values[:1]).any()
-    return (highest == -lowest) & speaks

@@ -8,10 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_sp import comm
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.spec.score_mod import ScoreMod
 from lightning_sp.context.masks import AttentionPattern
 from lightning_sp.context.step import SequenceContext
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.dropout import attention_dropout
 
 
@@ -39,6 +41,8 @@ def attend(
     if not torch.compiler.is_compiling():
         step.num_attention_calls += 1
         step.attention_patterns.append(AttentionPattern.of(mask))
+        if not (context.attention_told or context.unsharded.known):
+            _check_own_tokens(context, query, key)
     run = partial(
         sequence_parallel_attention,
         query,
@@ -55,6 +59,27 @@ def attend(
         **context.options.keywords(),
     )
     return _with_dropout(run, context, dropout_p) if dropout_p else run()
+
+
+def _check_own_tokens(context: SequenceContext, query: Tensor, key: Tensor) -> None:
+    """Refuse attention from or to what is the same on all ranks of a sequence, and so holds no tokens of it. In a first step without preflight.
+
+    Communicates: two all_reduces of 16 bytes over the ranks of the sequence.
+
+    Raises:
+        SequenceParallelError: on all of these ranks.
+    """
+    size, group = context.mesh.layout.size, context.mesh.sequence_group
+    if size == 1:
+        return
+    alike = " and ".join(name for name, x in (("queries", query), ("keys", key)) if bool(comm.are_alike(x, group)))
+    if alike:
+        raise SequenceParallelError(
+            f"attention of {query.shape[2]} queries over {key.shape[2]} keys: the {alike} are the same numbers on all {size} ranks that "
+            "share a sequence, so they are no tokens of it but an array of the model's own (latents, learned queries or keys), of as many "
+            f"as this rank has of the sequence, {context.local_length}. Without the preflight they would be taken for its tokens; "
+            "preflight=True tries two lengths, which tell the two apart"
+        )
 
 
 def _draw(run: Callable[..., Tensor], context: SequenceContext, probability: float) -> Tensor:

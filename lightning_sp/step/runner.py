@@ -242,7 +242,7 @@ class StepRunner:
         if step.batch.is_whole or (self._attention_reached and not self._counts_later_steps):
             return
         self.context.last_attention_patterns = tuple(step.attention_patterns)
-        self._attention_reached = step.num_attention_calls > 0
+        self._attention_reached = self.context.attention_told = step.num_attention_calls > 0
         if not self._attention_reached and self.context.mesh.layout.size > 1:
             raise SequenceParallelError(
                 "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "

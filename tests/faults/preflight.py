@@ -9,6 +9,13 @@ STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped"
 
 PREFLIGHT = (
     fault(
+        "a learned array that is taken for the sequence's tokens",
+        "rewrite/attention_call.py",
+        "    if alike:\n",
+        "    if False:\n",
+        "tests/preflight/test_other_tokens.py::test_learned_arrays_are_refused_without_the_preflight",
+    ),
+    fault(
         "numbers that training_step logs, not looked at",
         "preflight/training_numbers.py",
         "    if not any(comm.gather_objects(others, trial.control_group)):\n",

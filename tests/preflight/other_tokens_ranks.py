@@ -46,17 +46,21 @@ class Tower(nn.Module):
 class Reader(nn.Module):
     """A decoder that sees an image in a way of choice."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, latents: int = 8) -> None:
         super().__init__()
         self.way = way
         self.embedding, self.positions, self.head = nn.Embedding(VOCAB, 16), nn.Embedding(128, 16), nn.Linear(16, VOCAB)
         self.tower, self.attention, self.cross = Tower(), Attention(), Attention()
         if way == "dropout":
             self.tower.layers[0].dropout = 0.5
-        self.latents = nn.Parameter(torch.randn(8, 16))
+        self.latents = nn.Parameter(torch.randn(latents, 16))
 
-    def forward(self, ids: Tensor, positions: Tensor, pixels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, pixels: Tensor | None) -> Tensor:
         x = self.embedding(ids) + self.positions(positions)
+        if pixels is None:
+            latents = self.latents.expand(len(x), -1, -1)
+            pair = {"learned queries": (latents, x), "learned keys": (x, latents), "learned both": (latents, latents)}
+            return self.head(x + self.attention(x, x, True) + self.cross(*pair[self.way]).mean(1, keepdim=True))
         image = self.tower(pixels)
         x = x + self.attention(x, x, True)
         if self.way in ("mean", "dropout"):
@@ -71,13 +75,13 @@ class Reader(nn.Module):
 
 
 class Model(Plain):
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, latents: int = 8) -> None:
         super().__init__(None)
         torch.manual_seed(3)
-        self.model = Reader(way)
+        self.model = Reader(way, latents)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.model(batch["input_ids"], batch["position_ids"], batch["pixels"])
+        logits = self.model(batch["input_ids"], batch["position_ids"], batch.get("pixels"))
         loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
         self.losses.append(float(loss.detach()))
         return loss
@@ -104,10 +108,13 @@ def sharded(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sharded(way: str, patches: int, length: int, strategy: Any = None) -> dict[str, Any]:
-    module = Model(way)
+    learned = way.startswith("learned")
+    module, rows = Model(way, patches if learned else 8), rows_of(patches, length)
+    if learned:
+        rows = [{name: each for name, each in row.items() if name != "pixels"} for row in rows]
     try:
         trainer = quiet_trainer(2, strategy=strategy or {}, max_steps=1)
-        trainer.fit(module, DataLoader(rows_of(patches, length), batch_size=2))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
         error = ""
     except SequenceParallelError as refusal:
         error = str(refusal)

@@ -48,6 +48,21 @@ def test_what_cannot_be_told_apart_is_refused_on_all_ranks(pools):
     assert "whose batch also holds pixels (2, 48, 16): without the preflight nothing tells" in found[0][-1]["error"]
 
 
+LEARNED = {"learned queries": "queries", "learned keys": "keys", "learned both": "queries and keys"}
+
+
+@pytest.mark.parametrize("layout", [{"ulysses_size": 2}, {"ring_size": 2}])
+def test_learned_arrays_are_refused_without_the_preflight(pools, layout):
+    off = {"strategy": {**layout, "preflight": False}, "length": 96}
+    cases = [{**off, "way": way, "patches": 48} for way in LEARNED]
+    for answers in pools(2).run(ranks.sharded, cases):
+        for which, answer in zip(LEARNED.values(), answers, strict=True):
+            assert (
+                f"attention of 48 queries over 48 keys: the {which} are the same numbers on all 2 ranks"
+                in answer["error"]
+            )
+
+
 def test_dropout_of_what_runs_whole_is_off_in_the_preflight(pools):
     for (answer,) in pools(2).run(ranks.sharded, [dict(way="dropout", patches=9, length=96, strategy=RING)]):
         assert not answer["error"], answer["error"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.layout import SequenceLayout
@@ -24,20 +23,21 @@ from lightning_sp.preflight.explain.verdict import relative_differences, toleran
 from lightning_sp.preflight.trial import Outcome, Trial
 
 
-def averages_groups(trial: Trial, sharded: Outcome) -> bool:
-    """Return whether a loss may be a mean over data-parallel groups: there are some, and it is not one number of all of them.
+def averages_groups(trial: Trial, whole: Outcome, sharded: Outcome) -> bool:
+    """Return whether a loss may be a mean over data-parallel groups: there are some, and no number of all of them was divided by one's rows.
 
-    Such a number that is not one device's was divided by something of one group's rows. Of whole sequences every loss is DDP's. Every rank
-    must call it.
+    Such a loss is one device's times the number of groups. Of whole sequences every loss is DDP's. Every rank must call it.
 
-    Communicates: one all_reduce of 16 bytes.
+    Communicates: one all_reduce of a number.
     """
     mesh = trial.context.mesh
-    if mesh.data_parallel_size == 1 or sharded.loss is None or mesh.layout.size == 1:
-        return mesh.data_parallel_size > 1
+    groups = mesh.data_parallel_size
+    if groups == 1 or mesh.layout.size == 1 or sharded.loss is None or whole.loss is None:
+        return groups > 1
     if sharded.num_sums and sharded.num_over_groups:
         return False
-    return not (sharded.num_over_groups and comm.all_equal(sharded.loss.detach().double().reshape(1), comm.world()))
+    times = float(averaged(sharded.loss)) / (float(whole.loss.detach()) or 1.0)
+    return not (sharded.num_over_groups and abs(times - groups) <= groups * tolerance_of(whole.dtypes))
 
 
 def with_sums_settled(trial: Trial, whole: Outcome, sharded: Outcome) -> Outcome:

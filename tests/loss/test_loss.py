@@ -15,6 +15,11 @@ from lightning_sp.testing import max_error
 from tests.loss import loss_ranks as ranks
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
+LINEAR = [
+    dict(kind="linear", masks="uneven", strategy=RING, size=4, preflight=True),
+    dict(kind="linear_chunks", masks="uneven", strategy=RING, size=4, preflight=True),
+    dict(kind="linear_chunks", masks="uneven", strategy=ULYSSES, size=4, preflight=True),
+]
 # Each step has masks of its own: two steps; of windows of three or two micro-batches the last one is shorter.
 CASES = [
     dict(kind="plain", masks="uneven", strategy=RING, preflight=True, size=4),
@@ -52,7 +57,7 @@ CASES = [
     dict(kind="whole", masks="uneven", strategy=RING, accumulate=2, size=6),
     dict(kind="shifted_whole", masks="uneven", strategy=RING, size=4),
     dict(kind="later_tokens", masks="uneven", strategy=RING, preflight=True, size=4),
-    *([dict(kind="linear", masks="uneven", strategy=RING, size=4, preflight=True)] if hasattr(F, "linear_cross_entropy") else []),
+    *(LINEAR if hasattr(F, "linear_cross_entropy") else []),
     dict(kind="of_group_plainly", masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True),
     dict(kind="two_alike", masks="uneven", strategy=RING, accumulate=3, size=8),
 ]  # fmt: skip

@@ -35,6 +35,7 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "attention_mask": (1, 1),
     "token_type_ids": (1, 0),
     "loss_mask": (1, 0),
+    "completion_mask": (1, 0),
     "target_mask": (1, 0),
     "loss_weights": (1, 0.0),
     "seq_idx": (1, 0),

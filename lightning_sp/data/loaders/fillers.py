@@ -18,7 +18,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 
 TARGETS = ("shift_labels", "labels", "targets")
-LOSS_MASKS = ("loss_mask", "target_mask", "loss_weights")
+LOSS_MASKS = ("loss_mask", "completion_mask", "target_mask", "loss_weights")
 
 
 class MarkedSample(NamedTuple):

@@ -5,6 +5,7 @@ from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     RootUnit,
+    cast_as_in_forward,
     check_layout,
     check_unsharded,
     gathered,
@@ -38,6 +39,7 @@ __all__ = [
     "ParameterLayout",
     "RootUnit",
     "broadcast_initial_weights",
+    "cast_as_in_forward",
     "check_hooks",
     "check_layout",
     "check_optimized",

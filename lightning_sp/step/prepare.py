@@ -26,6 +26,7 @@ from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, 
 from lightning_sp.parallelize import (
     ParameterLayout,
     broadcast_initial_weights,
+    cast_as_in_forward,
     check_layout,
     check_parameters,
     check_unsharded,
@@ -170,6 +171,7 @@ def lay_out_model(
             f"sequence_parallel: each of {world} ranks holds the whole model ({num_bytes / 2**20:.1f} MiB) until it is sharded, for it is built "
             "in __init__ or setup, or read by from_pretrained; what configure_model builds is held whole by rank 0 alone"
         )
+    cast_as_in_forward(module)
     source = whole_state(module) if rank == 0 else {}
     blocks = transformer_blocks(module)
     if config.activation_checkpointing:

@@ -1,6 +1,7 @@
 """FSDP2 over every rank, and what it is given so that any model's step may run on it: its units, gradients, outputs and collectives."""
 
 from lightning_sp.parallelize.fsdp.optional_units import gathered, optional_units
+from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.shard_model import (
     ParameterLayout,
@@ -20,6 +21,7 @@ from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 __all__ = [
     "ParameterLayout",
     "RootUnit",
+    "cast_as_in_forward",
     "check_layout",
     "check_unsharded",
     "gathered",

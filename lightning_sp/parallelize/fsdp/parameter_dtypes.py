@@ -1,12 +1,19 @@
-"""A module that changes the dtype of its own parameters in its forward is refused: FSDP2 would go on with the values from before.
+"""Modules that change the dtype of their own layers in their forward, as some routers of experts do.
 
-Such a module calls `self.classifier.to(torch.float32)` each time, as some routers of experts do. On one device the parameter is float32 from
-then on. FSDP2 gathers into memory that the parameter no longer uses.
+    self.classifier = self.classifier.to(self.dtype)
+
+On one device the layer is float32 from its first forward on, in a float64 or bfloat16 model. FSDP2 gathers into memory that the parameter no
+longer uses. So a layer that its module's source casts in this way has that dtype before it is sharded, in a unit of its own, for a unit has one
+dtype: the cast then does nothing. Any other change of a dtype is refused.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +21,53 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.errors import SequenceParallelError
+
+
+def layers_cast_in_forward(root: nn.Module) -> list[tuple[nn.Module, torch.dtype]]:
+    """Return the layers that their module casts to its own `dtype` in its forward, where they have another or had it before; with that dtype."""
+    found = []
+    for module in root.modules():
+        dtype = vars(module).get("dtype")
+        if isinstance(dtype, torch.dtype):
+            layers = [module._modules.get(name) for name in _cast_to_own_dtype(type(module))]
+            found += [(layer, dtype) for layer in layers if layer is not None and any(True for _ in layer.parameters())]
+    return found
+
+
+def cast_as_in_forward(root: nn.Module) -> None:
+    """Give such layers the dtype that one device has after its first forward."""
+    for layer, dtype in layers_cast_in_forward(root):
+        layer.to(dtype)
+
+
+def units_of_own_dtype(root: nn.Module) -> list[nn.Module]:
+    """Return those of them whose dtype is not the only one of the model: each needs a unit of its own."""
+    dtypes = {parameter.dtype for parameter in root.parameters() if parameter.is_floating_point()}
+    return [layer for layer, _ in layers_cast_in_forward(root)] if len(dtypes) > 1 else []
+
+
+@cache
+def _cast_to_own_dtype(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names x of `self.x = self.x.to(self.dtype)` in the methods of a class, read from its source."""
+    names: dict[str, None] = {}
+    for each in kind.__mro__:
+        if each is nn.Module:
+            break
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        except (OSError, TypeError, SyntaxError, IndexError):
+            continue
+        methods = [part for part in ast.iter_child_nodes(tree) if isinstance(part, ast.FunctionDef)]
+        names |= dict.fromkeys(name for method in methods if method.name != "__init__" for name in _names_cast(method))
+    return tuple(names)
+
+
+def _names_cast(method: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Attribute):
+            name = node.targets[0].attr
+            if ast.unparse(node) == f"self.{name} = self.{name}.to(self.dtype)":
+                yield name
 
 
 def refuse_changed_dtypes(root: nn.Module) -> None:

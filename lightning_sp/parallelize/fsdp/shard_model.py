@@ -28,7 +28,7 @@ from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collect
 from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
-from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes
+from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
 from lightning_sp.parallelize.quantized_weights import quantized_parameters
@@ -108,7 +108,7 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
     units = [
         unit
-        for unit in (*blocks, *models)
+        for unit in (*units_of_own_dtype(root), *blocks, *models)
         if any(True for _ in unit.parameters()) and not shares_parameters(root, unit)
     ]
     whole = set(quantized_parameters(root).values())

@@ -1,12 +1,15 @@
-"""A module that casts its own parameters in its forward is refused by name, on the first forward and on every rank."""
+"""A layer that its module casts in its forward is cast before it is sharded; where the source does not say so it is refused by name."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes
+from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward, refuse_changed_dtypes
+from lightning_sp.parallelize.fsdp.shard_model import shard_model
+from lightning_sp.testing import max_error
 
 
 class Router(nn.Module):
@@ -45,3 +48,39 @@ def test_a_parameter_that_its_module_casts_is_refused(pools):
 
 def test_one_of_the_same_dtype_is_not(pools):
     assert pools(2).run(forward, torch.float64) == ["", ""]
+
+
+class Assigning(Router):
+    """As Switch Transformers writes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        return self.classifier(x.to(self.dtype)).softmax(-1).to(x.dtype)
+
+
+def three_steps(dtype: torch.dtype, sharded: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Assigning(torch.float32), nn.Linear(2, 1)).to(dtype)
+    if sharded:
+        cast_as_in_forward(model)
+        shard_model(model, [], init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.linspace(-1, 1 + step, 12, dtype=dtype).view(3, 4)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = {f"{n} of AdamW": optimizer.state[p]["exp_avg_sq"] for n, p in model.named_parameters()}
+    found = {**dict(model.named_parameters()), **states}
+    return {name: (t.full_tensor() if sharded else t).detach() for name, t in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_layer_that_is_cast_by_assignment_trains_as_on_one_device(pools, dtype):
+    expected = three_steps(dtype, False)
+    assert expected["1.classifier.weight"].dtype == torch.float32
+    assert expected["0.weight"].dtype == dtype
+    for found in pools(2).run(three_steps, dtype, True):
+        for name, each in expected.items():
+            assert found[name].dtype == each.dtype, name
+            assert max_error(found[name], each) < (1e-12 if dtype == torch.float64 else 1e-2), name

@@ -152,6 +152,8 @@ EXPLICIT = (
     "whole", "whole documents", "whole inverted", "alibi", "learned", "learned full", "learned of keys", "keys", "batch", "shard",
     "own queries", "other", "integers", "padding", "expanded padding", "lowest", "heads", "by position", "causal padding",
 )  # fmt: skip
+# transformers' own, of a model that is to be ours.
+IMPLEMENTATIONS = ("sdpa", "flex_attention")
 BUILDS: dict[str, Any] = {
     "gpt": tiny_gpt,
     "llama": partial(hf, "llama", **TWO_LAYERS),
@@ -179,6 +181,8 @@ BUILDS: dict[str, Any] = {
     # preflight says so.
     "gemma2 softcap": partial(hf, "gemma2", **GEMMA2, attn_logit_softcapping=0.01, attn_implementation="eager"),
     "gpt neo": partial(hf, "gpt_neo", hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["global"], 1]], max_position_embeddings=128),
+    **{f"llama by {how}": partial(hf, "llama", **TWO_LAYERS, attn_implementation=how) for how in IMPLEMENTATIONS},
+    **{f"gemma3 by {how}": partial(hf, "gemma3_text", **GEMMA3, attn_implementation=how) for how in IMPLEMENTATIONS},
     "encoder": partial(TorchEncoder, True),
     "full encoder": partial(TorchEncoder, False),
     "multihead": TorchAttention,

@@ -252,6 +252,24 @@ def test_the_cases_above_notice_the_faults_of_others(pools, expected):
         assert worst > 1e3 * EXACT[i][1], (fault, worst)
 
 
+@pytest.mark.parametrize(("build", "tolerance"), [("llama", 1e-10), ("gemma3", 1e-6)])
+def test_whatever_attention_a_model_was_built_with(pools, build, tolerance):
+    """On one device each is the same attention; of FlexAttention the CPU has no backward, so the default's gradients are the reference."""
+    one = ranks.one_process(build, data=PADDED)
+    layouts = ({"ulysses_size": 2}, {"ring_size": 2})
+    cases = [
+        dict(build=f"{build} by {how}", data=PADDED, strategy={**layout, "preflight": True})
+        for how in ranks.IMPLEMENTATIONS
+        for layout in layouts
+    ]
+    for case, answer in zip(cases, pools(2).run(ranks.sharded, cases)[0], strict=True):
+        assert not answer["error"], (case, answer["error"])
+        names = sorted(one["grads"])
+        assert_sharded_equals_unsharded(
+            [answer["grads"][n] for n in names], [one["grads"][n] for n in names], names, tolerance
+        )
+
+
 @pytest.mark.parametrize(
     ("fault", "case"),
     [

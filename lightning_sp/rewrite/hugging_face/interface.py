@@ -114,10 +114,17 @@ def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) 
 @contextmanager
 def _own_attention(model: Any, name: str, previous: str) -> Iterator[None]:
     model.set_attn_implementation(previous)
+    flex: Any = getattr(sys.modules.get("transformers.integrations.flex_attention"), "WrappedFlexAttention", None)
+    # Its one instance keeps the function that it was first called with: another strategy's, or torch's own, which has no backward on the CPU.
+    before = getattr(flex, "_instance", None)
+    if before is not None:
+        flex._instance = None
     try:
         yield
     finally:
         model.set_attn_implementation(name)
+        if flex is not None:
+            flex._instance = before
 
 
 def _register(name: str, context: SequenceContext, previous: str, undo: ExitStack) -> None:

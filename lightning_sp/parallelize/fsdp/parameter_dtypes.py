@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -47,7 +47,7 @@ def units_of_own_dtype(root: nn.Module) -> list[nn.Module]:
 
 
 @cache
-def _cast_to_own_dtype(kind: type[nn.Module]) -> tuple[str, ...]:
+def _cast_to_own_dtype(kind: Callable[..., nn.Module]) -> tuple[str, ...]:
     """Return the names x of `self.x = self.x.to(self.dtype)` in the methods of a class, read from its source."""
     names: dict[str, None] = {}
     for each in kind.__mro__:

@@ -107,6 +107,8 @@ class StrategyConfig(AttentionOptions):
         balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
             that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
         save_distributed_checkpoint: Write each checkpoint as a DCP directory; False: as one consolidated file, by rank 0.
+        exclude_frozen_parameters: Leave frozen parameters that building the model gives again, the base of a LoRA, out of checkpoints. Each is
+            known by a digest; one that was ever changed is saved, and a load into another base is refused.
         timeout_s: Time limit of every collective, in seconds.
     """
 
@@ -125,6 +127,7 @@ class StrategyConfig(AttentionOptions):
     packed_documents: bool | None = None
     balance: str = "auto"
     save_distributed_checkpoint: bool = True
+    exclude_frozen_parameters: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

@@ -88,6 +88,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         packed_documents: bool | None = None,
         balance: str = "auto",
         save_distributed_checkpoint: bool = True,
+        exclude_frozen_parameters: bool = False,
         timeout_s: float = 300.0,
         process_group_backend: str | None = None,
         **unknown: Any,
@@ -98,6 +99,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_s),
             checkpoints_as_folders=self.config.save_distributed_checkpoint,
+            exclude_frozen_parameters=self.config.exclude_frozen_parameters,
         )
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None

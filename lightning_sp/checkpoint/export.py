@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from lightning_sp.checkpoint.folder import MANIFEST, META, damage, local_path, partial_path, read_manifest
+from lightning_sp.checkpoint.frozen import refuse_part_of_model
 from lightning_sp.checkpoint.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
 
@@ -32,11 +33,14 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
         The path written. Tied weights are there under each of their names, each with its own memory.
 
     Raises:
-        SequenceParallelError: the checkpoint is missing, half-written or damaged; nothing has that prefix; `out` has another suffix.
+        SequenceParallelError: the checkpoint is missing, half-written or damaged; nothing has that prefix, or its base was left out;
+            `out` has another suffix.
     """
     source, target = local_path(path), local_path(out)
     if target.suffix not in FORMATS:
         raise SequenceParallelError(f"export to {target.name!r}: must end in one of {', '.join(FORMATS)}")
+    if source.exists():
+        refuse_part_of_model(source, read_file(source) if source.is_file() else read_folder(source)[0], prefix)
     state = read_model(source, prefix)
     if dtype is not None:
         state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}

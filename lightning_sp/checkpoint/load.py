@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_sp import comm
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
 from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, read_manifest
+from lightning_sp.checkpoint.frozen import excluded_shapes, include_frozen
 from lightning_sp.checkpoint.plain import STORED_AS, is_stored_elsewhere
 from lightning_sp.checkpoint.read import read_by, read_file, read_folder
 from lightning_sp.checkpoint.state import model_state
@@ -55,7 +56,7 @@ def load_checkpoint(
         Lightning's checkpoint: sharded tensors in ``state_dict`` and ``optimizer_states``; whole ones when read from a file.
 
     Raises:
-        SequenceParallelError: missing, half-written, damaged, of another model, or of other optimizers.
+        SequenceParallelError: missing, half-written, damaged, of another model or base, or of other optimizers.
     """
     error, checkpoint, metadata = None, {}, None
     try:
@@ -67,16 +68,17 @@ def load_checkpoint(
             checkpoint, metadata = read_folder(path, weights_only)
             shapes = stored_shapes(metadata)
         own = {name: tuple(t.shape) for name, t in model_state(module).items() if isinstance(t, Tensor)}
-        check_model(path, shapes, own, strict=strict)
+        check_model(path, {**shapes, **excluded_shapes(checkpoint)}, own, strict=strict)
         if optimizers is not None:
             check_optimizers(path, checkpoint, len(optimizers))
     except SequenceParallelError as refusal:
         error = str(refusal)
     comm.agree(error, group)
-    if metadata is None:
-        return checkpoint
-    _check_files(path, group)
-    return _read_tensors(path, checkpoint, metadata, module, optimizers, group)
+    if metadata is not None:
+        _check_files(path, group)
+        checkpoint = _read_tensors(path, checkpoint, metadata, module, optimizers, group)
+    include_frozen(path, checkpoint, module, group)
+    return checkpoint
 
 
 def _check_files(path: Path, group: ProcessGroup | None) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sp import comm
+from lightning_sp.checkpoint import note_built
 from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -187,13 +188,19 @@ def lay_out_model(
     broadcast_initial_weights(module, source, tied_parameters(module), device)
     module.to(device)
     make_fsdp_root(module)
+    if config.exclude_frozen_parameters:
+        note_built(module, group)
     refuse_live_saves(module)
     remember_layout(module, layout)
     _use_group(module, group)
+    _say_layout(config, mesh, world, len(blocks))
+
+
+def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_blocks: int) -> None:
     shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
-        f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over {shard_size}, "
-        f"{len(blocks)} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
+        f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over "
+        f"{resolve_shard_size(config, world)}, {num_blocks} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
         f"{', ring through shared memory' if shared else ''}"
     )
 

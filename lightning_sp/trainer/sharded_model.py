@@ -23,6 +23,8 @@ from typing_extensions import override
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import (
+    exclude_frozen,
+    is_built_noted,
     load_checkpoint,
     load_model_state,
     load_optimizer_state,
@@ -48,10 +50,16 @@ class ShardedModelStrategy(ProcessStrategy):
     """A LightningModule sharded over a mesh that has an axis ``data_parallel``. Lightning asks a strategy for these hooks."""
 
     def __init__(
-        self, *, process_group_backend: str | None, timeout: timedelta, checkpoints_as_folders: bool = True
+        self,
+        *,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        checkpoints_as_folders: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._checkpoints_as_folders = checkpoints_as_folders
+        self._excludes_frozen = exclude_frozen_parameters
         self._log_once = LogOnce()
         self._averages = WeightAverages()
         self._device_mesh: DeviceMesh | None = None
@@ -200,6 +208,8 @@ class ShardedModelStrategy(ProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         io, group = given_checkpoint_io(self), self._groups.world
+        if self._excludes_frozen:
+            self._exclude_frozen(checkpoint)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()
         write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
         as_folder = self._checkpoints_as_folders
@@ -207,6 +217,16 @@ class ShardedModelStrategy(ProcessStrategy):
             self._log_once(
                 f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
             )
+
+    def _exclude_frozen(self, checkpoint: dict[str, Any]) -> None:
+        if is_built_noted(self._module):
+            exclude_frozen(checkpoint, self._module, self._groups.world)
+            return
+        self._log_once(
+            "exclude_frozen_parameters=True leaves nothing out: an earlier Trainer of this process sharded the module without it, so what was "
+            "built is not known; give it to the first Trainer too",
+            topic="frozen",
+        )
 
     @override
     def load_checkpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import fault
 
 COMPILED = "tests/trainer/compile/test_user_compile.py"
+FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
 OPTIONS = "tests/trainer/test_lightning_options.py"
 
@@ -199,6 +200,27 @@ USERS = (
         "    check_same_quantized(module)\n",
         "",
         "tests/trainer/pretrained/test_peft.py::test_quantized_weights_that_differ_between_ranks_are_refused",
+    ),
+    fault(
+        "a frozen parameter that was trained before, left out of a checkpoint",
+        "checkpoint/frozen.py",
+        '        if expected is not None and digests[f"{entry} {name}"] == expected:\n',
+        "        if expected is not None:\n",
+        f"{FROZEN}::test_what_was_trained_is_saved_although_it_is_frozen[trained in an earlier fit]",
+    ),
+    fault(
+        "another base in the place of what a checkpoint leaves out",
+        "checkpoint/frozen.py",
+        'if digests.get((entry, name)) != of["digest"]]',
+        "if (entry, name) not in own]",
+        f"{FROZEN}::test_another_base_is_refused_on_all_ranks",
+    ),
+    fault(
+        "a base that an average is written to before it is loaded",
+        "checkpoint/frozen.py",
+        'copy=entry != "state_dict")',
+        "copy=False)",
+        f"{FROZEN}::test_an_average_is_resumed_from_adapters_alone[file]",
     ),
     fault(
         "a nan that is said after the update",

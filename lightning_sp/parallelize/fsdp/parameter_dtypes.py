@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -28,8 +28,9 @@ def layers_cast_in_forward(root: nn.Module) -> list[tuple[nn.Module, torch.dtype
     found = []
     for module in root.modules():
         dtype = vars(module).get("dtype")
+        kind: Any = type(module)
         if isinstance(dtype, torch.dtype):
-            layers = [module._modules.get(name) for name in _cast_to_own_dtype(type(module))]
+            layers = [module._modules.get(name) for name in _cast_to_own_dtype(kind)]
             found += [(layer, dtype) for layer in layers if layer is not None and any(True for _ in layer.parameters())]
     return found
 
@@ -47,7 +48,7 @@ def units_of_own_dtype(root: nn.Module) -> list[nn.Module]:
 
 
 @cache
-def _cast_to_own_dtype(kind: Callable[..., nn.Module]) -> tuple[str, ...]:
+def _cast_to_own_dtype(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names x of `self.x = self.x.to(self.dtype)` in the methods of a class, read from its source."""
     names: dict[str, None] = {}
     for each in kind.__mro__:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_sp import export_checkpoint
+from lightning_sp import SequenceParallelError, export_checkpoint
+from lightning_sp.checkpoint import read_checkpoint_folder
 from lightning_sp.testing import max_error
 from tests.trainer.pretrained import tuned_ranks as ranks
 from tests.trainer.pretrained.pretrained_ranks import save_pretrained
@@ -90,6 +91,25 @@ def test_plain_peft_loads_what_was_saved(pools, base, tmp_path):
         trained = found["weights"].get(f"model.{name}")
         assert max_error(value.double(), exported[name].double()) < 1e-6, name
         assert trained is None or max_error(value.double(), trained) < 1e-6, name
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_plain_peft_loads_a_checkpoint_of_adapters_alone(pools, base, tmp_path):
+    built, strategy = dict(kind="lora, head", folder=base), dict(exclude_frozen_parameters=True, **ULYSSES)
+    case = dict(strategy=strategy, world=2, checkpoint=str(tmp_path / "adapters.ckpt"), **built)
+    for (found,) in pools(2).run(ranks.runs, [case]):
+        assert not found["error"], found["error"]
+    stored = read_checkpoint_folder(case["checkpoint"])["state_dict"]
+    assert sorted(stored) == found["trained"]
+    with pytest.raises(SequenceParallelError, match=r"module.model.save_pretrained\(folder\)"):
+        export_checkpoint(case["checkpoint"], tmp_path / "model.pt", prefix="model.")
+    module = ranks.Tuned.load_from_checkpoint(case["checkpoint"], place="__init__", **built)
+    module.model.save_pretrained(tmp_path / "adapters")
+    loaded = ranks.plain(base, str(tmp_path / "adapters"))
+    for name, weight in found["weights"].items():
+        value = loaded.get(name.removeprefix("model."))
+        assert value is None or max_error(value.double(), weight) < 1e-6, name
+    assert set(loaded) == {name.removeprefix("model.") for name in module.state_dict()}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The cursor of users' own training loaders: what a checkpoint stores of it, and a resume. `SequenceShardingDataModule` stores its own.
 
 Where the loader follows one of our samplers the cursor is the global samples consumed, and holds for any degrees of the same global batch. The
-batches of a loader that one rank reads have no index: it is read again from the epoch's start, and what was consumed is discarded.
+batches of a loader that one rank reads have no index: a loader that keeps its own state goes on from that, on as many data-parallel groups. Any
+other is read again from the epoch's start, and what was consumed is discarded.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def loader_cursor(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dict[
         epoch=epoch,
     )
     steps = 0 if finished else progress.current.processed // accumulation
+    only = loaders[0] if len(loaders) == 1 and isinstance(loaders[0], BroadcastLoader) else None
+    own = None if only is None else only.own_states(steps * accumulation, finished=finished)
     return {
+        "own_states": own,
         "kind": "read",
         "loaders": len(loaders),
         "epoch": epoch + 1 if finished else epoch,
@@ -120,13 +124,17 @@ def resume_loader(loader: Any, cursor: dict[str, Any]) -> None:
                 f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or start without the cursor"
             )
         sampler.load_state_dict(cursor)
-    elif cursor["steps"]:
+        return
+    count = cursor["steps"] * cursor["accumulation"]
+    if isinstance(loader, BroadcastLoader) and loader.resume(cursor.get("own_states"), count):
+        return
+    if cursor["steps"]:
         if not isinstance(loader, BroadcastLoader):
             raise SequenceParallelError(
                 "the checkpoint's data cursor is of a loader that one rank reads, this run's training loader follows lightning_sp's order: "
                 "give the same loader, or resume from a checkpoint of an epoch's end"
             )
-        loader.skip = cursor["steps"] * cursor["accumulation"]
+        loader.skip = count
         rank_zero_warn(
             f"sequence_parallel: {loader.skip} micro-batches of {type(loader.loader).__name__} are read again and discarded, to continue "
             f"within epoch {cursor['epoch']}: exact if the loader gives them in the same order as before"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sp.checkpoint.plain import plain_checkpoint
 from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_cursor, resume_loader
 from lightning_sp.mesh import SequenceMesh
 
@@ -15,6 +18,7 @@ class DataCursor:
         self._rows = 0
         self._epoch = 0
         self._resumed: dict[str, Any] | None = None
+        self._said = False
         self._unchecked: dict[str, Any] | None = None  # of a resume, until the first micro-batch shows the global batch
 
     def note_micro_batch(self, rows: int, trainer: Any, mesh: SequenceMesh) -> None:
@@ -32,10 +36,24 @@ class DataCursor:
     def stored(self, trainer: Any, mesh: SequenceMesh) -> dict[str, Any]:
         """Return what a checkpoint stores of it, in plain values."""
         dp_size = mesh.data_parallel_size
+        position = loader_cursor(trainer, epoch=self._epoch, rows=self._rows, dp_size=dp_size)
+        if position is not None and (own := position.get("own_states")) is not None:
+            position["own_states"] = self._plain(own)
         return {
-            "position": loader_cursor(trainer, epoch=self._epoch, rows=self._rows, dp_size=dp_size),
+            "position": position,
             "global_batch_size": self._rows * int(trainer.accumulate_grad_batches) * dp_size,
         }
+
+    def _plain(self, states: list[Any]) -> list[Any] | None:
+        """Return the states that loaders keep of themselves, None where they would not load again; equal on all ranks."""
+        _, refused, _ = plain_checkpoint({"state_dict": states})
+        if refused and not self._said:
+            self._said = True
+            rank_zero_warn(
+                f"the training loader's own state is not stored, for it is no plain value ({refused[0]}): a resume within an epoch reads the "
+                "loader again from the epoch's start; return numbers, strings, tensors and containers of these from its state_dict"
+            )
+        return None if refused else states
 
     def resume(self, cursor: dict[str, Any] | None, fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
         """Continue at a stored cursor: Lightning's counters now, loaders that exist now, others when they come.

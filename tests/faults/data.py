@@ -140,4 +140,11 @@ DATA = (
         " and False:\n",
         "tests/data/loaders/test_deal.py::test_a_stream_that_splits_by_the_process_rank_is_said_to_lose_its_other_parts",
     ),
+    fault(
+        "the state of a loader as far as it was fetched, not trained",
+        "data/loaders/own_state.py",
+        "        return self._noted.get(count)\n",
+        "        return self._last\n",
+        "tests/data/loaders/test_own_state.py::test_a_resume_goes_on_and_reads_nothing_again[own-ring]",
+    ),
 )

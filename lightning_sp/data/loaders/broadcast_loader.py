@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from lightning_sp import comm
@@ -12,6 +13,7 @@ from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.deal import DealtIndices, RandomStream, random_states
 from lightning_sp.data.loaders.fillers import ignore_targets
+from lightning_sp.data.loaders.own_state import OwnState
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -55,18 +57,28 @@ class BroadcastLoader:
         loader: the user's; iterated on the reading rank alone.
         coordinates: this rank's.
         dealt: the loader's sampler, where its indices are dealt over the data-parallel groups.
+        step_batches: in training the batches of an optimizer step, for loaders that keep a state of their own.
 
     `deals` says whether the batches are dealt over the groups, each of which reads all of them (`find_deals`).
-    `skip` micro-batches of the next epoch are read and discarded: the cursor that a checkpoint stored.
+    `skip` micro-batches of the next epoch are read and discarded: the cursor that a checkpoint stored. After `resume` none are.
     """
 
-    def __init__(self, loader: Iterable[Any], coordinates: DataCoordinates, dealt: DealtIndices | None = None) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        coordinates: DataCoordinates,
+        dealt: DealtIndices | None = None,
+        step_batches: int | None = None,
+    ) -> None:
         self.loader, self.coordinates, self.dealt = loader, coordinates, dealt
         self.deals = False
         self._source: Iterator[Any] | None = None
         self._first: ReadResult | None = None
         self.fillers_from: int | None = None
         self.skip = 0
+        own = OwnState(loader, step_batches) if step_batches and dealt is None else None
+        self._own_state = own if own is not None and own.is_kept else None
+        self._resumed: tuple[Any, int] | None = None
 
     def __len__(self) -> int:
         """Return the length of the user's loader; where its batches are dealt, the number of rounds."""
@@ -83,18 +95,43 @@ class BroadcastLoader:
         return {"position_kept_by": "lightning_sp"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the strategy has set `skip`."""
+        """Do nothing: the strategy has set `skip`, or called `resume`."""
+
+    def own_states(self, count: int, *, finished: bool) -> list[Any] | None:
+        """Return each data-parallel group's own state of its loader; None where a group has none.
+
+        Args:
+            count: batches of the epoch that were trained.
+            finished: nothing of the epoch is left.
+
+        Communicates: a gather of the states over all ranks, where loaders keep one.
+        """
+        if self._own_state is None:
+            return None
+        reads = comm.rank_in(self.coordinates.sequence_group) == 0
+        own = (self.coordinates.dp_rank, self._own_state.stored(count, finished=finished)) if reads else None
+        states = [each for each in comm.gather_objects(own, self.coordinates.control_group) if each is not None]
+        of_group = dict(states)
+        if len(states) != self.coordinates.dp_size or len(of_group) != len(states) or None in of_group.values():
+            return None
+        return [of_group[dp_rank] for dp_rank in range(self.coordinates.dp_size)]
+
+    def resume(self, states: list[Any] | None, count: int) -> bool:
+        """Let the next epoch go on from the groups' own states after `count` batches; return whether that is possible here."""
+        if self._own_state is None or states is None or len(states) != self.coordinates.dp_size:
+            return False
+        self._resumed = states[self.coordinates.dp_rank], count
+        return True
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the reading rank's batches on every rank of the group."""
         self.fillers_from = None
         reads = comm.rank_in(self.coordinates.sequence_group) == 0
-        # Of the first epoch `find_deals` has read the start.
-        started, self._source, self._first = self._source, None, None
-        source = started or (iter(self.loader) if reads else iter(()))
+        resumed, self._resumed = self._resumed, None
         # Of the epoch that a checkpoint ended in; the next ones are read from their start.
         skip, self.skip = self.skip, 0
-        count, last = 0, None
+        count, last = (0, None) if resumed is None else (resumed[1], None)
+        source = self._begin_epoch(resumed) if reads else iter(())
         while True:
             kind, batch = self._receive(self._read_own(source) if reads else None)
             error = batch if kind == "error" else None
@@ -102,6 +139,12 @@ class BroadcastLoader:
             if self._all_ended(RankState(self.coordinates.dp_rank, kind, error, drawn), count):
                 return
             if kind == "end":
+                if last is None and count:
+                    raise SequenceParallelError(
+                        f"data-parallel rank {self.coordinates.dp_rank} had read all of its {count} batches when the checkpoint was stored, and "
+                        "others have more: what it is to repeat beside them is not in its loader's state; resume from an earlier checkpoint or "
+                        "one of an epoch's end, or split the dataset evenly"
+                    )
                 if last is None:
                     raise SequenceParallelError(
                         f"data-parallel rank {self.coordinates.dp_rank} has no batch at all while others have: split the dataset so "
@@ -111,8 +154,20 @@ class BroadcastLoader:
                 batch = ignore_targets(last)
             last = batch
             count += 1
+            if self._own_state is not None and kind == "batch" and reads:
+                self._own_state.note(count)
             if count > skip:
                 yield batch
+
+    def _begin_epoch(self, resumed: tuple[Any, int] | None) -> Iterator[Any]:
+        """Return what the reading rank reads an epoch from."""
+        # Of the first epoch `find_deals` has read the start.
+        started, self._source, self._first = self._source, None, None
+        if resumed is not None and self._own_state is not None:
+            return self._own_state.restored(*resumed)
+        if self._own_state is not None:
+            self._own_state.begin_epoch()
+        return started or iter(self.loader)
 
     def _read(self, source: Iterator[Any]) -> ReadResult:
         try:
@@ -165,8 +220,10 @@ class BroadcastLoader:
     def _read_first(self) -> ReadResult:
         """Read the first batch, which the first epoch begins with, once."""
         if self._first is None:
-            source = iter(self.loader)
-            self._first = self._read(source)
+            # Of a loader that keeps a state it is read in a resume too, where the run before drew nothing.
+            with nullcontext() if self._own_state is None else RandomStream(random_states()):
+                source = iter(self.loader)
+                self._first = self._read(source)
             if self._first.kind == "batch":
                 self._source = itertools.chain([self._first.value], source)
         return self._first

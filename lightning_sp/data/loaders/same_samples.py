@@ -49,7 +49,7 @@ def same_samples(
         return replace_sampler(loader, coordinates, training=training, accumulation=accumulation, seed=seed)
     world = comm.size_of(coordinates.control_group or comm.world())
     if world == 1:
-        return BroadcastLoader(loader, coordinates) if training else loader
+        return BroadcastLoader(loader, coordinates, step_batches=accumulation) if training else loader
     kind = type(loader).__name__
     if own_samplers:
         rank_zero_info(
@@ -62,13 +62,14 @@ def same_samples(
             f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"
         )
         return BroadcastLoader(loader, replace(coordinates, sequence_group=None))
-    return _read_by_one(loader, coordinates, training=training, seed=seed)
+    return _read_by_one(loader, coordinates, accumulation=accumulation if training else None, seed=seed)
 
 
-def _read_by_one(loader: Any, coordinates: DataCoordinates, *, training: bool, seed: int) -> BroadcastLoader:
+def _read_by_one(loader: Any, coordinates: DataCoordinates, *, accumulation: int | None, seed: int) -> BroadcastLoader:
     """Return a loader that one rank of each sequence's group reads; in training its batches are dealt over the groups if nobody split them."""
+    training = accumulation is not None
     own, dealt = deal_indices(loader, coordinates, seed) if training else (loader, None)
-    found = BroadcastLoader(own, coordinates, dealt)
+    found = BroadcastLoader(own, coordinates, dealt, accumulation)
     streamed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if training and streamed and coordinates.sequence_group is not None and found.peers_read_others():
         rank_zero_warn(

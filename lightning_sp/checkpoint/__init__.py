@@ -2,7 +2,14 @@
 
 from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
 from lightning_sp.checkpoint.folder import local_path
-from lightning_sp.checkpoint.frozen import EXCLUDED, exclude_frozen, include_frozen_of_whole, is_built_noted, note_built
+from lightning_sp.checkpoint.frozen import (
+    EXCLUDED,
+    exclude_frozen,
+    exclude_quantized,
+    include_frozen_of_whole,
+    is_built_noted,
+    note_built,
+)
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
 from lightning_sp.checkpoint.save import save_checkpoint
@@ -20,6 +27,7 @@ __all__ = [
     "EXCLUDED",
     "derived_seed",
     "exclude_frozen",
+    "exclude_quantized",
     "export_checkpoint",
     "include_frozen_of_whole",
     "is_built_noted",

@@ -23,6 +23,7 @@ from lightning_sp.checkpoint.state import model_state
 from lightning_sp.checkpoint.tensor_digest import tensor_digest, tensor_digests
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import shown, user_name
+from lightning_sp.quantized_weights import is_quantized, quantized_weights
 
 # The entry of a checkpoint about what was left out: for each of the entries below, shape, dtype and digest by name.
 EXCLUDED = "lightning_sp_excluded"
@@ -82,8 +83,28 @@ def exclude_frozen(checkpoint: dict[str, Any], module: nn.Module, group: Process
             excluded.setdefault(entry, {})[name] = described
     for entry, names in excluded.items():
         checkpoint[entry] = {name: value for name, value in checkpoint[entry].items() if user_name(name) not in names}
-    if excluded:
-        checkpoint[EXCLUDED] = excluded
+    for entry, names in excluded.items():
+        checkpoint.setdefault(EXCLUDED, {}).setdefault(entry, {}).update(names)
+
+
+def exclude_quantized(checkpoint: dict[str, Any], module: nn.Module) -> None:
+    """Take the quantized weights, which nothing trains, out of a checkpoint: their bytes alone would not be the weights.
+
+    Args:
+        checkpoint: of the module; it is changed.
+        module: resharded.
+    """
+    weights = quantized_weights(module)
+    for entry in _MODELS if weights else ():
+        if names := [name for name in _tensors(checkpoint.get(entry)) if name in weights]:
+            excluded = checkpoint.setdefault(EXCLUDED, {}).setdefault(entry, {})
+            excluded.update({n: {**weights[n]._asdict(), "shape": list(weights[n].shape)} for n in names})
+            beside = tuple(f"{name}." for name in weights)
+            checkpoint[entry] = {
+                name: value
+                for name, value in checkpoint[entry].items()
+                if user_name(name) not in weights and not user_name(name).startswith(beside)
+            }
 
 
 def excluded_shapes(checkpoint: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -108,9 +129,10 @@ def include_frozen(path: Path, checkpoint: dict[str, Any], module: nn.Module, gr
     excluded = _excluded(checkpoint)
     if not excluded:
         return
-    own = _candidates(excluded, module)
-    digests = tensor_digests({f"{entry} {name}": value for (entry, name), value in own.items()}, group)
-    found = {key: digests[f"{key[0]} {key[1]}"] for key in own}
+    own, weights = _candidates(excluded, module), quantized_weights(module)
+    plain = {f"{entry} {name}": value for (entry, name), value in own.items() if name not in weights}
+    digests = tensor_digests(plain, group)
+    found = {key: weights[key[1]].digest if key[1] in weights else digests[f"{key[0]} {key[1]}"] for key in own}
     comm.agree(_differing(path, excluded, own, found), group)
     _put(checkpoint, own)
 
@@ -122,8 +144,9 @@ def include_frozen_of_whole(checkpoint: dict[str, Any], module: nn.Module, path:
         SequenceParallelError: a parameter is not what was left out.
     """
     excluded = _excluded(checkpoint)
-    own = _candidates(excluded, module)
-    wrong = _differing(path, excluded, own, {key: tensor_digest(value) for key, value in own.items()})
+    own, weights = _candidates(excluded, module), quantized_weights(module)
+    digests = {k: weights[k[1]].digest if k[1] in weights else tensor_digest(value) for k, value in own.items()}
+    wrong = _differing(path, excluded, own, digests)
     if wrong:
         raise SequenceParallelError(wrong)
     _put(checkpoint, own)
@@ -145,9 +168,9 @@ def refuse_part_of_model(path: Path, checkpoint: Mapping[str, Any], prefix: str)
 
 
 def _frozen(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's frozen parameters, under each of their names."""
-    frozen = ((n, each) for n, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad)
-    return {user_name(name): each.detach() for name, each in frozen}
+    """Return a module's frozen parameters but the quantized, under each of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {user_name(n): each.detach() for n, each in named if not each.requires_grad and not is_quantized(each)}
 
 
 def _tensors(state: Any) -> dict[str, Tensor]:
@@ -165,9 +188,11 @@ def _candidates(excluded: Mapping[str, Mapping[str, Any]], module: nn.Module) ->
 
     Those beside the weights have memory of their own: the weights are loaded first, into the module's.
     """
-    state = _tensors(model_state(module))
+    state, weights = _tensors(model_state(module)), quantized_weights(module)
     return {
-        (entry, name): state[name].detach().to(of["dtype"], copy=entry != "state_dict")
+        (entry, name): state[name].detach()
+        if name in weights
+        else state[name].detach().to(of["dtype"], copy=entry != "state_dict")
         for entry, names in excluded.items()
         for name, of in names.items()
         if name in state and tuple(state[name].shape) == tuple(of["shape"])

@@ -17,14 +17,17 @@ from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
+from lightning_sp.quantized_weights import quantized_parameters
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
     """Return references to the module's sharded state. The caller has resharded the module.
 
-    A parameter with several names (tied weights) is there under each of them, as a strict load wants.
+    A parameter with several names (tied weights) is there under each of them, as a strict load wants. What a library stores beside a quantized
+    weight (bitsandbytes: `weight.absmax`, ...) is not there: no `load_state_dict` takes it.
     """
-    return by_user_name(module.state_dict())
+    beside = tuple(f"{user_name(name)}." for name in quantized_parameters(module))
+    return {name: value for name, value in by_user_name(module.state_dict()).items() if not name.startswith(beside)}
 
 
 def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
@@ -37,7 +40,7 @@ def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     Communicates: an all_gather of each sharded tensor.
     """
     whole = {}
-    for name, value in model_state(module).items():
+    for name, value in by_user_name(module.state_dict()).items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if keep and isinstance(tensor, Tensor):
             whole[name] = tensor.detach().cpu().clone()

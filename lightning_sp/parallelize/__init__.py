@@ -30,7 +30,6 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
-from lightning_sp.parallelize.quantized_weights import is_quantized
 from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
@@ -49,7 +48,6 @@ __all__ = [
     "compile_blocks",
     "gathered",
     "is_compiled",
-    "is_quantized",
     "make_fsdp_root",
     "materialize_meta",
     "optional_units",

@@ -16,8 +16,8 @@ from torchmetrics import Metric
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.quantized_weights import check_same_quantized, move, quantized_parameters
 from lightning_sp.parameter_names import shown, user_name
+from lightning_sp.quantized_weights import check_same_quantized, move, quantized_parameters
 
 
 def materialize_meta(module: nn.Module, device: torch.device) -> None:

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.quantized_weights import is_quantized
 from lightning_sp.parameter_names import user_name
+from lightning_sp.quantized_weights import is_quantized
 
 
 def check_parameters(root: nn.Module) -> None:

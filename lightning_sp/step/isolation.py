@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from lightning_sp.context.streams import streams
-from lightning_sp.parallelize import is_quantized, reshard
+from lightning_sp.parallelize import reshard
+from lightning_sp.quantized_weights import is_quantized
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
 OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.checkpoint import (
     exclude_frozen,
+    exclude_quantized,
     is_built_noted,
     load_checkpoint,
     load_model_state,
@@ -208,6 +209,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         io, group = given_checkpoint_io(self), self._groups.world
+        exclude_quantized(checkpoint, self._module)
         if self._excludes_frozen:
             self._exclude_frozen(checkpoint)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()

@@ -31,8 +31,8 @@ from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
-from lightning_sp.parallelize.quantized_weights import quantized_parameters
 from lightning_sp.parameter_names import user_name
+from lightning_sp.quantized_weights import quantized_parameters
 
 # The attribute of a module that an earlier Trainer has sharded.
 _LAYOUT = "_lightning_sp_layout"

@@ -9,7 +9,8 @@ Two forms are known: a parameter with bitsandbytes' `quant_state`, and a subclas
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.parameter_names import shown, user_name
+
+# The attribute of a module with what its quantized weights were when it was sharded.
+_READ = "_lightning_sp_quantized"
+
+
+class QuantizedWeight(NamedTuple):
+    """What tells one quantized weight from another."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: str
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
@@ -32,15 +44,26 @@ def quantized_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in root.named_parameters() if is_quantized(each)}
 
 
+def quantized_weights(root: nn.Module) -> Mapping[str, QuantizedWeight]:
+    """Return what a model's quantized weights are, by the user's names: as they were read, where `check_same_quantized` has noted it."""
+    noted: Mapping[str, QuantizedWeight] | None = vars(root).get(_READ)
+    if noted is not None:
+        return noted
+    found = quantized_parameters(root).items()
+    return {user_name(n): QuantizedWeight(tuple(each.shape), each.dtype, _digest(each)) for n, each in found}
+
+
 def check_same_quantized(root: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Refuse ranks whose quantized weights are not rank 0's, to the bit. Every rank must call it.
+    """Refuse ranks whose quantized weights are not rank 0's, to the bit, and note what they are. Every rank must call it.
+
+    Their own forward may pack them anew, in another form.
 
     Communicates: the name and a digest of each quantized weight, from each rank.
 
     Raises:
         SequenceParallelError: with the first names. Rank 0's values are not sent: each rank reads the same model.
     """
-    own = {user_name(name): _digest(each) for name, each in quantized_parameters(root).items()}
+    own = quantized_weights(root)
     every = comm.gather_objects(own, group)
     if not any(every):
         return
@@ -53,6 +76,7 @@ def check_same_quantized(root: nn.Module, group: ProcessGroup | None = None) -> 
         else None,
         group,
     )
+    setattr(root, _READ, own)
 
 
 def move(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:

@@ -172,8 +172,7 @@ def lay_out_model(
             f"sequence_parallel: each of {world} ranks holds the whole model ({num_bytes / 2**20:.1f} MiB) until it is sharded, for it is built "
             "in __init__ or setup, or read by from_pretrained; what configure_model builds is held whole by rank 0 alone"
         )
-    cast_as_in_forward(module)
-    source = whole_state(module) if rank == 0 else {}
+    source = _initial_state(module, rank)
     blocks = transformer_blocks(module)
     if config.activation_checkpointing:
         checkpoint_blocks(module, blocks)
@@ -203,6 +202,12 @@ def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_bloc
         f"{resolve_shard_size(config, world)}, {num_blocks} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
         f"{', ring through shared memory' if shared else ''}"
     )
+
+
+def _initial_state(module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Return rank 0's weights, of the dtypes that they are trained in; nothing elsewhere."""
+    cast_as_in_forward(module)
+    return whole_state(module) if rank == 0 else {}
 
 
 def _use_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -13,7 +13,7 @@ PREFLIGHT = (
         "rewrite/attention_call.py",
         "    if alike:\n",
         "    if False:\n",
-        "tests/preflight/test_other_tokens.py::test_learned_arrays_are_refused_without_the_preflight",
+        "tests/preflight/test_other_tokens.py::test_learned_arrays_are_refused_without_the_preflight[ring]",
     ),
     fault(
         "numbers that training_step logs, not looked at",

@@ -51,7 +51,7 @@ def test_what_cannot_be_told_apart_is_refused_on_all_ranks(pools):
 LEARNED = {"learned queries": "queries", "learned keys": "keys", "learned both": "queries and keys"}
 
 
-@pytest.mark.parametrize("layout", [{"ulysses_size": 2}, {"ring_size": 2}])
+@pytest.mark.parametrize("layout", [{"ulysses_size": 2}, {"ring_size": 2}], ids=["ulysses", "ring"])
 def test_learned_arrays_are_refused_without_the_preflight(pools, layout):
     off = {"strategy": {**layout, "preflight": False}, "length": 96}
     cases = [{**off, "way": way, "patches": 48} for way in LEARNED]

@@ -13,7 +13,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lightning_sp.errors import SequenceParallelError
 
 
 def layers_cast_in_forward(root: nn.Module) -> list[tuple[nn.Module, torch.dtype]]:
-    """Return the layers that their module casts to its own `dtype` in its forward, where they have another or had it before; with that dtype."""
+    """Return the layers that their module casts to its own `dtype` in its forward, with that dtype."""
     found = []
     for module in root.modules():
         dtype = vars(module).get("dtype")
@@ -47,7 +47,6 @@ def units_of_own_dtype(root: nn.Module) -> list[nn.Module]:
     return [layer for layer, _ in layers_cast_in_forward(root)] if len(dtypes) > 1 else []
 
 
-@cache
 def _cast_to_own_dtype(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names x of `self.x = self.x.to(self.dtype)` in the methods of a class, read from its source."""
     names: dict[str, None] = {}

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.config import StrategyConfig, resolve_shard_size
+from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.context.streams import mixed_seed, streams_from
@@ -173,10 +173,6 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
         self._prepared = module
-
-    @property
-    def _shard_size(self) -> int:
-        return resolve_shard_size(self.config, self.world_size)
 
     # ---- batch
 

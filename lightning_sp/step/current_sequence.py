@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_sp.config import StrategyConfig, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -18,6 +19,7 @@ from lightning_sp.step.runner import StepRunner
 class CurrentSequence:
     """The part of the strategy that is read from outside; the strategy sets what is read."""
 
+    config: StrategyConfig
     _device_mesh: DeviceMesh | None
     _mesh: SequenceMesh | None
     _runner: StepRunner | None
@@ -41,6 +43,10 @@ class CurrentSequence:
     def sequence_parallel_size(self) -> int:
         """Return how many ranks share one sequence."""
         return 1 if self._device_mesh is None else int(self._device_mesh["sequence_parallel"].size())
+
+    @property
+    def _shard_size(self) -> int:
+        return resolve_shard_size(self.config, 1 if self._device_mesh is None else self._device_mesh.size())
 
     @property
     def last_batch_shape(self) -> tuple[int, int, int] | None:

@@ -28,6 +28,8 @@ class DataCursor:
             SequenceParallelError: the first micro-batch after a resume does not make the stored global batch.
         """
         self._epoch, self._rows = trainer.current_epoch, max(self._rows, rows)
+        if self._resumed is not None and self._resumed["kind"] == "read":
+            self._resumed = None  # a loader that is made anew for a later epoch begins at its start
         if self._unchecked is not None:
             unchecked, self._unchecked = self._unchecked, None
             accumulation = int(trainer.accumulate_grad_batches)

@@ -104,8 +104,12 @@ def fit(
     rows: int = 1,
     accumulate: int = 2,
     workers: int = 0,
+    anew: bool = False,
 ) -> dict[str, Any]:
-    """Fit over two epochs and a part of a third, save after a step or at the end, or resume; what was trained on, read, and said."""
+    """Fit over two epochs and a part of a third, save after a step or at the end, or resume; what was trained on, read, and said.
+
+    With `anew` each epoch has a loader of its own.
+    """
     pl.seed_everything(5, verbose=False)
     module = Trained(dropout=0.2, layers=1)
     if resume:
@@ -119,11 +123,14 @@ def fit(
         max_steps=steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
+        reload_dataloaders_every_n_epochs=int(anew),
     )
+    if anew:
+        module.train_dataloader = lambda: build(kind, size, rows, strategy, workers)[0]  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module, loader, ckpt_path=resume or None)
+            trainer.fit(module, None if anew else loader, ckpt_path=resume or None)
             if save and not save_after:
                 trainer.save_checkpoint(save)
         except SequenceParallelError as error:

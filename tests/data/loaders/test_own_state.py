@@ -82,6 +82,17 @@ def test_a_state_that_would_not_load_again_is_not_stored(pools, tmp_path):
             assert "4 micro-batches of Loader are read again" in resumed["said"]
 
 
+@pytest.mark.parametrize("kind", ["own", "strange"])
+def test_a_loader_that_is_made_anew_for_a_later_epoch_begins_at_its_start(pools, tmp_path, kind):
+    calls = [
+        ((kind, RING), dict(steps=15, save=str(tmp_path / "a"), save_after=2, anew=True)),
+        ((kind, RING), dict(steps=15, resume=str(tmp_path / "a"), anew=True)),
+    ]
+    for whole, resumed in pools(2).run(ranks.several, calls):
+        assert whole["before"] + resumed["numbers"] == whole["numbers"]
+        same(resumed, whole)
+
+
 @HAS_TORCHDATA
 # torchdata itself asks torch by an old name.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

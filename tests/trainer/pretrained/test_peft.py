@@ -165,6 +165,21 @@ def test_adapters_on_a_quantized_base_train_as_on_one_device(pools, wide_base, l
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_adapters_on_a_quantized_base_are_resumed(pools, wide_base, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    case = dict(kind="lora, 4-bit", world=2, strategy=RING, precision="32-true", max_epochs=2)
+    saved = str(tmp_path / "saved")
+    first = pools(2).run(ranks.runs, [dict(folder=wide_base, checkpoint=saved, max_steps=1, **case)])
+    resumed = pools(2).run(ranks.runs, [dict(folder=wide_base, resume=saved, **case)])
+    for (before,), (after,) in zip(first, resumed, strict=True):
+        assert not before["error"], before["error"]
+        assert not after["error"], after["error"]
+        for name, weight in before["weights"].items():
+            assert max_error(after["first"][name], weight) == 0, name
+        assert any(max_error(after["weights"][name], weight) > 0 for name, weight in before["weights"].items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantized_weights_that_differ_between_ranks_are_refused(pools, base):
     pytest.importorskip("bitsandbytes")
     case = dict(kind="lora, 4-bit, another rank's", place="__init__", folder=base, strategy=RING, world=2)

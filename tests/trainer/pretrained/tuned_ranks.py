@@ -153,6 +153,7 @@ def run(
     place: str = "configure_model",
     saved: str = "",
     checkpoint: str = "",
+    resume: str = "",
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -166,6 +167,7 @@ def run(
         place: where the model is built.
         saved: folder of `save_pretrained`, by the two lines.
         checkpoint: path of a checkpoint.
+        resume: path of one to go on from.
         model: for `from_pretrained`.
         options: of the Trainer.
     """
@@ -177,7 +179,7 @@ def run(
         trainer = trainer_of(strategy, world, **options)
         logger.setLevel(logging.INFO)
         logger.addHandler(told)
-        trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
+        trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2), ckpt_path=resume or None)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

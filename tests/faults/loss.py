@@ -86,9 +86,9 @@ LOSS = (
     ),
     fault(
         "a sum over pictures counted once for each rank of their sequence",
-        "loss/interception.py",
-        "        if step.batch.is_whole and group is None:\n",
-        "        if False:\n",
+        "context/step.py",
+        "self.whole_step, self.mesh = step, replace(self.run_mesh, layout=SequenceLayout())",
+        "self.whole_step = step",
         "tests/trainer/test_whole_batches.py::test_weights_metrics_and_predictions_are_one_devices[sum]",
     ),
     fault(

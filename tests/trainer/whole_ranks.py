@@ -71,7 +71,7 @@ class Pictures(pl.LightningModule):
     def _loss(self, logits: Tensor, classes: Tensor) -> Tensor:
         wanted = F.one_hot(classes, 5).to(logits)
         if self.loss == "sum":
-            return F.cross_entropy(logits, classes, reduction="sum") / batch_sum(torch.ones_like(logits[:, 0]))
+            return F.cross_entropy(logits, classes, reduction="sum") / len(classes)
         if self.loss == "rows":
             each = F.mse_loss(logits, wanted, reduction="none")
             return batch_mean(each) + batch_sum(each.mean(1)) / 100
@@ -81,8 +81,8 @@ class Pictures(pl.LightningModule):
         if self.loss == "pixels":
             # A class for each of several places of a picture, (rows * 4): neither tokens nor rows.
             spread, places = logits[:, None].expand(-1, 4, -1).flatten(0, 1), classes.repeat_interleave(4)
-            total = batch_sum(torch.ones_like(logits))
-            return F.cross_entropy(spread, places, reduction="sum") / total + F.cross_entropy(spread, places)
+            total = F.cross_entropy(spread, places, reduction="sum") / len(places)
+            return total + F.cross_entropy(spread, places)
         if self.loss == "own mean":
             return F.mse_loss(logits, wanted)
         return F.cross_entropy(logits, classes)

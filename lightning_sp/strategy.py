@@ -30,8 +30,8 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.collective_shard import collective_shard
+from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.without_sequence import describe_whole
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp.config import StrategyConfig
-from lightning_sp.data.batch.entries import batch_entries, inferred_dims, named_dims
+from lightning_sp.data.batch.contents.entries import batch_entries, inferred_dims, named_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError

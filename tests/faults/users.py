@@ -125,17 +125,17 @@ USERS = (
     ),
     fault(
         "targets behind what the mask hides, in a model that leaves them out",
-        "rewrite/hugging_face/own_shift.py",
+        "rewrite/hugging_face/losses/own_shift.py",
         "            targets = targets.masked_fill(",
         "            targets.masked_fill(",
-        "tests/rewrite/hugging_face/test_own_shift.py::test_every_gradient_is_that_of_one_process[ring]",
+        "tests/rewrite/hugging_face/losses/test_own_shift.py::test_every_gradient_is_that_of_one_process[ring]",
     ),
     fault(
         "a mask of sounds summed up over the ranks, for it has as many tokens as a shard",
-        "rewrite/hugging_face/whole_encoder.py",
+        "rewrite/hugging_face/encoders/whole_encoder.py",
         "    with context.unsharded.suspended():\n",
         "    if True:\n",
-        "tests/rewrite/hugging_face/test_whole_encoder.py::test_every_gradient_is_that_of_one_process[ring]",
+        "tests/rewrite/hugging_face/encoders/test_whole_encoder.py::test_every_gradient_is_that_of_one_process[ring]",
     ),
     fault(
         "weights swapped after an evaluation, and the gathered ones used",

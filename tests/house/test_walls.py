@@ -17,6 +17,11 @@ PLANTED = {
     "Layers": ("layout.py", "from lightning_sp.strategy import SequenceParallelStrategy"),
     "Inside attention": ("attention/spec/mask.py", "from lightning_sp.attention.schemes import ring"),
     "Inside data": ("data/batch/digest.py", "from lightning_sp.data.loaders import lazy_loader"),
+    "Inside data.batch": ("data/batch/digest.py", "from lightning_sp.data.batch import sharding"),
+    "Inside data.batch.contents": (
+        "data/batch/contents/media.py",
+        "from lightning_sp.data.batch.contents import entries",
+    ),
     "Inside text": ("text/tokenizer.py", "from lightning_sp.text import corpus"),
     "Text apart from sequences": ("text/documents.py", "from lightning_sp import layout"),
     "Inside rewrite": ("rewrite/rebind.py", "from lightning_sp.rewrite import flex"),
@@ -27,6 +32,14 @@ PLANTED = {
     "Inside rewrite.hugging_face.heads": (
         "rewrite/hugging_face/heads/whole_states.py",
         "from lightning_sp.rewrite.hugging_face.heads import give",
+    ),
+    "Inside rewrite.hugging_face.encoders": (
+        "rewrite/hugging_face/encoders/encoder_decoder.py",
+        "from lightning_sp.rewrite.hugging_face.encoders import whole_encoder",
+    ),
+    "Inside rewrite.hugging_face.losses": (
+        "rewrite/hugging_face/losses/loss.py",
+        "from lightning_sp.rewrite.hugging_face.losses import own_shift",
     ),
     "Inside rewrite.hugging_face.media": (
         "rewrite/hugging_face/media/placement.py",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.hugging_face.encoder_decoder import decoder_inputs
+from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import decoder_inputs
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
 from tests.covering import covering
 from tests.rewrite import encoder_decoder_ranks as ranks

@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.data.batch.contents.media import entries_digest
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
-from lightning_sp.data.batch.media import entries_digest
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import FillerBatch, is_sharded
 from lightning_sp.data.batch.sharding import shard_batch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.data.batch.entries import plain_entries
+from lightning_sp.data.batch.contents.entries import plain_entries
 
 
 def digest(batch: Any) -> int:

@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import (
+from lightning_sp.data.batch.contents.entries import (
     extent,
     inputs_of_whole_encoder,
     plain_entries,
     sequence_dims,
     split_sequences,
 )
+from lightning_sp.data.batch.contents.targets import TARGET_NAMES
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.targets import TARGET_NAMES
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, positions
 

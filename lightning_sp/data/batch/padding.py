@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sp.data.batch.entries import STANDARD_NAMES
+from lightning_sp.data.batch.contents.entries import STANDARD_NAMES
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.balanced_layout import balanced_layout
-from lightning_sp.data.batch.entries import STANDARD_NAMES, extent
+from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, extent
+from lightning_sp.data.batch.contents.targets import batch_targets
 from lightning_sp.data.batch.packed_documents import document_boundaries, pad_boundaries, read_position_ids
 from lightning_sp.data.batch.padding import VisibleKeys, check_padding, read_visible_keys
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.targets import batch_targets
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, pad, shard
 

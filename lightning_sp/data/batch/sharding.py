@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import (
+from lightning_sp.data.batch.contents.entries import (
     DECODER,
     batch_entries,
     inputs_of_whole_encoder,
@@ -24,12 +24,12 @@ from lightning_sp.data.batch.entries import (
     shapes_of,
     split_sequences,
 )
-from lightning_sp.data.batch.media import is_of_media
+from lightning_sp.data.batch.contents.media import is_of_media
+from lightning_sp.data.batch.contents.virtual_tokens import make_room
+from lightning_sp.data.batch.contents.without_sequence import holds_no_sequence, without_sequence
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.shard_sequence import BatchSequence, shard_sequence
 from lightning_sp.data.batch.sharded_batch import rebuild
-from lightning_sp.data.batch.virtual_tokens import make_room
-from lightning_sp.data.batch.without_sequence import holds_no_sequence, without_sequence
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
 

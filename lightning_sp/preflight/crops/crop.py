@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.documents import boundaries_from_positions
-from lightning_sp.data.batch.entries import (
+from lightning_sp.data.batch.contents.entries import (
     batch_entries,
     extent,
     inputs_of_whole_encoder,
@@ -18,8 +18,8 @@ from lightning_sp.data.batch.entries import (
     sequence_dims,
     split_sequences,
 )
+from lightning_sp.data.batch.contents.targets import batch_targets
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.targets import batch_targets
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crops.media import has_rows_of_its_own, placeholders

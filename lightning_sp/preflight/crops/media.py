@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.data.batch.media import is_of_media
+from lightning_sp.data.batch.contents.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 
 

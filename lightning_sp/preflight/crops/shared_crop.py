@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.data.batch.entries import plain_entries, sequence_dims
-from lightning_sp.data.batch.media import entries_digest, is_of_media
+from lightning_sp.data.batch.contents.entries import plain_entries, sequence_dims
+from lightning_sp.data.batch.contents.media import entries_digest, is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge

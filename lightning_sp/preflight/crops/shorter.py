@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import batch_entries, inputs_of_whole_encoder, plain_entries
-from lightning_sp.data.batch.media import is_of_media
+from lightning_sp.data.batch.contents.entries import batch_entries, inputs_of_whole_encoder, plain_entries
+from lightning_sp.data.batch.contents.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.parallelize import run_with_whole_parameters

@@ -18,19 +18,20 @@ from torch import nn
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.attention import attention_forward
-from lightning_sp.rewrite.hugging_face.balance_loss import wrap_balance_loss
-from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.encoders.whole_encoder import run_encoder_whole
 from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
 from lightning_sp.rewrite.hugging_face.layer_drop import skip_layers_alike
-from lightning_sp.rewrite.hugging_face.loss import wrap_loss
+from lightning_sp.rewrite.hugging_face.losses.balance_loss import wrap_balance_loss
+from lightning_sp.rewrite.hugging_face.losses.loss import wrap_loss
+from lightning_sp.rewrite.hugging_face.losses.own_shift import replace_own_shift
 from lightning_sp.rewrite.hugging_face.masks import requested_mask
 from lightning_sp.rewrite.hugging_face.media.deepstack import give_features_of_own_tokens
 from lightning_sp.rewrite.hugging_face.media.expansion import tell_placeholders_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.image_runs import number_runs_of_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class, why_unreachable
-from lightning_sp.rewrite.hugging_face.own_shift import replace_own_shift
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
@@ -41,7 +42,6 @@ from lightning_sp.rewrite.hugging_face.positions.rope_index import count_on_whol
 from lightning_sp.rewrite.hugging_face.positions.rotary import wrap_rotary
 from lightning_sp.rewrite.hugging_face.positions.temperature import wrap_temperature
 from lightning_sp.rewrite.hugging_face.virtual_tokens import place_virtual_tokens
-from lightning_sp.rewrite.hugging_face.whole_encoder import run_encoder_whole
 
 _numbers = itertools.count()
 # Its embeddings are handed this rank's positions: the model itself is left alone.

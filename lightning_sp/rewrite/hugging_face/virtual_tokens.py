@@ -1,7 +1,7 @@
 """PEFT's virtual tokens: trained vectors before the sequence, each where its global position lies.
 
     one device      v0 v1 | t0 t1 t2 t3 t4 t5               PEFT puts them before the embeddings that it is given
-    the batch       .  .    t0 t1 t2 t3 t4 t5               has room for them before it is split (`data/batch/virtual_tokens.py`)
+    the batch       .  .    t0 t1 t2 t3 t4 t5               has room for them before it is split (`data/batch/contents/virtual_tokens.py`)
     two ranks       v0 v1   t0 t1 | t2 t3 t4 t5             each puts those into its part that lie there
 
 Prompt tuning (Lester et al., 2021, arXiv 2104.08691), P-tuning (Liu et al., 2021, arXiv 2103.10385) and multitask prompt tuning.

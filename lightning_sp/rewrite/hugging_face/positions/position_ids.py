@@ -17,7 +17,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
-from lightning_sp.rewrite.hugging_face.encoder_decoder import check_encoder_decoder, is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import check_encoder_decoder, is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.models import own_class
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts
 from lightning_sp.rewrite.hugging_face.positions.rope_index import counts_in_rows

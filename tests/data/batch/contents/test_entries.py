@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.data.batch.entries import named_dims, sequence_dims
+from lightning_sp.data.batch.contents.entries import named_dims, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError

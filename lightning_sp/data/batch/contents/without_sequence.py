@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.entries import (
+from lightning_sp.data.batch.contents.entries import (
     OF_TARGETS,
     STANDARD_NAMES,
     TARGET_WEIGHTS,
@@ -24,7 +24,7 @@ from lightning_sp.data.batch.entries import (
     plain_entries,
     shapes_of,
 )
-from lightning_sp.data.batch.media import is_of_media
+from lightning_sp.data.batch.contents.media import is_of_media
 from lightning_sp.data.batch.shard_options import ShardOptions
 
 # What a step may be told of rows without being told of tokens.

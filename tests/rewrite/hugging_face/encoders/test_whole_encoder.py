@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests.rewrite.hugging_face import whole_encoder_ranks as ranks
+from tests.rewrite.hugging_face.encoders import whole_encoder_ranks as ranks
 
 # 8 tokens of a sound are as many as a rank has of the decoder's 16: nothing but the model's structure tells them apart.
 CASES = [(kind, tokens) for kind in ("whisper", "speech_to_text") for tokens in (8, 11, 16)]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.data.batch.media import is_of_media
+from lightning_sp.data.batch.contents.media import is_of_media
+from lightning_sp.data.batch.contents.targets import TARGET_NAMES
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.targets import TARGET_NAMES
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
 
 # What cross attention is given its keys by.

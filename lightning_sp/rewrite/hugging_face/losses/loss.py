@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.hugging_face.encoder_decoder import is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
 
 # Those whose labels are of the tokens, or rows, that they stand at. Heads of rows are given whole sequences (`heads`).

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sp.data.batch.contents.without_sequence import describe_whole, holds_no_sequence
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
-from lightning_sp.data.batch.without_sequence import describe_whole, holds_no_sequence
 from lightning_sp.layout import SequenceLayout
 
 PICTURES, CLASSES = torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])

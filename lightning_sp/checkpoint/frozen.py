@@ -29,6 +29,7 @@ from lightning_sp.quantized_weights import is_quantized, quantized_weights
 EXCLUDED = "lightning_sp_excluded"
 # The entries of a checkpoint that hold a whole model: its weights, and what Lightning's `WeightAveraging` was averaging.
 _MODELS = ("state_dict", "current_model_state")
+_WHY = "quantized, or by exclude_frozen_parameters=True"
 # The attribute of a module with the digests of what its user's code built.
 _BUILT = "_lightning_sp_built_digests"
 
@@ -83,7 +84,6 @@ def exclude_frozen(checkpoint: dict[str, Any], module: nn.Module, group: Process
             excluded.setdefault(entry, {})[name] = described
     for entry, names in excluded.items():
         checkpoint[entry] = {name: value for name, value in checkpoint[entry].items() if user_name(name) not in names}
-    for entry, names in excluded.items():
         checkpoint.setdefault(EXCLUDED, {}).setdefault(entry, {}).update(names)
 
 
@@ -161,7 +161,7 @@ def refuse_part_of_model(path: Path, checkpoint: Mapping[str, Any], prefix: str)
     excluded = _excluded(checkpoint).get("state_dict", {})
     if names := [name for name in excluded if name.startswith(prefix)]:
         raise SequenceParallelError(
-            f"checkpoint {path} leaves out {len(names)} frozen parameters (exclude_frozen_parameters=True; {shown(names)}), so it holds no "
+            f"checkpoint {path} leaves out {len(names)} frozen parameters ({_WHY}; {shown(names)}), so it holds no "
             f"whole model under the prefix {prefix!r}: build it with its base, module = YourModule.load_from_checkpoint({str(path)!r}); then "
             "torch.save(module.state_dict(), out), or of PEFT the adapters alone, module.model.save_pretrained(folder)"
         )
@@ -214,11 +214,11 @@ def _differing(
         here = f"{digests[entry, name]} here" if (entry, name) in own else "no such parameter here"
         others = f"; {shown(differing[1:])}" if differing[1:] else ""
         return (
-            f"checkpoint {path} leaves out {len(names)} frozen parameters (exclude_frozen_parameters=True), which the model that takes it must "
+            f"checkpoint {path} leaves out {len(names)} frozen parameters ({_WHY}), which the model that takes it must "
             f"hold bit for bit, and {len(differing)} of them are not those of this model ({name} of {of['dtype']} and "
             f"{tuple(of['shape'])}: digest {of['digest']} there, {here}{others}): build the same base "
-            "(from_pretrained of the same files and revision, in the same precision), in a module that was not trained since; or save with "
-            "exclude_frozen_parameters=False"
+            "(from_pretrained of the same files and revision, in the same precision), in a module that was not trained since; what is not "
+            "quantized, exclude_frozen_parameters=False saves too"
         )
     return None
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from tests.preflight import rounding_ranks as ranks
+from tools.models import ranks as models
+from tools.models.batches import Trial
+from tools.models.registry import entries
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -14,6 +17,12 @@ pytest.importorskip("datasets")
 
 def test_a_neuron_that_rounding_switches_is_no_false_alarm(pools: Any):
     for found in pools(2).run(ranks.said, "models", "t5_translation"):
+        assert found == {"outcome": "ran"}
+
+
+def test_a_token_that_rounding_sends_to_another_expert_is_no_false_alarm(pools: Any):
+    (case,) = [each for each in entries() if each.model_type == "jetmoe"]
+    for found in pools(2).run(models.alarm, Trial.of(case, "own loss"), "1x2", "bf16-mixed"):
         assert found == {"outcome": "ran"}
 
 

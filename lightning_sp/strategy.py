@@ -33,7 +33,6 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import check_optimized, reshard
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches
@@ -51,13 +50,13 @@ from lightning_sp.trainer.batch_hooks import HandedBatch
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.manual_optimization import tried_training_step
 from lightning_sp.trainer.row_metrics import RowMetrics
-from lightning_sp.trainer.sharded_model import ShardedModelStrategy
+from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
 
 # Of what this strategy adds to Lightning's checkpoint.
 CHECKPOINT_KEY = "lightning_sp"
 
 
-class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
+class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     """Train transformers on sequences split over devices: ``Trainer(strategy="sequence_parallel", devices=8)``.
 
     Results are those of a single device, or training does not start. See `config.StrategyConfig` for the options, which are the same
@@ -112,7 +111,6 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._first_batch = FirstBatch()
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
-        self._window = TokenWindow()
         self._cursor = DataCursor()
         self._streams = RandomStreams()
         self._replicas = ReplicaWatch()
@@ -153,7 +151,7 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         self._steps.start_run()
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
-            self._window = TokenWindow(refuses=self.sequence_parallel_size > 1)
+            self._start_windows(refuses=self.sequence_parallel_size > 1)
             self._steps.context.sums_over_groups = None
             self.setup_optimizers(trainer)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
@@ -330,8 +328,8 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         step = self._steps.context.loss_step
         if not self._module.automatic_optimization:
             closure_loss = self._steps.before_backward(closure_loss)
-        elif step is not None and self._accumulate > 1:
-            closure_loss = self._window.weigh(closure_loss, step.token_counts)
+        elif step is not None:
+            closure_loss = self._weighed(closure_loss, step.token_counts)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -339,18 +337,6 @@ class SequenceParallelStrategy(CurrentSequence, ShardedModelStrategy):
         super().post_backward(closure_loss)
         if self._module.automatic_optimization:
             self._steps.end_backward(self._again)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        def weighted() -> Any:
-            result = closure()
-            factor = self._window.close(self._accumulate)
-            if factor is not None:
-                # After the backward, before Lightning clips.
-                scale_gradients(optimizer, factor)
-            return result
-
-        return super().optimizer_step(optimizer, weighted, model, **kwargs)
 
     # ---- checkpoint
 

@@ -58,7 +58,7 @@ LOSS = (
     fault(
         "the mean of the micro-batches' means",
         "strategy.py",
-        "            closure_loss = self._window.weigh(closure_loss, step.token_counts)\n",
+        "            closure_loss = self._weighed(closure_loss, step.token_counts)\n",
         "            pass\n",
         LOSSES,
     ),

@@ -1,0 +1,41 @@
+"""`TokenWeightedStrategy`: gradient accumulation in Lightning's steps, where each micro-batch weighs as much as it has tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
+from lightning_sp.trainer.sharded_model import ShardedModelStrategy
+
+
+class TokenWeightedStrategy(ShardedModelStrategy):
+    """A strategy that weighs the micro-batches of an optimizer step by their tokens: `loss/token_weighting.py`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._window = TokenWindow()
+
+    def _start_windows(self, *, refuses: bool) -> None:
+        """Begin a fit, which refuses micro-batches of which it is not known how they weigh, or does not."""
+        self._window = TokenWindow(refuses=refuses)
+
+    def _weighed(self, loss: Tensor, token_counts: list[Tensor]) -> Tensor:
+        """Return what the backward of a micro-batch begins with."""
+        return self._window.weigh(loss, token_counts) if self._accumulate > 1 else loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def weighed() -> Any:
+            result = closure()
+            factor = self._window.close(self._accumulate)
+            if factor is not None:
+                # After the backward, before Lightning clips.
+                scale_gradients(optimizer, factor)
+            return result
+
+        return super().optimizer_step(optimizer, weighed, model, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +16,6 @@ ULYSSES, RING, GROUPS = dict(ulysses_size=2), dict(ring_size=2), dict(data_paral
 HAS_TORCHDATA = pytest.mark.skipif(
     not pytest.importorskip("importlib.util").find_spec("torchdata"), reason="torchdata is not installed"
 )
-KINDS = [
-    "own",
-    *(pytest.param(kind, marks=HAS_TORCHDATA) for kind in ("stream", "sequential", "shuffled", "generator")),
-]
 # 12 samples, 2 a step on one group: within the first epoch, its last step, within the second one, its last step.
 CUTS = {"one": (2, 6, 8, 12), "two": (1, 3, 4, 6)}
 
@@ -30,12 +27,23 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found["weights"][name], weight), name
 
 
-@pytest.mark.parametrize("layout", [ULYSSES, RING, GROUPS], ids=["ulysses", "ring", "groups"])
-@pytest.mark.parametrize("kind", KINDS)
+def variants() -> Iterator[Any]:
+    """Each kind and each layout in the usual tests, all pairs in the slow ones."""
+    usual = {("own", "ring"), ("stream", "groups"), ("shuffled", "ulysses"), ("generator", "ring")}
+    for kind in ("own", "stream", "sequential", "shuffled", "generator"):
+        for name, layout in {"ulysses": ULYSSES, "ring": RING, "groups": GROUPS}.items():
+            if name == "groups" and kind not in ("own", "stream"):
+                continue  # samplers of map-style data are dealt by index over groups, and read again
+            marks = [
+                *([] if kind == "own" else [HAS_TORCHDATA]),
+                *([] if (kind, name) in usual else [pytest.mark.slow]),
+            ]
+            yield pytest.param(kind, layout, id=f"{kind}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [*variants()])
 def test_a_resume_goes_on_and_reads_nothing_again(pools, tmp_path, kind, layout):
     groups = layout.get("data_parallel_size", 1)
-    if groups > 1 and kind not in ("own", "stream"):
-        pytest.skip("samplers of map-style data are dealt by index over groups, and read again")
     steps = 15 // groups
     cuts = CUTS["one" if groups == 1 else "two"]
     calls: list[Any] = [

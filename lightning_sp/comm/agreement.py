@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.comm.collectives import gather_objects
+from lightning_sp.devices import makes_host_wait, runtime
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -91,10 +92,10 @@ class Spread:
         self._both[0, part], self._both[1, part] = values, -values
         work = dist.all_reduce(self._both, op=dist.ReduceOp.MAX, async_op=True)
         self._work, self._copied = work, None
-        if values.is_cuda:
+        if makes_host_wait(values):
             work.wait()  # the stream waits, not the host
             self._both = self._both.to("cpu", non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = runtime(values.device).Event()
             self._copied.record()
 
     def are_too_wide(self) -> list[bool]:

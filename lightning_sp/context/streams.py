@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from lightning_sp.devices import is_accelerator, runtime
+
 
 def mixed_seed(*numbers: int) -> int:
     """Return a seed made of several numbers: neighbouring ones give unrelated streams."""
@@ -20,7 +22,8 @@ def mixed_seed(*numbers: int) -> int:
 def streams(device: torch.device) -> Iterator[None]:
     """Put back the global random streams of torch, Python and numpy."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    device_type = device.type if is_accelerator(device) else "cuda"
+    with torch.random.fork_rng(devices=[device] if is_accelerator(device) else [], device_type=device_type):
         try:
             yield
         finally:
@@ -38,7 +41,7 @@ def streams_from(seed: int | None, device: torch.device) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+        if is_accelerator(device):
+            with runtime(device).device(device):
+                runtime(device).manual_seed(seed)
         yield

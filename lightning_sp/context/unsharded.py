@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_sp.context.streams import mixed_seed, streams_from
+from lightning_sp.devices import is_accelerator, runtime
 
 
 class WholeCalls:
@@ -153,9 +154,9 @@ class UnshardedModules:
         if number is None:
             return
         base = self._context.mesh.base
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if base.device_type == "cuda" else torch.device("cpu")
-        )
+        device = torch.device(base.device_type)
+        if is_accelerator(device):
+            device = torch.device(device.type, runtime(device).current_device())
         undo.enter_context(streams_from(mixed_seed(step.batch.seed, 0, number), device))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
+from lightning_sp.devices import makes_host_wait
 from lightning_sp.layout import pad
 from lightning_sp.reductions.scope import Scope, current_scope, has_tokens, refuse_together
 from lightning_sp.reductions.weights import aligned, sum_dtype
@@ -147,9 +148,9 @@ def _check_kind(
     if scope.size == 1 and scope.data_group is not None:
         # Of whole sequences what a group chose by values is its own. What is alike in all groups may be of all their rows.
         alike = comm.are_alike(x, scope.data_group)
-        if error and x.is_cuda:
+        if error and makes_host_wait(x):
             torch._assert_async(~alike, error)
-        error = error if error and not x.is_cuda and bool(alike) else None
+        error = error if error and not makes_host_wait(x) and bool(alike) else None
     if of is None and scope.size > 1 and x.is_floating_point():
         alike = comm.are_alike(x, scope.sequence_group)
         counts = kind == "tokens" and (function == "batch_sum" or _real_tokens(x, scope) is not None)
@@ -157,10 +158,10 @@ def _check_kind(
             f"{function} of a tensor {tuple(x.shape)}: it has as many entries as this rank has tokens, and the same numbers on all "
             f"{scope.size} ranks of the sequence, so it may be of rows; say which: {function}(x, of='rows'), or of='tokens'"
         )
-        if x.is_cuda:
+        if makes_host_wait(x):
             # Without waiting for the device.
             torch._assert_async(~alike if counts else torch.ones_like(alike), told)
         elif counts and bool(alike):
             error = told
     # A size is known without asking: on a device the ranks do not wait for each other to say it together.
-    refuse_together(error, None if x.is_cuda else scope)
+    refuse_together(error, None if makes_host_wait(x) else scope)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
+from lightning_sp.devices import makes_host_wait
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.reductions.scope import Scope, current_scope, refuse_together
 from lightning_sp.reductions.sequence import sequence_max
@@ -98,7 +99,7 @@ def _expanded(index: Tensor, trailing: torch.Size) -> Tensor:
 
 def _check(positions: Tensor, length: int, scope: Scope | None) -> None:
     outside = (positions < 0) | (positions >= length)
-    if positions.is_cuda:
+    if makes_host_wait(positions):
         # Without waiting for the device.
         torch._assert_async(~outside.any(), f"at_positions: a position outside of 0 to {length - 1}")
         return

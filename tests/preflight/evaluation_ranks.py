@@ -74,8 +74,9 @@ class Shown(Plain):
             self.log_dict(self.collection)
             self.own_sum.update(loss)
             self.log("own_sum", self.own_sum)
-            self.log("seconds", time.perf_counter())
             self.log("of_rank_0", loss, rank_zero_only=True)
+        if "clock" in self.kinds:
+            self.log("seconds", time.perf_counter())
         if "hidden" in self.kinds:
             # Under the name of a metric that is right, of rank 0 alone, and reduced by a function.
             self.accuracy.update(logits, targets)

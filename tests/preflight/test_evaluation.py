@@ -15,8 +15,8 @@ LAYOUTS = [(2, dict(ring_size=2)), (2, dict(ulysses_size=2)), (4, dict(data_para
 
 @pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
 def test_right_numbers_are_shown_without_a_word(pools: Any, world: int, strategy: dict[str, int]):
-    (one,) = pools(1).run(ranks.shown, 1, "validate", ("right",), {})
-    for rank, found in enumerate(pools(world).run(ranks.shown, world, "validate", ("right",), strategy)):
+    (one,) = pools(1).run(ranks.shown, 1, "validate", ("right", "clock"), {})
+    for rank, found in enumerate(pools(world).run(ranks.shown, world, "validate", ("right", "clock"), strategy)):
         assert (found["error"], found["said"]) == ("", [])
         # The crop has left nothing in the metrics, nor in an object of the user's own.
         assert found["num_steps"] == 2

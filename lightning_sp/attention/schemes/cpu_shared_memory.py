@@ -25,6 +25,7 @@ from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.transport import RingNeighbours, num_tokens, pack_into, packed_shape, select_tokens
 from lightning_sp.comm.cpu.pipes import Signal
 from lightning_sp.comm.cpu.shared_memory import Arena, aligned, reserved_arena
+from lightning_sp.devices import is_accelerator
 
 # One is read by its owner while the next is written.
 MAX_PARTIALS = 2
@@ -139,7 +140,7 @@ def _slot_bytes(k: Tensor) -> int:
 
 
 def _reserved(ring: RingNeighbours, k: Tensor, slots: int, required: bool) -> Arena | None:
-    if k.is_cuda:
+    if is_accelerator(k.device):
         return None
     return reserved_arena(comm.group_name(ring.group), slots * _slot_bytes(k), required=required)
 

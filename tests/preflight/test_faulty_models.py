@@ -73,7 +73,7 @@ SHOWN = re.compile(
 )
 
 
-@pytest.mark.parametrize("strategy", [{"ulysses_size": 2}, {"ring_size": 2}])
+@pytest.mark.parametrize("strategy", [pytest.param({"ulysses_size": 2}, marks=pytest.mark.slow), {"ring_size": 2}])
 def test_the_two_lines_of_a_refused_loss_make_it_exact(pools, strategy):
     found = pools(2).run(ranks.verdicts, list(LINES), "64-true", strategy)[0]
     shown = {}

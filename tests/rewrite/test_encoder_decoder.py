@@ -52,7 +52,7 @@ def expected():
     return [ranks.one_process(**case) for case, _ in EXACT]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_gradient_is_that_of_one_process(pools, expected, world):
     """A ring of two runs every case, four ranks one of each family, Ulysses those of the data alone.
 

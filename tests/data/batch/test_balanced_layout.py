@@ -21,7 +21,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("model", ["llama", "hugging face"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("hugging face", marks=pytest.mark.slow)])
 def test_a_balanced_fit_is_that_of_one_process(pools, model):
     """Each layout runs both models, each model both kinds of data."""
     common = dict(model=model, accumulate_grad_batches=2, gradient_clip_val=0.5)

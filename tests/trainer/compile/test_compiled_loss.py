@@ -21,7 +21,10 @@ def test_a_graph_that_calls_the_function_is_exact(pools: Any, head: str):
         assert max(max_error(found["weights"][name], weight) for name, weight in one["weights"].items()) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", [dict(ring_size=2), dict(data_parallel_size=2, sequence_parallel_size=1)], ids=str)
+GROUPS = pytest.param(dict(data_parallel_size=2, sequence_parallel_size=1), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("strategy", [dict(ring_size=2), GROUPS], ids=str)
 def test_a_graph_that_holds_it_is_refused_on_all_ranks(pools: Any, strategy: dict[str, int]):
     for found in pools(2).run(ranks.trained, "MaskedLM", strategy, "aot_eager"):
         assert found["error"].startswith(

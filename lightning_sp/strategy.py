@@ -201,9 +201,9 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             attention=self._steps.context.last_attention_patterns,
             infer_sequences=tried and self._infers,
         )
-        local, info = collective_shard(
-            batch, self._mesh, options, self._groups.world, by_hand=not self.config.shard_batch
-        )
+        by_hand, told = not self.config.shard_batch, self._sigterm.is_told
+        local, info, ends = collective_shard(batch, self._mesh, options, self._groups.world, by_hand=by_hand, ends=told)
+        self._sigterm.agree(trainer, ends)
         seed = self._streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
         self._batch = replace(info, seed=seed).to(self.root_device)
         if whole := info.is_whole and self._mesh.layout.size > 1:

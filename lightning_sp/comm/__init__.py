@@ -1,6 +1,6 @@
 """Communication between ranks: every collective, each with an explicit group. What CPU ranks alone use is in `comm.cpu`."""
 
-from lightning_sp.comm.agreement import Spread, agree, all_equal, are_alike, check_same_batch
+from lightning_sp.comm.agreement import Largest, Spread, agree, all_equal, are_alike, check_same_batch
 from lightning_sp.comm.collectives import (
     barrier,
     broadcast,
@@ -35,6 +35,7 @@ from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass,
 __all__ = [
     "ALL_PAIRS_TAG",
     "HostGroups",
+    "Largest",
     "Spread",
     "Transfer",
     "agree",

@@ -72,6 +72,26 @@ def are_alike(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return (both[0] == -both[1]) & speaks
 
 
+class Largest:
+    """The elementwise largest of a host tensor over a group's ranks, in flight: asked for now, read when it is needed. Every rank must make one.
+
+    Args:
+        values: this rank's.
+        group: on a backend for host tensors; None is the world.
+
+    Communicates: one all_reduce of the tensor.
+    """
+
+    def __init__(self, values: Tensor, group: ProcessGroup | None = None) -> None:
+        self._values = values
+        self._work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def arrived(self) -> Tensor:
+        """Return it, the same on all ranks."""
+        self._work.wait()
+        return self._values
+
+
 class Spread:
     """How far apart numbers are within parts of the world, in flight: started in one step, read in the next. Every rank must make one.
 
@@ -128,16 +148,25 @@ class _RankReport(NamedTuple):
     is_whole: int
 
 
+class SameBatch(NamedTuple):
+    """What ranks have told each other of a batch: whether they differ in its entries, and whether any of them was told to end the run."""
+
+    uneven: bool
+    ends: bool
+
+
 def check_same_batch(
     error: str | None,
     *,
     digest: int,
     data_parallel_rank: int,
     num_ring_passes: int,
+    num_groups: int,
     entries: int = 0,
     is_whole: bool = False,
+    ends: bool = False,
     group: ProcessGroup | None = None,
-) -> bool:
+) -> SameBatch:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
 
     Args:
@@ -147,19 +176,24 @@ def check_same_batch(
         num_ring_passes: passes of the ring that this rank has begun. A rank that failed before its pass and went on stays behind the others,
             and would use the keys of one pass for those of another.
         entries: a number that tells which entries the batch holds.
+        num_groups: data-parallel groups, of which each has a number of ranks that share their sequences.
         is_whole: the batch holds no sequence, and is not split.
+        ends: this rank was told to end the run.
         group: a CPU-capable group over the world.
 
-    Returns:
-        Whether ranks differ in `entries`.
-
-    Communicates: one all_gather of 48 bytes a rank, on the host.
+    Communicates: one all_reduce on the host, of 40 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
+    which all of them name the same ones.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
-        return False
+        return SameBatch(uneven=False, ends=ends)
     report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole))
+    of_all, of_groups = _largest_and_least(report, ends, num_groups, group)
+    failed, ended, *bounds = of_all.tolist()
+    differ = failed or bool((of_groups[0] != -of_groups[1]).any()) or bounds[2] != -bounds[3]
+    if not differ:
+        return SameBatch(uneven=bounds[0] != -bounds[1], ends=bool(ended))
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -169,7 +203,25 @@ def check_same_batch(
     _check_passes(reports)
     _check_digests(reports)
     _check_whole(reports)
-    return len({report.entries for report in reports}) > 1
+    raise SequenceParallelError("ranks say different things of one batch: a rank joined late or has ended")
+
+
+def _largest_and_least(
+    report: _RankReport, ends: bool, num_groups: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
+
+    Shapes: (6,): failed, ended, entries, -entries, whole, -whole; and (2, num_groups, 2): digest and passes, and their negatives.
+    """
+    of_all = torch.tensor(
+        [report.has_error, int(ends), report.entries, -report.entries, report.is_whole, -report.is_whole]
+    )
+    of_groups = torch.full((2, num_groups, 2), torch.iinfo(torch.int64).min)
+    number = torch.tensor([report.digest, report.num_ring_passes])
+    of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
+    both = torch.cat([of_all, of_groups.view(-1)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[:6], both[6:].view(2, num_groups, 2)
 
 
 def _check_passes(reports: list[_RankReport]) -> None:

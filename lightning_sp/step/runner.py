@@ -29,6 +29,7 @@ from lightning_sp.parallelize import (
     optional_units,
     reshard,
     run_with_whole_parameters,
+    used_parameters,
 )
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.non_finite import explain_non_finite
@@ -76,8 +77,10 @@ class StepRunner:
         self._was_finite = True
 
     def end_run(self) -> None:
-        """Read the answer about the last loss. Every rank must call it."""
+        """Read the answers about the last loss and the last backward. Every rank must call it."""
         self._loss_check.finish(self.context.run_mesh, self.groups.world)
+        if (used := used_parameters(self.module)) is not None:
+            used.finish()
 
     def train(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         """Run training_step and leave the step open for its backward; `end` closes it.

@@ -43,6 +43,7 @@ from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.processes import ProcessStrategy
+from lightning_sp.trainer.sigterm import Sigterm
 from lightning_sp.trainer.weight_averaging import WeightAverages
 from lightning_sp.trainer.whole_steps import step_whole_where_needed
 
@@ -63,6 +64,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self._excludes_frozen = exclude_frozen_parameters
         self._log_once = LogOnce()
         self._averages = WeightAverages()
+        self._sigterm = Sigterm()
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
 
@@ -179,8 +181,9 @@ class ShardedModelStrategy(ProcessStrategy):
         return whole_state_dict(self._module if module is None else module, keep=self.is_global_zero)
 
     def _prepare_trainer(self, trainer: Trainer) -> None:
-        """Change of a Trainer what a run on shards needs: no inference mode, no sampler of its own, logged numbers compared."""
+        """Change of a Trainer what a run on shards needs: no inference mode, no sampler of its own, what ranks compare and agree on."""
         forbid_inference_mode(trainer)
+        self._sigterm.follow(trainer)
         watch_numbers(trainer, self._groups)
         self._let_loaders_through(trainer)
 

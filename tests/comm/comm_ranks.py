@@ -143,7 +143,11 @@ def same_batch(errors, digests, data_ranks, passes):
     rank = dist.get_rank()
     try:
         comm.check_same_batch(
-            errors[rank], digest=digests[rank], data_parallel_rank=data_ranks[rank], num_ring_passes=passes[rank]
+            errors[rank],
+            digest=digests[rank],
+            data_parallel_rank=data_ranks[rank],
+            num_ring_passes=passes[rank],
+            num_groups=len({*data_ranks}),
         )
     except SequenceParallelError as error:
         return str(error)

@@ -64,8 +64,8 @@ GROUPS = (
     fault(
         "samples compared over the world",
         "comm/agreement.py",
-        "readers.setdefault(report.data_parallel_rank, {})",
-        "readers.setdefault(0, {})",
+        "of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number",
+        "of_groups[0, 0], of_groups[1, 0] = number, -number",
         "tests/comm/test_comm.py::test_ranks_of_one_sequence_hold_one_batch[same]",
     ),
     fault(

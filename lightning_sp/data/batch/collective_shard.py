@@ -20,9 +20,15 @@ from lightning_sp.mesh import SequenceMesh
 
 
 def collective_shard(
-    batch: Any, mesh: SequenceMesh, options: ShardOptions, group: ProcessGroup | None, *, by_hand: bool
-) -> tuple[Any, SequenceInfo]:
-    """Return this rank's part of a batch, and what was whole. Every rank must call it.
+    batch: Any,
+    mesh: SequenceMesh,
+    options: ShardOptions,
+    group: ProcessGroup | None,
+    *,
+    by_hand: bool,
+    ends: bool = False,
+) -> tuple[Any, SequenceInfo, bool]:
+    """Return this rank's part of a batch, what was whole, and whether any rank was told to end the run. Every rank must call it.
 
     Args:
         batch: whole, or this rank's part if it carries the mark of one.
@@ -30,8 +36,9 @@ def collective_shard(
         options: which tensors carry the sequence.
         group: the world, on a backend for host tensors.
         by_hand: the batch is this rank's part already, mark or none.
+        ends: this rank was told to end the run.
 
-    Communicates: one all_reduce of a digest of the batch.
+    Communicates: as `comm.check_same_batch`.
 
     Raises:
         SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.
@@ -51,16 +58,19 @@ def collective_shard(
     compared = local is not batch or (info is not None and info.is_whole and mesh.layout.size > 1)
     whole = digest(batch) if fault is None and compared else 0
     try:
-        uneven = comm.check_same_batch(
+        agreed = comm.check_same_batch(
             error if fault else None,
             digest=whole,
             data_parallel_rank=mesh.data_parallel_rank,
             num_ring_passes=mesh.num_ring_passes,
+            num_groups=mesh.data_parallel_size,
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
+            ends=ends,
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    return local, replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=uneven)
+    info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
+    return local, info, agreed.ends

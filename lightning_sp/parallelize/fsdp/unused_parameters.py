@@ -9,7 +9,6 @@ A unit must run on all ranks or on none, for its parameters are gathered from al
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -61,6 +60,7 @@ class UsedParameters:
         self._used: set[int] = set()
         self._zeros: set[int] = set()
         self._ran: set[int] = set()
+        self._asked: tuple[comm.Largest, int] | None = None
         first = 0
         for number, each in enumerate(self._groups):
             each.pre_forward = partial(self._pre_forward, number, each.pre_forward)
@@ -97,8 +97,9 @@ class UsedParameters:
     def _end(self, end: Any) -> None:
         """End a backward of FSDP2, and give what no rank used no gradient in place of zeros.
 
-        Communicates: if gradients were reduced, one all_reduce of 32 bytes; where ranks used different parameters, one of a byte for each
-        parameter and one of 16 bytes.
+        A rank that used every parameter knows that none is without a gradient: it waits for no other, and reads their answer a backward later.
+
+        Communicates: if gradients were reduced, one all_reduce on the host, of a byte for each parameter and two for each unit.
 
         Raises:
             SequenceParallelError: a unit ran on some ranks only.
@@ -110,29 +111,42 @@ class UsedParameters:
         used, zeros, ran = self._used, self._zeros, self._ran
         self._used, self._zeros, self._ran = set(), set(), set()
         if comm.size_of(self.group or comm.world()) > 1:
-            used = self._used_anywhere(used, ran)
-        for index, each in enumerate(self._parameters):
-            if index in zeros and index not in used:
-                each.sharded_param.grad = None
+            self.finish()
+            self._asked = self._ask(used, ran), len(ran)
+            if len(ran) < len(self._groups) or any(
+                each.sharded_param.requires_grad for i, each in enumerate(self._parameters) if i not in used
+            ):
+                used = self.finish()
+        for index in zeros - used:
+            self._parameters[index].sharded_param.grad = None
 
-    def _used_anywhere(self, used: set[int], ran: set[int]) -> set[int]:
-        if comm.all_equal(torch.stack([_digest(used), _digest(ran)]), self.group):
-            return used
-        flags = torch.zeros(len(self._parameters), dtype=torch.uint8)
-        flags[sorted(used)] = 1
-        flags = comm.largest(flags, self.group)
-        if not comm.all_equal(_digest(ran), self.group):
+    def finish(self) -> set[int]:
+        """Return what ranks used in the last backward of which it has not been read; nothing where it has. Every rank must call it.
+
+        Raises:
+            SequenceParallelError: a unit ran on some ranks only.
+        """
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return set()
+        flags, num_ran = asked[0].arrived(), asked[1]
+        ran, left_out = flags[len(self._parameters) :].view(2, -1)
+        if bool((ran & left_out).any()):
             raise SequenceParallelError(
-                f"{len(ran)} of {len(self._groups)} units of FSDP ran on this rank, and others on another: a unit's parameters are gathered "
+                f"{num_ran} of {len(self._groups)} units of FSDP ran on this rank, and others on another: a unit's parameters are gathered "
                 "from all ranks when it runs, so those of different units would be mixed; run each part of the model on every rank, and "
                 "multiply what a rank does not need by 0"
             )
-        return set(flags.nonzero().flatten().tolist())
+        return set(flags[: len(self._parameters)].nonzero().flatten().tolist())
 
-
-def _digest(numbers: set[int]) -> torch.Tensor:
-    text = ",".join(map(str, sorted(numbers)))
-    return torch.tensor(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big"))
+    def _ask(self, used: set[int], ran: set[int]) -> comm.Largest:
+        """Ask which parameters any rank used, which units any rank ran, and which any rank left out."""
+        num, num_units = len(self._parameters), len(self._groups)
+        flags = torch.zeros(num + 2 * num_units, dtype=torch.uint8)
+        flags[num + num_units :] = 1
+        flags[[*used, *(num + each for each in ran)]] = 1
+        flags[[num + num_units + each for each in ran]] = 0
+        return comm.Largest(flags, self.group)
 
 
 def _gradient(parameter: Any) -> Any:

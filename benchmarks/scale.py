@@ -1,0 +1,329 @@
+"""One rank of a large world, without the machines: what the host does in a step of training, counted.
+
+    python -m benchmarks.scale                          the table: worlds of 8 to 1,024 ranks
+    python -m benchmarks.scale step --world 64 ...      one world, in detail: each wait, copy and collective with its line
+
+A world is torch's fake process group, a device is simulated (`simulated_device`): nothing is computed, all of Lightning, FSDP2 and this
+package runs. Milliseconds are of this package's own lines, by cProfile, which slows them down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import logging
+import pstats
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.simulated_device import KINDS, NAME, SimulatedDevice, register
+from lightning_sp import SequenceParallelStrategy
+from lightning_sp.attention import operator
+from lightning_sp.models.llama import Llama, LlamaConfig
+
+# Llama 3 8B; its depth is an argument, for what a layer costs is the difference between two depths.
+LLAMA = dict(vocab_size=128_256, dim=4096, num_heads=32, num_kv_heads=8, hidden_dim=14_336)
+WARMUP_STEPS, COUNTED_STEPS = 4, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A world of which one rank is run.
+
+    Args:
+        size: ranks.
+        rank: of this one.
+        ulysses: degree.
+        ring: degree.
+        layers: of the model.
+        tokens: of a sequence.
+        documents: packed into a sequence; 1 is a whole one.
+        plant: a wait that the user's step makes: "item", "nonzero", "copy"; empty for none.
+    """
+
+    size: int = 8
+    rank: int = 0
+    ulysses: int = 4
+    ring: int = 2
+    layers: int = 2
+    tokens: int = 4096
+    documents: int = 1
+    plant: str = ""
+
+
+class _Device(Accelerator):
+    """The simulated device, for Lightning."""
+
+    def setup_device(self, device: torch.device) -> None: ...
+
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [register()] * len(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return NAME
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+
+class _Environment(LightningEnvironment):
+    """The place of one rank."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return self._world.size
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._world.rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class _Sequences(Dataset[dict[str, Tensor]]):
+    """Random tokens, in documents of equal length."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __len__(self) -> int:
+        return (WARMUP_STEPS + COUNTED_STEPS + 1) * self._world.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        world = self._world
+        row = torch.randint(0, 256, (world.tokens + 1,), generator=torch.Generator().manual_seed(index))
+        positions = torch.arange(world.tokens) % -(-world.tokens // world.documents)
+        return {"input_ids": row[:-1], "shift_labels": row[1:], "position_ids": positions}
+
+
+class _User(pl.LightningModule):
+    """What a user writes."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        # The weights are on the device from the start: host memory for them there is none. Nor can they be cast, having no data.
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(register()):
+                self.model = Llama(LlamaConfig(num_layers=self._world.layers, **LLAMA))
+        finally:
+            torch.set_default_dtype(before)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _User:
+        return self  # they have no data that could be moved
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch["input_ids"], batch["position_ids"])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["shift_labels"].flatten())
+        _planted(self._world.plant, loss)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def _planted(plant: str, loss: Tensor) -> None:
+    if plant == "item":
+        loss.item()
+    elif plant == "nonzero":
+        loss.view(1).nonzero()
+    elif plant == "equal":
+        torch.equal(loss, loss)
+    elif plant == "copy":
+        torch.ones(1).to(loss.device)
+    elif plant == "synchronize":
+        torch.get_device_module(loss.device).synchronize()
+
+
+class _Counted(pl.Callback):
+    """Notes what happens between the first counted step and the last."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self.profile = cProfile.Profile()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == WARMUP_STEPS:
+            self._device.noting = True
+            self.profile.enable()
+        elif trainer.global_step == WARMUP_STEPS + COUNTED_STEPS:
+            self.profile.disable()
+            self._device.noting = False
+
+
+@contextmanager
+def _without_data() -> Iterator[None]:
+    """Leave out what needs a rank's weights or its peers before the first step."""
+    unchanged: Any = lambda *_, **__: None  # noqa: E731
+    with (
+        mock.patch("lightning_sp.step.prepare.check_parameters", unchanged),
+        mock.patch("lightning_sp.mesh.set_world_timeout", unchanged),
+        mock.patch("lightning_sp.comm.groups.set_world_timeout", unchanged),
+        mock.patch("lightning_sp.step.prepare.whole_state", return_value={}),
+        mock.patch("lightning_sp.step.prepare.broadcast_initial_weights", unchanged),
+        # A loss of tensors without data is torch's own there: Dynamo asks for its shape.
+        mock.patch("lightning_sp.loss.interception.FakeTensor", type("NoTensor", (), {})),
+    ):
+        yield
+
+
+def count(world: World) -> dict[str, Any]:
+    """Return what one rank does in a step: counts, each with its line, and milliseconds. Once a process."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    bodies = (operator.attention_op, operator.attention_backward_op, operator.exchange_gradients_op)
+    device = SimulatedDevice({each._opoverload._schema.name: each._init_fn for each in bodies})
+    # The name of the backend for host tensors and for those of the device.
+    backend = f"cpu:fake,{NAME}:fake"
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, store=FakeStore())
+    counted = _Counted(device)
+    strategy = SequenceParallelStrategy(
+        ulysses_size=world.ulysses, ring_size=world.ring, preflight=False, process_group_backend=backend
+    )
+    trainer = pl.Trainer(
+        accelerator=_Device(), devices=1, num_nodes=world.size, strategy=strategy, plugins=[_Environment(world)], logger=False,
+        max_steps=WARMUP_STEPS + COUNTED_STEPS + 1, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[counted],
+    )  # fmt: skip
+    with _without_data(), device:
+        trainer.fit(_User(world), DataLoader(_Sequences(world), batch_size=1))
+    lines = Counter((note.kind, note.what, note.where) for note in device.notes)
+    return {
+        "world": asdict(world),
+        "ms": _own_seconds(counted.profile) / COUNTED_STEPS * 1e3,
+        "bytes": sum(note.num_bytes for note in device.notes if note.kind == "device collective") / COUNTED_STEPS,
+        "counts": {kind: sum(each.kind == kind for each in device.notes) / COUNTED_STEPS for kind in KINDS},
+        "lines": [[n / COUNTED_STEPS, *line] for line, n in sorted(lines.items(), key=lambda item: (item[0][0], -item[1]))],
+    }  # fmt: skip
+
+
+def _own_seconds(profile: cProfile.Profile) -> float:
+    """Return the seconds in lines of the package itself, and in Python's own functions that it calls."""
+    total = 0.0
+    for (file, _, name), (_, _, own, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if "/lightning_sp/" in file:
+            total += own
+        elif file == "~" and "torch" not in name:
+            total += sum(each[2] for (caller, *_), each in callers.items() if "/lightning_sp/" in caller)
+    return total
+
+
+def _in_a_process(**options: Any) -> dict[str, Any]:
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scale", "step", "--json", *arguments], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{arguments}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+TABLE = [
+    dict(size=8, ulysses=8, ring=1, tokens=262_144),
+    dict(size=64, ulysses=8, ring=8, tokens=1_048_576),
+    dict(size=512, ulysses=8, ring=8, tokens=1_048_576),
+    dict(size=1024, ulysses=8, ring=16, tokens=1_048_576),
+    dict(size=1024, ulysses=8, ring=16, tokens=1_048_576, documents=500),
+]
+
+
+def table() -> None:
+    """Print counts and milliseconds of each world, with what a layer costs."""
+    print(
+        "| world | ulysses x ring | documents | ms a step, 2 layers | ms a layer | "
+        + " | ".join(KINDS)
+        + " | MB of collectives |"
+    )
+    print("|---|---|---|---|---|" + "---|" * (len(KINDS) + 1))
+    for options in TABLE:
+        shallow, deep = (_in_a_process(**options, layers=layers) for layers in (2, 6))
+        counts = " | ".join(
+            f"{shallow['counts'][k]:g} + {(deep['counts'][k] - shallow['counts'][k]) / 4:g} a layer" for k in KINDS
+        )
+        print(
+            f"| {options['size']} | {options['ulysses']} x {options['ring']} | {options.get('documents', 1)} | {shallow['ms']:.1f} | "
+            f"{(deep['ms'] - shallow['ms']) / 4:.2f} | {counts} | {shallow['bytes'] / 1e6:.0f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command")
+    step = commands.add_parser("step", help="one world")
+    step.add_argument("--json", action="store_true", help="print JSON")
+    for name, value in asdict(World()).items():
+        step.add_argument(f"--{name}", type=type(value), default=value)
+    given = vars(parser.parse_args())
+    if given.pop("command") is None:
+        table()
+        return
+    as_json = given.pop("json")
+    found = count(World(**given))
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(f"{found['ms']:.1f} ms of the package's own lines a step; a step has:")
+    for number, kind, what, where in found["lines"]:
+        print(f"{number:6g}  {kind:18}  {what:28}  {where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -41,7 +41,7 @@ from lightning_sp.models.llama import Llama, LlamaConfig
 
 # Llama 3 8B; its depth is an argument, for what a layer costs is the difference between two depths.
 LLAMA = dict(vocab_size=128_256, dim=4096, num_heads=32, num_kv_heads=8, hidden_dim=14_336)
-WARMUP_STEPS, COUNTED_STEPS = 4, 4
+WARMUP_STEPS, COUNTED_STEPS = 2, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,8 @@ class World:
         layers: of the model.
         tokens: of a sequence.
         documents: packed into a sequence; 1 is a whole one.
-        plant: a wait that the user's step makes: "item", "nonzero", "copy"; empty for none.
+        transformers: whether the model is that of transformers.
+        plants: whether the user's step makes a wait of each kind.
     """
 
     size: int = 8
@@ -66,7 +67,8 @@ class World:
     layers: int = 2
     tokens: int = 4096
     documents: int = 1
-    plant: str = ""
+    transformers: bool = False
+    plants: bool = False
 
 
 class _Device(Accelerator):
@@ -159,7 +161,7 @@ class _User(pl.LightningModule):
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device(register()):
-                self.model = Llama(LlamaConfig(num_layers=self._world.layers, **LLAMA))
+                self.model = _model(self._world)
         finally:
             torch.set_default_dtype(before)
 
@@ -167,9 +169,11 @@ class _User(pl.LightningModule):
         return self  # they have no data that could be moved
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self.model(batch["input_ids"], batch["position_ids"])
+        logits = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+        logits = logits if isinstance(logits, Tensor) else logits.logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["shift_labels"].flatten())
-        _planted(self._world.plant, loss)
+        if self._world.plants:
+            _make_waits(loss.detach())
         self.log("train_loss", loss)
         return loss
 
@@ -177,17 +181,28 @@ class _User(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def _planted(plant: str, loss: Tensor) -> None:
-    if plant == "item":
-        loss.item()
-    elif plant == "nonzero":
-        loss.view(1).nonzero()
-    elif plant == "equal":
-        torch.equal(loss, loss)
-    elif plant == "copy":
-        torch.ones(1).to(loss.device)
-    elif plant == "synchronize":
-        torch.get_device_module(loss.device).synchronize()
+def _model(world: World) -> torch.nn.Module:
+    if not world.transformers:
+        return Llama(LlamaConfig(num_layers=world.layers, **LLAMA))
+    import transformers  # noqa: PLC0415
+
+    config = transformers.LlamaConfig(
+        vocab_size=LLAMA["vocab_size"], hidden_size=LLAMA["dim"], num_hidden_layers=world.layers, intermediate_size=LLAMA["hidden_dim"],
+        num_attention_heads=LLAMA["num_heads"], num_key_value_heads=LLAMA["num_kv_heads"], use_cache=False,
+    )  # fmt: skip
+    model: torch.nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def _make_waits(loss: Tensor) -> None:
+    loss.item()
+    loss.view(1).nonzero()
+    loss.view(1)[loss.view(1) > 0]
+    torch.equal(loss, loss)
+    loss.cpu()
+    torch.ones(1).to(loss.device)
+    torch.get_device_module(loss.device).synchronize()
+    torch.get_device_module(loss.device).current_stream().synchronize()
 
 
 class _Counted(pl.Callback):
@@ -223,18 +238,19 @@ def _without_data() -> Iterator[None]:
 
 
 def count(world: World) -> dict[str, Any]:
-    """Return what one rank does in a step: counts, each with its line, and milliseconds. Once a process."""
+    """Return what one rank does in a step: counts, each with its line, and milliseconds. One world size a process."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     bodies = (operator.attention_op, operator.attention_backward_op, operator.exchange_gradients_op)
     device = SimulatedDevice({each._opoverload._schema.name: each._init_fn for each in bodies})
     # The name of the backend for host tensors and for those of the device.
     backend = f"cpu:fake,{NAME}:fake"
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, store=FakeStore())
+    if not dist.is_initialized():
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, store=FakeStore())
     counted = _Counted(device)
     strategy = SequenceParallelStrategy(
-        ulysses_size=world.ulysses, ring_size=world.ring, preflight=False, process_group_backend=backend
-    )
+        ulysses_size=world.ulysses, ring_size=world.ring, preflight=False, process_group_backend=backend, packed_documents=world.documents > 1
+    )  # fmt: skip
     trainer = pl.Trainer(
         accelerator=_Device(), devices=1, num_nodes=world.size, strategy=strategy, plugins=[_Environment(world)], logger=False,
         max_steps=WARMUP_STEPS + COUNTED_STEPS + 1, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -310,13 +326,13 @@ def main() -> None:
     step = commands.add_parser("step", help="one world")
     step.add_argument("--json", action="store_true", help="print JSON")
     for name, value in asdict(World()).items():
-        step.add_argument(f"--{name}", type=type(value), default=value)
+        step.add_argument(f"--{name}", type=int, default=int(value))
     given = vars(parser.parse_args())
     if given.pop("command") is None:
         table()
         return
     as_json = given.pop("json")
-    found = count(World(**given))
+    found = count(World(**{name: type(getattr(World(), name))(value) for name, value in given.items()}))
     if as_json:
         print(json.dumps(found))
         return

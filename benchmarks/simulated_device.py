@@ -169,6 +169,11 @@ class SimulatedDevice(TorchDispatchMode):
         if (body := self._operators.get(func._schema.name)) is not None:
             with self:
                 return body(*args, **kwargs)
+        if func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):
+            with self:  # within an operator functions arrive that are made of others
+                return func.decompose(*args, **kwargs)
         here = [each for each in tensors if isinstance(each, FakeTensor)]
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs, here)

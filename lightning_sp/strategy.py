@@ -32,6 +32,7 @@ from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import check_optimized, reshard
@@ -46,7 +47,7 @@ from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.replicas import ReplicaWatch
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.batch_hooks import HandedBatch
+from lightning_sp.trainer.batch_hooks import HandedBatch, moves_batches
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.manual_optimization import tried_training_step
 from lightning_sp.trainer.row_metrics import RowMetrics
@@ -205,7 +206,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         local, info, ends = collective_shard(batch, self._mesh, options, self._groups.world, by_hand=by_hand, ends=told)
         self._sigterm.agree(trainer, ends)
         seed = self._streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
-        self._batch = replace(info, seed=seed).to(self.root_device)
+        local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
+        self._batch = replace(info, seed=seed)
         if whole := info.is_whole and self._mesh.layout.size > 1:
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
         else:
@@ -268,8 +270,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
         self._cursor.note_micro_batch(rows, trainer, mesh)
         self._streams.begin_micro_batch()
-        dropout = self._streams.dropout_source(rows, trainer.global_step, mesh)
-        self._batch = replace(self._batch, dropout=dropout).to(self.root_device)
+        dropout = self._streams.dropout_source(rows, trainer.global_step, mesh, self.root_device)
+        self._batch = replace(self._batch, dropout=dropout)
         # A step may take entries out of its batch.
         self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
         output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))

@@ -133,6 +133,7 @@ class Spread:
     def _arrive(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
+            self._copied = None
         else:
             self._work.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,17 +91,19 @@ class SequenceInfo:
 
     def to(self, device: torch.device) -> SequenceInfo:
         """Return the same with what the step reads on its device; boundaries stay on the host."""
-        dropout = self.dropout
+        return self.with_tensors(lambda tensor: tensor.to(device))
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> SequenceInfo:
+        """Return the same with what the step reads on its device changed, tensor by tensor."""
+
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
         return replace(
             self,
-            position_ids=_to(self.position_ids, device),
-            shift_labels=_to(self.shift_labels, device),
-            attention_mask=_to(self.attention_mask, device),
-            visible_keys=_to(self.visible_keys, device),
-            dropout=None if dropout is None else replace(dropout, samples=dropout.samples.to(device)),
-            encoder=None if self.encoder is None else self.encoder.to(device),
+            position_ids=changed(self.position_ids),
+            shift_labels=changed(self.shift_labels),
+            attention_mask=changed(self.attention_mask),
+            visible_keys=changed(self.visible_keys),
+            encoder=None if self.encoder is None else self.encoder.with_tensors(change),
         )
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)

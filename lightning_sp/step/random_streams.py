@@ -64,7 +64,7 @@ class RandomStreams:
             restore_random_state(self._restored)
             self._restored = None
 
-    def dropout_source(self, rows: int, step: int, mesh: SequenceMesh) -> DropoutSource:
+    def dropout_source(self, rows: int, step: int, mesh: SequenceMesh, device: torch.device) -> DropoutSource:
         """Return what attention dropout is drawn by in the next micro-batch of an optimizer step.
 
         A sample's number is its position in the optimizer step's global batch, as `data.order` deals it out: however the batch is cut into
@@ -76,7 +76,8 @@ class RandomStreams:
         self._window = (step, micro + 1)
         # By the most rows of a micro-batch: the last one of an epoch may be short.
         first = (micro * mesh.data_parallel_size + mesh.data_parallel_rank) * self._rows
-        return DropoutSource(self._seed, step, first + torch.arange(rows), micro_batch=micro)
+        samples = torch.arange(first, first + rows, device=device)
+        return DropoutSource(self._seed, step, samples, micro_batch=micro)
 
     def stored(self, step: int, mesh: SequenceMesh, group: ProcessGroup | None) -> dict[str, Any]:
         """Return what a checkpoint stores of them, in plain values. Communicates: every rank's random states, gathered over `group`."""

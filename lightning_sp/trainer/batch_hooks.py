@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 
@@ -41,6 +43,12 @@ class HandedBatch:
             now[name][0] is value and now[name][1] == version for name, (value, version) in before.items()
         )
         return step if same else partial(_after_hooks, step, hook, indices)
+
+
+def moves_batches(trainer: Trainer) -> bool:
+    """Return whether the user moves batches to the device by a hook."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return any(is_overridden("transfer_batch_to_device", each) for each in owners if each is not None)
 
 
 def _entries(batch: Any) -> dict[Any, tuple[Any, int]]:

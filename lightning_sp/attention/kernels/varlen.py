@@ -12,8 +12,9 @@ B batch, H query heads, K key-value heads, S local queries, n keys that travelle
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from lightning_sp.attention.plan.blocks import Block, Kind
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
+from lightning_sp.devices import copies_on
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,17 @@ class Call:
     key_rows: Tensor
     keys: Tensor
     segments: Segments
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that goes to the device."""
+        return self.rows, self.queries, self.key_rows, self.keys, self.segments.queries, self.segments.keys
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Call:
+        """Return the same with the next ones, in the order of `tensors`."""
+        rows, queries, key_rows, keys, q_starts, k_starts = islice(tensors, 6)
+        segments = replace(self.segments, queries=q_starts, keys=k_starts)
+        return replace(self, rows=rows, queries=queries, key_rows=key_rows, keys=keys, segments=segments)
 
 
 def forward_calls(
@@ -148,11 +161,13 @@ def backward_calls(
 @lru_cache(maxsize=32)  # four indices of the step's tokens each, on the device
 def calls_of(blocks: tuple[Block, ...], batch: int, device: torch.device) -> tuple[Call, ...]:
     """Return the calls that compute the blocks of a step; blocks without a row are those of all rows."""
-    return tuple(
-        _call(each, kind, batch, device)
+    calls = [
+        _call(each, kind, batch)
         for kind in Kind
         for each in _without_repeats(block for block in blocks if block.kind is kind)
-    )
+    ]
+    tensors = iter(copies_on([tensor for each in calls for tensor in each.tensors], device))
+    return tuple(each.with_tensors(tensors) for each in calls)
 
 
 def _without_repeats(blocks: Iterable[Block]) -> list[list[Block]]:
@@ -169,7 +184,7 @@ def _without_repeats(blocks: Iterable[Block]) -> list[list[Block]]:
     return found
 
 
-def _call(blocks: Sequence[Block], kind: Kind, batch: int, device: torch.device) -> Call:
+def _call(blocks: Sequence[Block], kind: Kind, batch: int) -> Call:
     ranges_of_rows = list(_ranges_of_rows(blocks, batch))
     rows_of = torch.tensor([row for row, _, _ in ranges_of_rows])
     backwards = kind is Kind.ANTICAUSAL
@@ -180,7 +195,7 @@ def _call(blocks: Sequence[Block], kind: Kind, batch: int, device: torch.device)
         runs = [torch.arange(start, end) for start, end in ranges]
         tokens = torch.cat([run.flip(0) for run in runs] if backwards else runs)
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-        indices.append((rows.to(device), tokens.to(device), starts.to(device), int(lengths.max())))
+        indices.append((rows, tokens, starts, int(lengths.max())))
     (rows, queries, q_starts, most_q), (key_rows, keys, k_starts, most_k) = indices
     numbers = rows * (int(queries.max()) + 1) + queries
     assert bool((numbers.sort().values.diff() > 0).all()), "a query in two blocks of a kind"

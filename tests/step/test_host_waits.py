@@ -1,0 +1,71 @@
+"""What the host does in a step of training on a device: it waits for one number, while the device has the backward to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils import backend_registration
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot simulate a device",
+)
+ROOT = Path(__file__).parents[2]
+# Two layers; the head and the embedding are one unit of FSDP.
+OF_A_STEP = {
+    # Attention: heads out and back, forward and backward, of each layer; keys to the next rank three times, in the backward with gradients.
+    ("device collective", "alltoall_base", "comm/collectives.py"): 8,
+    ("device collective", "send", "comm/point_to_point.py"): 18,
+    ("device collective", "recv", "comm/point_to_point.py"): 18,
+    # The loss, forward and backward, and its comparison between ranks.
+    ("device collective", "allreduce", "comm/collectives.py"): 2,
+    ("device collective", "allreduce", "comm/agreement.py"): 1,
+    # What ranks say of a batch, and of the parameters that they used.
+    ("host collective", "allreduce", "comm/agreement.py"): 2,
+    ("copy", "copy to the device", "devices.py"): 1,
+    ("copy", "copy to the host", "comm/agreement.py"): 1,
+    # Of the loss, before the optimizer's update: whether it is finite.
+    ("host wait", "Event.synchronize", "comm/agreement.py"): 1,
+}
+PLANTED = {
+    *("_local_scalar_dense", "nonzero", "index", "equal", "blocking copy to the host", "blocking copy to the device"),
+    *("synchronize", "Stream.synchronize"),
+}
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Counter[tuple[str, str, str]]]:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.step.host_waits"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [_by_file(found) for found in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def _by_file(found: dict[str, Any]) -> Counter[tuple[str, str, str]]:
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for number, kind, what, where in found["lines"]:
+        counts[kind, what, where.partition(":")[0]] += number
+    return counts
+
+
+def _is_of_fsdp(line: tuple[str, str, str]) -> bool:
+    return line[0] == "device collective" and line[1] in ("allgather_base", "reduce_scatter_base")
+
+
+def test_a_step_waits_for_the_device_once(steps):
+    whole, _ = steps
+    assert {line: number for line, number in whole.items() if not _is_of_fsdp(line)} == OF_A_STEP
+
+
+def test_every_kind_of_wait_is_found_where_a_step_of_documents_makes_it(steps):
+    whole, planted = steps
+    found = planted - whole
+    assert {what for _, what, _ in found} == PLANTED
+    assert {kind for kind, _, _ in found} == {"host wait"}

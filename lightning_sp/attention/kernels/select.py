@@ -12,7 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sp.attention.kernels.flash_attn import FlashAttnKernel
 from lightning_sp.attention.kernels.flash_layout import MAX_FLASH_HEAD_DIM
 from lightning_sp.attention.kernels.kernel import Kernel
+from lightning_sp.attention.kernels.self_check import is_right
 from lightning_sp.attention.kernels.tiled import TiledKernel
+from lightning_sp.attention.kernels.torch_efficient import TorchEfficientKernel
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 from lightning_sp.attention.spec.scores import SCORE_TILE, ScoreGradients, Scores
 from lightning_sp.config import KERNELS, AttentionOptions
@@ -69,10 +71,19 @@ def select_kernel(
                 "newer; use precision='32-true' there"
             )
     asked, serving = kernel_for(options.kernel, device.type, dtype, scores.names())
+    # No GPU has run ours yet; what was asked for by name is taken.
+    unproven = serving in (TorchCudaKernel, TorchEfficientKernel)
+    if unproven and options.kernel == "auto" and not is_right(serving, device, dtype):  # type: ignore[arg-type]
+        return TiledKernel(scores, gradients)
     if serving is not TiledKernel:
         fused: Kernel = serving(scores.softcap) if serving is FlashAttnKernel else serving()
         return fused
-    if asked is not TiledKernel:
+    if asked is TiledKernel:
+        _say_once(
+            f"attention in {dtype} on {device.type}: {TiledKernel.name} computes it, several times slower than the fused kernels of float32, "
+            "bfloat16 and float16; precision='32-true' or 'bf16-mixed' takes those"
+        )
+    else:
         _say_once(
             f"{asked.name} computes no {', '.join(scores.names())}: {TiledKernel.name} does it, several times slower and in tiles of "
             f"{SCORE_TILE} x {SCORE_TILE} scores"
@@ -91,8 +102,10 @@ def kernel_for(name: str, device_type: str, dtype: torch.dtype, changes: Sequenc
     """
     if device_type == "cpu":
         asked: type[Any] = TorchCpuKernel
+    elif dtype == torch.float32:
+        asked = TorchEfficientKernel
     elif dtype not in _HALF:
-        # CUDA's flash operators take neither float32 nor float64: for exactness checks there.
+        # No operator of CUDA's takes float64: for exactness checks there.
         asked = TiledKernel
     else:
         asked = FlashAttnKernel if name == "flash_attn" else TorchCudaKernel

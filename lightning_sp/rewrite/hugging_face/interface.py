@@ -31,8 +31,9 @@ from lightning_sp.rewrite.hugging_face.media.deepstack import give_features_of_o
 from lightning_sp.rewrite.hugging_face.media.expansion import tell_placeholders_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.image_runs import number_runs_of_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
-from lightning_sp.rewrite.hugging_face.models import check_model, hugging_face_models, own_class, why_unreachable
+from lightning_sp.rewrite.hugging_face.models import hugging_face_models, own_class, why_unreachable
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
+from lightning_sp.rewrite.hugging_face.positions.composites import counts_of_parts, pass_positions_to_parts
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
 from lightning_sp.rewrite.hugging_face.positions.position_embeddings import pass_positions_to_embeddings, sums_ids
@@ -55,8 +56,6 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
         self.context = context
         self.module = module
         models = hugging_face_models(module)
-        for model in models:
-            check_model(model)
         # The others are run whole, or their first batch of sequences is refused.
         self.models = [model for model in models if not why_unreachable(model)]
         self._undo = ExitStack()
@@ -89,7 +88,7 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
         if any([each(model, self.context, self._undo) for model in self.models for each in placing]):
             place_by_whole_sequence(self.context, self._undo)
         place_virtual_tokens(self.module, self.context, self._undo)
-        counts = [_intercept_positions(model, self.context, self._undo) for model in self.models]
+        counts = [each for model in self.models for each in _intercept_positions(model, self.context, self._undo)]
         summed = [sums_ids(model) for model in self.models if is_encoder_decoder(model)]
         if any(PositionCount.BY_CUMSUM in each for each in counts) or any(summed):
             intercept_cumulative_sums(self.context, self._undo)
@@ -98,17 +97,18 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
         self._undo.close()
 
 
-def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) -> PositionCounts:
-    """Give a model the positions that it would count on the whole sequence, and return how it counts. `undo` takes that back."""
+def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) -> list[PositionCounts]:
+    """Give a model the positions that it would count on the whole sequence; return how it counts, and its parts. `undo` takes that back."""
     by_order = PositionCounts(PositionCount.BY_ORDER, PositionCount.BY_ORDER)
-    counts = by_order if is_encoder_decoder(model) else position_counts(model)
+    counts, parts = by_order if is_encoder_decoder(model) else position_counts(model), counts_of_parts(model)
     by_embeddings = getattr(model.config, "is_encoder_decoder", False) or counts.of_ids is PositionCount.OWN_WAY
-    if by_embeddings and pass_positions_to_embeddings(model, context, undo):
+    if by_embeddings and pass_positions_to_embeddings(model, context, undo, parts):
         counts = PositionCounts(*(_handed if each is PositionCount.OWN_WAY else each for each in counts))
     hook = partial(pass_position_ids, context, counts)
     undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
     pass_positions_to_base_models(model, context, undo)
-    return counts
+    pass_positions_to_parts(parts, context, undo)
+    return [counts, *parts.values()]
 
 
 @contextmanager

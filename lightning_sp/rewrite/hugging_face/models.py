@@ -34,16 +34,6 @@ def own_class(module: nn.Module) -> type:
     return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model that is made of two."""
-    name = own_class(model).__name__
-    if getattr(model.config, "model_type", "") == "encoder-decoder":
-        raise SequenceParallelError(
-            f"{name} is made of two models that each count positions in ways of their own: it cannot be rewritten; call the two in a module of "
-            "your own, each with its position_ids, or use T5, T5Gemma or BART"
-        )
-
-
 def why_unreachable(model: Any) -> str:
     """Return why a model's attention cannot be reached, empty where it can: such a model takes batches without a sequence alone."""
     # Transformers reads the source file of the class to know.

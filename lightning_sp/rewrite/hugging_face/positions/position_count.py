@@ -49,11 +49,12 @@ class PositionCounts(NamedTuple):
     of_embeddings: PositionCount
 
 
-def position_counts(model: Any) -> PositionCounts:
+def position_counts(model: Any, *, by_name: bool = False) -> PositionCounts:
     """Return how a model counts positions by itself. It is not changed, and no random number is drawn.
 
     Args:
         model: a Hugging Face model of one sequence; its parameters may be sharded.
+        by_name: positions are handed to no model that does not name them: what else it takes goes to its layers.
     """
     names = inspect.signature(model.forward).parameters
     skeleton, padding, width = _skeleton(model, {}), _padding_id(model), _width(model)
@@ -66,17 +67,21 @@ def position_counts(model: Any) -> PositionCounts:
         for each in ids
         if width and "inputs_embeds" in names
     ]
-    return PositionCounts(_count(skeleton, names, ids), _count(skeleton, names, embeddings))
+    others = any(p.kind is p.VAR_KEYWORD for p in names.values()) and not by_name
+    takes_positions = "position_ids" in names or others
+    return PositionCounts(*(_count(skeleton, names, each, takes_positions) for each in (ids, embeddings)))
 
 
 def _count(
-    model: nn.Module, names: Mapping[str, inspect.Parameter], inputs: list[dict[str, Tensor | None]]
+    model: nn.Module,
+    names: Mapping[str, inspect.Parameter],
+    inputs: list[dict[str, Tensor | None]],
+    takes_positions: bool,
 ) -> PositionCount:
     inputs_taken = [
         {name: value for name, value in each.items() if value is not None and name in names} for each in inputs
     ]
     runs = [(each, *_run(model, each, _Cumsums())) for each in inputs_taken]
-    takes_positions = "position_ids" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
     by_order = torch.arange(_TOKENS).expand(_ROWS, -1)
     ways: dict[PositionCount, dict[str, Tensor]] = {PositionCount.BY_CUMSUM: {}}
     if takes_positions:

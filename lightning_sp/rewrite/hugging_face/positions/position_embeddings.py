@@ -10,6 +10,7 @@ They are known by what they take. Transformers renamed the count of the tokens t
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -23,28 +24,39 @@ _CACHED = {"cache_length", "past_key_values_length"}
 _COUNTED = {"input_ids", "input_ids_shape"}
 
 
-def pass_positions_to_embeddings(model: nn.Module, context: SequenceContext, undo: ExitStack) -> bool:
+def pass_positions_to_embeddings(
+    model: nn.Module, context: SequenceContext, undo: ExitStack, known: Iterable[nn.Module] = ()
+) -> bool:
     """Hand each such module of a model the global positions of its tokens, and return whether it has one. `undo` takes that back.
 
-    One that counts in a way of its own (BERT's as a part of another model) is refused once a step calls it.
+    One that counts in a way of its own is refused once a step calls it, but in `known` models, which are handed their positions.
     """
-    found = False
+    found, inner = False, {each for part in known for each in part.modules()}
     for module in model.modules():
         parameters = _parameters(module)
         if not _CACHED.isdisjoint(parameters):
-            counts_as_bart = (
-                len(parameters) == 3
-                and parameters[0] in _COUNTED
-                and parameters[1] in _CACHED
-                and parameters[2] == "position_ids"
-            )
-            if counts_as_bart:
+            if counts := _counts_as_bart(module):
                 hook = _positions_hook(context, parameters[0])
+            elif _sums_ids(module):
+                hook = partial(_grow_table, context)
+            elif module in inner:
+                continue
             else:
-                hook = partial(_grow_table, context) if _sums_ids(module) else _refusal_hook(context)
+                hook = _refusal_hook(context)
             undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            found = found or counts_as_bart
+            found = found or counts
     return found
+
+
+def is_handed_positions(module: nn.Module) -> bool:
+    """Return whether a module's positions are made here those of the whole sequence, or refused."""
+    return _counts_as_bart(module) or _sums_ids(module)
+
+
+def _counts_as_bart(module: nn.Module) -> bool:
+    parameters = _parameters(module)
+    taken = len(parameters) == 3 and parameters[0] in _COUNTED and parameters[1] in _CACHED
+    return taken and parameters[2] == "position_ids"
 
 
 def sums_ids(model: nn.Module) -> bool:

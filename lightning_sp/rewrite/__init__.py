@@ -1,7 +1,12 @@
 """Getting the attention into a model from outside, never by editing its code."""
 
 from lightning_sp.rewrite.flex import FlexInterception
-from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import decoder_inputs, row_end, source_of_decoder_inputs
+from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import (
+    decoder_inputs,
+    hidden_decoder_token,
+    row_end,
+    source_of_decoder_inputs,
+)
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.media.placement import placeholder_ids
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models, why_unreachable
@@ -16,6 +21,7 @@ __all__ = [
     "SdpaInterception",
     "check_virtual_tokens",
     "decoder_inputs",
+    "hidden_decoder_token",
     "hugging_face_models",
     "num_virtual_tokens",
     "placeholder_ids",

@@ -19,7 +19,8 @@ class ShardOptions:
     is why a model's attention cannot be reached, which then takes batches without a sequence alone; empty where it can.
     `infer_sequences` is whether entries of other names are taken for sequences by their shapes, to be tried by a preflight;
     `inferred_dims` are those that were.
-    `decoder_inputs` makes a Hugging Face decoder's input, where the batch has none, of the entry `decoder_inputs_of`, whole.
+    `decoder_inputs` makes a Hugging Face decoder's input, where the batch has none, of the entry `decoder_inputs_of`, whole;
+    `decoder_hides` is the token that its padding mask then hides, None where it has no mask.
     `placeholders` are ids in whose place a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an
     encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does. `row_end` is a token
     that each row must have, for the model classifies rows by it. `virtual_tokens` are those that a model puts before its sequence.
@@ -38,6 +39,7 @@ class ShardOptions:
     attention: tuple[AttentionPattern, ...] = ()
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
     decoder_inputs_of: str = "labels"
+    decoder_hides: int | None = None
     placeholders: tuple[int, ...] = ()
     apart: bool = True
     row_end: int | None = None

@@ -27,10 +27,11 @@ def main(batch_size: int, **options: Any) -> pl.LightningModule:
     decoder = BertLMHeadModel(BertConfig(**bert_sizes(), is_decoder=True, add_cross_attention=True))
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder)
     model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
-    samples = [
-        {"input_ids": row["input_ids"][: 24 - i % 4], "labels": row["input_ids"].flip(0)[: 11 + i % 3]}
-        for i, row in enumerate(rows(length=24))
-    ]
+    samples = []
+    for i, row in enumerate(rows(length=24)):
+        labels = row["input_ids"].flip(0)[: 11 + i % 3].clone()
+        labels[3 + i % 4 :][:2] = -100  # the decoder does not see them either
+        samples.append({"input_ids": row["input_ids"][: 24 - i % 4], "labels": labels})
     module = Tuned(model)
     pl.Trainer(max_epochs=1, **options).fit(module, DataLoader(samples, batch_size=batch_size, collate_fn=collate))
     return module

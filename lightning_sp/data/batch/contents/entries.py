@@ -70,7 +70,7 @@ def plain_entries(batch: Any) -> dict[str, Any]:
 
 
 def batch_entries(batch: Any, options: ShardOptions) -> dict[str, Any]:
-    """Return a whole batch's entries by name, with the decoder's inputs that its model would make of the labels or ids.
+    """Return a whole batch's entries by name, with the decoder's inputs that its model would make of the labels or ids, and their mask.
 
     Made of a shard's they would lack a token at each edge.
     """
@@ -78,7 +78,9 @@ def batch_entries(batch: Any, options: ShardOptions) -> dict[str, Any]:
     given = any(isinstance(entries.get(f"{DECODER}{name}"), Tensor) for name in ("input_ids", "inputs_embeds"))
     source = entries.get(options.decoder_inputs_of)
     if options.decoder_inputs is not None and not given and isinstance(source, Tensor):
-        entries[f"{DECODER}input_ids"] = options.decoder_inputs(source)
+        made = entries[f"{DECODER}input_ids"] = options.decoder_inputs(source)
+        if options.decoder_hides is not None and not isinstance(entries.get(f"{DECODER}{_MASK}"), Tensor):
+            entries[f"{DECODER}{_MASK}"] = (made != options.decoder_hides).to(made.dtype)
     return entries
 
 

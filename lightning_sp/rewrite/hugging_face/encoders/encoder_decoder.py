@@ -23,6 +23,8 @@ def is_encoder_decoder(model: Any) -> bool:
     )
 
 
+# In the source of a forward that hides padding in the decoder's input that it made of labels.
+_MAKES_MASK = "decoder_attention_mask = (decoder_input_ids != self.config.pad_token_id)"
 # Heads whose labels are of rows: their decoder reads the encoder's own tokens.
 _OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")
 
@@ -81,6 +83,24 @@ def _shift_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     return partial(shift, **{name: getattr(model.config, name, None) for name in tokens})
 
 
+def hidden_decoder_token(models: list[Any]) -> int | None:
+    """Return the token that a model hides in the decoder's input, where it makes both of its labels; None where it hides none.
+
+    `EncoderDecoderModel` does so with padding, which ignored labels become, wherever they stand.
+    """
+    hide = [each for each in models if is_encoder_decoder(each) and _hides_padding(each)]
+    token = hide[0].config.pad_token_id if hide else None
+    return token if isinstance(token, int) else None
+
+
+def _hides_padding(model: Any) -> bool:
+    try:
+        source = inspect.getsource(own_class(model).forward)  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        return False
+    return _MAKES_MASK in " ".join(source.split())
+
+
 def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, Any]) -> None:
     """Refuse an encoder-decoder with a batch of one sequence, or without the batch's own decoder input."""
     if batch.encoder is None and not batch.encoder_is_whole:
@@ -94,4 +114,9 @@ def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, A
             f"{own_class(model).__name__} got no decoder_input_ids, and would make them of this rank's part of the "
             f"{'input_ids' if given.get('labels') is None else 'labels'}: hand on the batch's, "
             "model(..., decoder_input_ids=batch['decoder_input_ids']), which are of the whole"
+        )
+    if batch.has_attention_mask and given.get("decoder_attention_mask") is None and _hides_padding(model):
+        raise SequenceParallelError(
+            f"{own_class(model).__name__} got decoder_input_ids and no decoder_attention_mask: of labels alone it makes both, and hides what is "
+            "ignored; hand on the batch's, model(..., decoder_attention_mask=batch['decoder_attention_mask'])"
         )

@@ -154,7 +154,7 @@ class SequenceContext:
             raise SequenceParallelError(
                 f"attention of {queries} queries over {keys} keys inside a step whose shard has {shard}: a key-value cache, whole sequences and "
                 "cross attention to what is no sequence of the batch cannot be carried here; run whole sequences outside training_step and "
-                "validation_step; an encoder-decoder batch names its sequences input_ids and decoder_input_ids, or so in sequence_dims"
+                f"validation_step; an encoder-decoder batch names its sequences input_ids and decoder_input_ids, or so in sequence_dims{self.untold}"
             )
         self._check_ambiguous(queries, keys)
         return of_queries, of_keys
@@ -170,6 +170,15 @@ class SequenceContext:
         """Whether the step in progress is tried without dropout; also in modules that run whole."""
         step = self.unsharded.suspended_step if self.step is None else self.step
         return step is not None and step.batch.dropout is not None and step.batch.dropout.off
+
+    @property
+    def untold(self) -> str:
+        """What to add to a refusal where a batch holds more than its sequence, and nothing tells attention to that from the sequence's."""
+        step = self.step
+        known = self.unsharded.known or self.unsharded.knows_encoder or self.mesh.layout.size == 1
+        if step is None or known or not step.batch.other_inputs:
+            return ""
+        return f"; the batch also holds {', '.join(step.batch.other_inputs)}: preflight=True finds what runs on those, and lets it run whole"
 
     def _check_ambiguous(self, queries: int, keys: int) -> None:
         """Refuse attention that may be to other tokens of the batch, as many as this rank has of the sequence, where nothing tells the two."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -150,10 +151,14 @@ class _OfAnother(_OfOneName):
 def bert2bert() -> nn.Module:
     from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel  # fmt: skip
 
-    bert = BertConfig(
-        vocab_size=VOCAB, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=48
-    )
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(bert, bert, decoder_start_token_id=0, pad_token_id=0)
+    reads, writes = (
+        BertConfig(
+            vocab_size=VOCAB, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=48,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(reads, writes, decoder_start_token_id=1, pad_token_id=0)
     return EncoderDecoderModel(config=config)
 
 
@@ -245,7 +250,9 @@ class Model(Plain):
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
     def _hf(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # EncoderDecoderModel's, of 2021
+            return self.model(**batch).loss
 
     def _hf_labels(self, batch: Any) -> Tensor:
         return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss

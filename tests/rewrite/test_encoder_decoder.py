@@ -41,6 +41,8 @@ EXACT = [
     (dict(build="pegasus", kind="hf", data=LABELS), 1e-10),
     (dict(build="m2m", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
     (dict(build="m2m of few", kind="hf", data={"lengths": (29, 16)}), 1e-10),
+    (dict(build="bert2bert", kind="hf", data=LABELS), 1e-10),
+    (dict(build="bert2bert", kind="hf", data={"padding": "right"}), 1e-10),
     (dict(build="t5gemma", kind="hf", data={"padding": "both"}), 1e-6),
 ]  # fmt: skip
 # The ring's fits have the preflight.
@@ -129,7 +131,7 @@ REFUSED = [
     (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the labels"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
     (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
-    (dict(build="bert2bert", kind="hf"), ["EncoderDecoderModel is made of two models"]),
+    (dict(build="bert2bert", kind="hf_logits", data=LABELS), ["EncoderDecoderModel got decoder_input_ids and no decoder_attention_mask"]),
     (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),
 ]  # fmt: skip
 

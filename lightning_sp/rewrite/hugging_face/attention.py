@@ -53,7 +53,7 @@ def attention_forward(
     if _stands_for_causality(module, attention_mask, kwargs.get("is_causal")):
         mask = attention_mask.mask
     else:
-        causal = _is_causal(context.step, module, kwargs.get("is_causal"))
+        causal = _is_causal(context.step, module, kwargs.get("is_causal"), crosses=keys is not queries)
         mask = context.step.mask(queries, keys, causal) if mask is None else mask
     out = attend(
         context,
@@ -102,11 +102,12 @@ def _stands_for_causality(module: nn.Module, given: Any, is_causal: bool | None)
     return isinstance(given, RequestedMask) and is_causal is False and getattr(module, "is_causal", None) is True
 
 
-def _is_causal(step: Step, module: nn.Module, given: bool | None) -> bool:
+def _is_causal(step: Step, module: nn.Module, given: bool | None, *, crosses: bool) -> bool:
     """Return whether a layer is causal by its argument or its attribute; the masks that the model asked for must say the same."""
     causal = bool(getattr(module, "is_causal", True)) if given is None else bool(given)
     requested = step.requested_causal
-    if requested and causal not in requested:
+    # Attention to another sequence has no order, and may be given no mask.
+    if requested and causal not in requested and not (crosses and not causal):
         raise SequenceParallelError(
             f"{type(module).__name__} says is_causal={causal}, but the model asked for {'causal' if True in requested else 'full'} masks: "
             "the two must agree"

@@ -31,7 +31,12 @@ from lightning_sp.rewrite.hugging_face.media.deepstack import give_features_of_o
 from lightning_sp.rewrite.hugging_face.media.expansion import tell_placeholders_by_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.image_runs import number_runs_of_whole_sequence
 from lightning_sp.rewrite.hugging_face.media.placement import count_placeholders_of_all_ranks, place_by_whole_sequence
-from lightning_sp.rewrite.hugging_face.models import hugging_face_models, own_class, why_unreachable
+from lightning_sp.rewrite.hugging_face.models import (
+    hugging_face_models,
+    own_class,
+    reachable_models,
+    why_unreachable,
+)
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
 from lightning_sp.rewrite.hugging_face.positions.composites import counts_of_parts, pass_positions_to_parts
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
@@ -62,15 +67,8 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         for model in self.models:
-            # The interface refuses names with "sdpa", "flash", "flex" or "/".
-            previous, name = model.config._attn_implementation, f"sequence_parallel_{next(_numbers)}"
-            _register(name, self.context, previous, self._undo)
-            model.set_attn_implementation(name)
-            self._undo.callback(model.set_attn_implementation, previous)
-            # The preflight's reference is the model as the user made it.
-            own = partial(_own_attention, model, name, previous)
-            self.context.in_reference.append(own)
-            self._undo.callback(self.context.in_reference.remove, own)
+            for part in reachable_models(model):
+                _route_attention(part, self.context, self._undo)
             wrap_loss(model, self.context, self._undo)
             wrap_balance_loss(model, self.context, self._undo)
             give_whole_sequences_to_heads(model, self.context, self._undo)
@@ -109,6 +107,19 @@ def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) 
     pass_positions_to_base_models(model, context, undo)
     pass_positions_to_parts(parts, context, undo)
     return [counts, *parts.values()]
+
+
+def _route_attention(model: Any, context: SequenceContext, undo: ExitStack) -> None:
+    """Let a model's attention be ours under a name of its own; `undo` takes that back."""
+    # The interface refuses names with "sdpa", "flash", "flex" or "/".
+    previous, name = model.config._attn_implementation, f"sequence_parallel_{next(_numbers)}"
+    _register(name, context, previous, undo)
+    model.set_attn_implementation(name)
+    undo.callback(model.set_attn_implementation, previous)
+    # The preflight's reference is the model as the user made it.
+    own = partial(_own_attention, model, name, previous)
+    context.in_reference.append(own)
+    undo.callback(context.in_reference.remove, own)
 
 
 @contextmanager

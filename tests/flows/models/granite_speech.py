@@ -1,4 +1,4 @@
-"""Granite Speech: sounds that a conformer reads, whose attention is its own, gathered by a Q-Former; a loss of its own."""
+"""Granite Speech: sounds that a frozen conformer reads, whose attention is its own, gathered by a Q-Former; a loss of its own."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def main(batch_size: int, **options: Any) -> pl.LightningModule:
         audio_token_index=SOUND, has_lora_adapter=False, downsample_rate=4, window_size=8, tie_word_embeddings=False,
     )  # fmt: skip
     module = Tuned(GraniteSpeechForConditionalGeneration(config))
+    # As it is tuned: the encoder's batch norm would count each data-parallel group for itself.
+    module.model.model.encoder.requires_grad_(False).eval()
     samples = [{**each, "input_features": each["input_features"].T} for each in samples_of({32: 8})]
     pl.Trainer(max_epochs=1, **options).fit(module, DataLoader(samples, batch_size=batch_size))
     return module

@@ -255,7 +255,13 @@ class Model(Plain):
             return self.model(**batch).loss
 
     def _hf_labels(self, batch: Any) -> Tensor:
-        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            labels = batch["labels"].masked_fill(batch["labels"] == 2, -100)  # as a step may change them
+            return self.model(input_ids=batch["input_ids"], labels=labels).loss
+
+    def _hf_no_labels(self, batch: Any) -> Tensor:
+        return self.model(input_ids=batch["input_ids"]).loss
 
     def _hf_logits(self, batch: Any) -> Tensor:
         labels = batch["labels"]

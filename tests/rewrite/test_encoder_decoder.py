@@ -30,6 +30,7 @@ EXACT = [
     (dict(build="t5", kind="hf", data=LABELS), 1e-10),
     (dict(build="t5", kind="hf", data={**LABELS, "padding": "right"}), 1e-10),
     (dict(build="t5", kind="hf", data={"lengths": (32, 32), "padding": "both"}), 1e-10),
+    (dict(build="t5", kind="hf_labels", data=LABELS), 1e-10),
     (dict(build="t5 gated", kind="hf_logits"), 1e-10),
     (dict(build="t5", kind="hf", data={"padding": "right"}, strategy={"activation_checkpointing": True}), 1e-10),
     (dict(build="umt5", kind="hf", data=LABELS), 1e-10),
@@ -43,6 +44,7 @@ EXACT = [
     (dict(build="m2m of few", kind="hf", data={"lengths": (29, 16)}), 1e-10),
     (dict(build="bert2bert", kind="hf", data=LABELS), 1e-10),
     (dict(build="bert2bert", kind="hf", data={"padding": "right"}), 1e-10),
+    (dict(build="bert2bert", kind="hf_labels", data=LABELS), 1e-10),
     (dict(build="t5gemma", kind="hf", data={"padding": "both"}), 1e-6),
 ]  # fmt: skip
 # The ring's fits have the preflight.
@@ -88,6 +90,7 @@ VARIANTS = (
     "m2m of few",
     "dense of 30",
     "bias of 30",
+    "bert2bert",
 )
 # Of each the last case: its data are seldom the plain ones.
 FAMILIES = tuple(
@@ -128,7 +131,7 @@ def test_data_parallel_groups_may_differ_in_what_their_padding_hides(pools, buil
 
 REFUSED = [
     (dict(build="causal"), ["16 queries over 32 keys", "cross attention has no order"]),
-    (dict(build="t5", kind="hf_labels", data=LABELS), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the labels"]),
+    (dict(build="t5", kind="hf_no_labels", data=LABELS, strategy={"preflight": False}), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the input_ids"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
     (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
     (dict(build="bert2bert", kind="hf_logits", data=LABELS), ["EncoderDecoderModel got decoder_input_ids and no decoder_attention_mask"]),

@@ -1,4 +1,4 @@
-"""VisionEncoderDecoderModel: ViT reads an image, GPT-2 writes its caption of ragged length, by attention to all of the image."""
+"""VisionEncoderDecoderModel: ViT reads an image, GPT-2 writes its caption of ragged length, without the preflight."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.flows.tiny import VOCABULARY, Tuned, rows
 
+STRATEGY = {"preflight": False}
 SIDE, PATCH = 16, 4
 
 

@@ -11,8 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.layout import pad, shard
 from lightning_sp.rewrite.hugging_face.models import own_class
+from lightning_sp.rewrite.hugging_face.whole_sequence import whole_tokens
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -101,6 +104,36 @@ def _hides_padding(model: Any) -> bool:
     return _MAKES_MASK in " ".join(source.split())
 
 
+def made_decoder_inputs(context: SequenceContext, model: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the decoder's inputs that a model would make of the labels or ids that it was given, on the whole sequence: this rank's part.
+
+    Empty where it was given some, or where these are not of a sequence of the batch.
+
+    Communicates: one all_gather of the labels.
+    """
+    assert context.step is not None
+    batch, shift = context.step.batch, _shift_of(model)
+    of_rows = own_class(model).__name__.endswith(_OF_ROWS)
+    source, sequence = (given.get("input_ids"), batch.encoder) if of_rows else (given.get("labels"), batch)
+    if shift is None or sequence is None or _has_decoder_inputs(given) or not isinstance(source, Tensor):
+        return {}
+    if source.shape != (sequence.rows, context.local_tokens(sequence)) or sequence.length != batch.length:
+        return {}
+    whole = shift(whole_tokens(context, sequence, source))
+    made = {"decoder_input_ids": whole}
+    if _hides_padding(model) and given.get("decoder_attention_mask") is None:
+        made["decoder_attention_mask"] = (whole != model.config.pad_token_id).to(whole.dtype)
+    rank, padding = context.mesh.sequence_rank, {"decoder_input_ids": 0, "decoder_attention_mask": 1}
+    return {
+        name: shard(pad(tensor, batch.padded_length, dim=1, value=padding[name]), batch.layout, rank, dim=1)
+        for name, tensor in made.items()
+    }
+
+
+def _has_decoder_inputs(given: Mapping[str, Any]) -> bool:
+    return any(given.get(f"decoder_{name}") is not None for name in ("input_ids", "inputs_embeds"))
+
+
 def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, Any]) -> None:
     """Refuse an encoder-decoder with a batch of one sequence, or without the batch's own decoder input."""
     if batch.encoder is None and not batch.encoder_is_whole:
@@ -108,7 +141,7 @@ def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, A
             f"{own_class(model).__name__} reads one sequence and writes another, and the batch holds one: give input_ids, or sounds or images, "
             "and labels or decoder_input_ids"
         )
-    if all(given.get(f"decoder_{name}") is None for name in ("input_ids", "inputs_embeds")):
+    if not _has_decoder_inputs(given):
         # Shifted within a shard they would lose a token at each edge.
         raise SequenceParallelError(
             f"{own_class(model).__name__} got no decoder_input_ids, and would make them of this rank's part of the "

@@ -17,7 +17,11 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
-from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import check_encoder_decoder, is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import (
+    check_encoder_decoder,
+    is_encoder_decoder,
+    made_decoder_inputs,
+)
 from lightning_sp.rewrite.hugging_face.models import own_class
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts
 from lightning_sp.rewrite.hugging_face.positions.rope_index import counts_in_rows
@@ -46,6 +50,7 @@ def pass_position_ids(
         kwargs["position_ids"] = _given_by_loader(batch, kwargs)
     if is_encoder_decoder(module):
         signature = inspect.signature(module.forward)
+        kwargs |= made_decoder_inputs(context, module, signature.bind_partial(*args, **kwargs).arguments)
         check_encoder_decoder(module, batch, signature.bind_partial(*args, **kwargs).arguments)
         both = {"position_ids": batch.encoder or batch, "decoder_position_ids": batch}
         named = {name: sequence for name, sequence in both.items() if name in signature.parameters}

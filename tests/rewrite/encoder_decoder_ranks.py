@@ -162,6 +162,28 @@ def bert2bert() -> nn.Module:
     return EncoderDecoderModel(config=config)
 
 
+def with_own_count() -> nn.Module:
+    """Return a model made of two, the second of which takes no positions and counts from 0."""
+    from transformers import BertConfig, BertModel, EncoderDecoderModel, GPT2Config, GPT2LMHeadModel
+
+    class CountsItself(GPT2LMHeadModel):
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, encoder_hidden_states: Any = None,
+            encoder_attention_mask: Any = None, inputs_embeds: Any = None, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            given = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
+            return super().forward(input_ids, attention_mask=attention_mask, return_dict=True, **given)
+
+    reads = BertModel(
+        BertConfig(vocab_size=VOCAB, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=48),
+        add_pooling_layer=False,
+    )  # fmt: skip
+    gpt2 = GPT2Config(vocab_size=VOCAB, n_embd=DIM, n_layer=1, n_head=HEADS, n_positions=64, add_cross_attention=True)
+    model = EncoderDecoderModel(encoder=reads, decoder=CountsItself(gpt2))
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    return model
+
+
 class Headless(nn.Module):
     """A Hugging Face model without a head of its own, inside another module."""
 
@@ -223,6 +245,7 @@ BUILDS: dict[str, Any] = {
         hf, "m2m_100", **{**BART, "max_position_embeddings": 12}, encoder_layerdrop=0.0, decoder_layerdrop=0.0
     ),
     "bert2bert": bert2bert,
+    "own count": with_own_count,
     "t5gemma": partial(hf, "t5gemma", **GEMMA),
 }
 

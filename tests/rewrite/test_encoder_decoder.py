@@ -134,6 +134,7 @@ REFUSED = [
     (dict(build="t5", kind="hf_no_labels", data=LABELS, strategy={"preflight": False}), ["T5ForConditionalGeneration got no decoder_input_ids", "part of the input_ids"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
     (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
+    (dict(build="own count", kind="hf", data=LABELS, strategy={"preflight": False}), ["CountsItself counts the positions of its tokens"]),
     (dict(build="bert2bert", kind="hf_logits", data=LABELS), ["EncoderDecoderModel got decoder_input_ids and no decoder_attention_mask"]),
     (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),
 ]  # fmt: skip

@@ -154,7 +154,8 @@ class SequenceContext:
             raise SequenceParallelError(
                 f"attention of {queries} queries over {keys} keys inside a step whose shard has {shard}: a key-value cache, whole sequences and "
                 "cross attention to what is no sequence of the batch cannot be carried here; run whole sequences outside training_step and "
-                f"validation_step; an encoder-decoder batch names its sequences input_ids and decoder_input_ids, or so in sequence_dims{self.untold}"
+                "validation_step; an encoder-decoder batch names its sequences input_ids and decoder_input_ids, or so in "
+                f"sequence_dims{self.untold}"
             )
         self._check_ambiguous(queries, keys)
         return of_queries, of_keys

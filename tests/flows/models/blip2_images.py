@@ -40,7 +40,9 @@ def main(batch_size: int, **options: Any) -> pl.LightningModule:
         ids[:NUM_QUERIES] = IMAGE
         mask[24 - i % 4 :] = 0
         labels = ids.masked_fill((ids == IMAGE) | (mask == 0), -100)
-        samples.append({"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": torch.randn(3, 16, 16)})
+        samples.append(
+            {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": torch.randn(3, 16, 16)}
+        )
     module = Tuned(Blip2ForConditionalGeneration(config))
     torch.nn.init.normal_(module.model.query_tokens, std=0.5)  # alike they would stay alike
     pl.Trainer(max_epochs=1, **options).fit(module, DataLoader(samples, batch_size=batch_size))

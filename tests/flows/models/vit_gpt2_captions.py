@@ -31,7 +31,8 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def captions() -> list[dict[str, Tensor]]:
     return [
-        {"pixel_values": torch.randn(3, SIDE, SIDE), "labels": row["input_ids"][: 11 + i % 5]} for i, row in enumerate(rows())
+        {"pixel_values": torch.randn(3, SIDE, SIDE), "labels": row["input_ids"][: 11 + i % 5]}
+        for i, row in enumerate(rows())
     ]
 
 
@@ -41,11 +42,23 @@ def main(batch_size: int, **options: Any) -> pl.LightningModule:
     torch.manual_seed(6)
     decoder = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, add_cross_attention=True, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            add_cross_attention=True,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
     )
-    model = VisionEncoderDecoderModel(encoder=ViTModel(ViTConfig(**vision_sizes()), add_pooling_layer=False), decoder=decoder)
+    model = VisionEncoderDecoderModel(
+        encoder=ViTModel(ViTConfig(**vision_sizes()), add_pooling_layer=False), decoder=decoder
+    )
     model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
     module = Tuned(model)
     loader = DataLoader(captions(), batch_size=batch_size, collate_fn=collate)

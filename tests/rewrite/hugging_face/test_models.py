@@ -110,4 +110,5 @@ def test_parts_count_as_they_do_alone():
     trocr = composed(TrOCRForCausalLM(TrOCRConfig(**TROCR)))
     assert [each.of_ids for each in counts_of_parts(trocr).values()] == [PositionCount.BY_CUMSUM]
     whisper = build(Case(model_type="whisper", kind="speech seq2seq", class_name="WhisperForConditionalGeneration"))
-    assert counts_of_parts(whisper) == counts_of_parts(gpt2) == {}
+    t5 = build(Case(model_type="t5", kind="seq2seq LM", class_name="T5ForConditionalGeneration"))
+    assert counts_of_parts(whisper) == counts_of_parts(t5) == counts_of_parts(gpt2) == {}

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import is_encoder_decoder
+from lightning_sp.rewrite.hugging_face.models import own_class
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
 from lightning_sp.rewrite.hugging_face.positions.position_embeddings import is_handed_positions
 from lightning_sp.rewrite.hugging_face.positions.position_ids import pass_position_ids
@@ -26,12 +27,16 @@ from lightning_sp.rewrite.hugging_face.positions.position_ids import pass_positi
 def counts_of_parts(model: Any) -> dict[nn.Module, PositionCounts]:
     """Return each model of tokens within an encoder-decoder that takes no positions for its decoder, with how it counts by itself.
 
-    Empty for any other model. Such a part whose embeddings are handed positions counts by these.
+    Empty for any other model. Such a part whose embeddings are handed positions counts by these. One that names no positions, of the whole's
+    own file, is left out (T5's and BART's): `position_embeddings` and `relative_bias` know these, and an experiment takes time.
     """
     if not is_encoder_decoder(model) or "decoder_position_ids" in inspect.signature(model.forward).parameters:
         return {}
     found = {}
     for part in _parts(model):
+        takes_positions = "position_ids" in inspect.signature(part.forward).parameters
+        if not takes_positions and own_class(part).__module__ == own_class(model).__module__:
+            continue
         counts = position_counts(part, by_name=True)
         if any(is_handed_positions(each) for each in part.modules()):
             handed = PositionCount.BY_CUMSUM

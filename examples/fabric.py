@@ -31,7 +31,7 @@ def train(fabric: Fabric, config: StrategyConfig, max_steps: int) -> list[float]
     fabric.seed_everything(0, verbose=False)
     model, tokens = build()
     base = base_mesh(config, fabric.device, fabric.world_size)
-    mesh = attention_mesh(model, config, base, fabric.device)
+    mesh = attention_mesh(model, config, base, fabric.device, fabric.strategy.num_processes)  # type: ignore[attr-defined]
     groups = host_groups(mesh.sequence_group, timedelta(seconds=config.timeout_s))
     # A whole sequence for all ranks that share it: a sampler over the data-parallel groups, which Fabric must leave as it is.
     sampler = DistributedSampler(tokens, mesh.data_parallel_size, mesh.data_parallel_rank)  # type: ignore[arg-type]

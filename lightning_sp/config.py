@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from lightning_sp.errors import SequenceParallelError, closest
+from lightning_sp.nodes import Placement
 
 Degree = int | Literal["auto"]
 KERNELS = ("auto", "torch", "flash_attn")
@@ -89,7 +90,8 @@ class StrategyConfig(AttentionOptions):
     Args:
         sequence_parallel_size: Ranks that share one sequence. "auto": world / data_parallel_size, the whole world by default.
         data_parallel_size: Groups of ranks that read different samples. "auto": world / sequence_parallel_size.
-        ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow.
+        ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow;
+            over several nodes, what sends the fewest bytes between them (`nodes.Placement.bytes_across_nodes`).
         ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
@@ -233,13 +235,18 @@ def resolve_degrees(config: StrategyConfig, world_size: int) -> Degrees:
     return Degrees(dp, sp)
 
 
-def resolve_split(config: StrategyConfig, sp: int, num_query_heads: int | None) -> tuple[int, int]:
+def resolve_split(
+    config: StrategyConfig, sp: int, num_query_heads: int | None, placement: Placement | None = None
+) -> tuple[int, int]:
     """Split sp into (ulysses, ring); "auto" takes Ulysses as far as the query heads allow, the rest ring.
+
+    Over several nodes "auto" is what sends the fewest bytes between them, by the formula of `Placement.bytes_across_nodes`.
 
     Args:
         config: the options; degrees given are never altered.
         sp: sequence_parallel_size, resolved.
         num_query_heads: the smallest number of query heads among the model's attention layers, None if not known.
+        placement: the ranks on their nodes, with the model's heads; None for one node.
 
     Raises:
         SequenceParallelError: Ulysses exceeds the query heads.
@@ -252,7 +259,7 @@ def resolve_split(config: StrategyConfig, sp: int, num_query_heads: int | None) 
         ulysses = sp // config.ring_size
     else:
         # Without the heads only a ring is safe: it serves any number of them.
-        ulysses = max(allowed) if num_query_heads is not None else 1
+        ulysses = 1 if num_query_heads is None else placement.best_ulysses_size(allowed) if placement else max(allowed)
     ring = sp // ulysses
     if num_query_heads is not None and ulysses > num_query_heads:
         raise SequenceParallelError(
@@ -260,6 +267,21 @@ def resolve_split(config: StrategyConfig, sp: int, num_query_heads: int | None) 
             f"with sequence_parallel_size={sp}, ulysses_size can be one of {allowed}, with ring_size = {sp} / ulysses_size"
         )
     return ulysses, ring
+
+
+def needless_exchange(config: StrategyConfig, ulysses: int, placement: Placement) -> str | None:
+    """Return one line where degrees that were given exchange heads across nodes and "auto" would not; else None."""
+    given = [name for name in ("ulysses_size", "ring_size") if getattr(config, name) != "auto"]
+    size = placement.sequence_parallel_size
+    auto, ring = resolve_split(StrategyConfig(), size, placement.num_heads, placement)
+    if not given or not placement.exchanges_across_nodes(ulysses) or placement.exchanges_across_nodes(auto):
+        return None
+    sent, least = (round(placement.bytes_across_nodes(each)) for each in (ulysses, auto))
+    degrees = ", ".join(f"{name}={getattr(config, name)}" for name in given)
+    return (
+        f"{degrees} exchanges heads across nodes of {placement.ranks_per_node} ranks: {sent} bytes between nodes for each token and element of "
+        f"a head; ulysses_size={auto}, ring_size={ring}, as 'auto' chooses, sends {least}"
+    )
 
 
 def resolve_shard_size(config: StrategyConfig, world_size: int) -> int:

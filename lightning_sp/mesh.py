@@ -1,6 +1,7 @@
 """The process groups each stage needs, as one value.
 
-    world = dp x ring x ulysses x tp       attention's mesh; Ulysses on faster links than ring (USP, arXiv:2405.07719, section 4)
+    world = dp x ring x ulysses x tp       attention's mesh; Ulysses on faster links than ring (USP, arXiv:2405.07719, section 4), and both
+                                           on faster ones than dp: the ranks of a sequence are neighbours, those of an all-to-all too
     world = replicate x shard              FSDP2's own mesh over the same rank order: shard_size may be below, equal to or above sp
 
 The mesh owns groups and coordinates; it knows nothing of tensors or models.
@@ -19,6 +20,7 @@ from lightning_sp.comm.groups import cached_per_world, group_name, group_of, set
 from lightning_sp.comm.point_to_point import num_passes
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.nodes import ring_blocks, ulysses_blocks
 
 DATA, SEQUENCE, TENSOR = "data_parallel", "sequence_parallel", "tensor_parallel"
 
@@ -78,20 +80,10 @@ class SequenceMesh:
         size = base[SEQUENCE].size()
         assert ring_size * ulysses_size == size
         assert base[TENSOR].size() == 1
-        starts = range(0, base.size(), size)
-        rings = tuple(
-            tuple(range(first + ulysses_rank, first + size, ulysses_size))
-            for first in starts
-            for ulysses_rank in range(ulysses_size)
-        )
-        neighbours = tuple(
-            tuple(range(first + start, first + start + ulysses_size))
-            for first in starts
-            for start in range(0, size, ulysses_size)
-        )
-        ring = group_of(rings)
+        ring = group_of(ring_blocks(base.size(), size, ulysses_size))
         no_shared_memory = "" if ring is None else _share_memory(base, ring)
-        return cls(base, SequenceLayout(ring_size, ulysses_size), ring, group_of(neighbours), no_shared_memory)
+        neighbours = group_of(ulysses_blocks(base.size(), ulysses_size))
+        return cls(base, SequenceLayout(ring_size, ulysses_size), ring, neighbours, no_shared_memory)
 
     @property
     def shares_memory(self) -> bool:

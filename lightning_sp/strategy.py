@@ -165,7 +165,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
-        self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device)
+        self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device, self.ranks_per_node)
         self._batch = None  # of another model, perhaps in another layout
         context = SequenceContext(self._mesh, self.config.attention)
         self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)

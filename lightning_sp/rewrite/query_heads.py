@@ -1,4 +1,4 @@
-"""How many query heads a model has: the number that its modules and configs name, else that of a trial forward on fake tensors."""
+"""How many heads a model has: the number that its modules and configs name, else query heads of a trial forward on fake tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_sp.rewrite.rebind import BoundNames
 
 _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
+_KV_HEAD_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 # Parts of a config of transformers that are no text: a tower of images or sounds, and what reads its tokens.
 _TOWER = re.compile("(vision|image|video|audio|speech|qformer).*_config")
 _TOKEN_NAMES = ("input_ids", "input", "inputs", "tokens", "token_ids", "ids", "idx", "x")
@@ -30,14 +31,18 @@ _BASE_CLASSES = ("torch.nn.modules.module", "lightning.pytorch.core.module")
 
 def named_query_heads(module: nn.Module) -> int | None:
     """Return the smallest number of query heads that modules or configs name, None if none does. Towers run whole, and do not count."""
-    found = []
-    for each in _without_towers(module):
-        for holder in (each, getattr(each, "config", None)):
-            for name in _HEAD_NAMES:
-                value = getattr(holder, name, None) if holder is not None else None
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    found.append(value)
-    return min(found) if found else None
+    return min(_named(module, _HEAD_NAMES), default=None)
+
+
+def named_kv_heads(module: nn.Module) -> int | None:
+    """Return the largest number of key-value heads that modules or configs name, None if none does: an estimate of what a ring sends."""
+    return max(_named(module, _KV_HEAD_NAMES), default=None)
+
+
+def _named(module: nn.Module, names: tuple[str, ...]) -> list[int]:
+    holders = [holder for each in _without_towers(module) for holder in (each, getattr(each, "config", None))]
+    values = [getattr(holder, name, None) for holder in holders if holder is not None for name in names]
+    return [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0]
 
 
 def _without_towers(module: nn.Module) -> Iterator[nn.Module]:

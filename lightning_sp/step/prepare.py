@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import note_built
-from lightning_sp.config import StrategyConfig, resolve_degrees, resolve_shard_size, resolve_split
+from lightning_sp.config import StrategyConfig, needless_exchange, resolve_degrees, resolve_shard_size, resolve_split
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
+from lightning_sp.nodes import Placement, common_ranks_per_node
 from lightning_sp.parallelize import (
     ParameterLayout,
     broadcast_initial_weights,
@@ -63,7 +64,7 @@ from lightning_sp.rewrite import (
     source_of_decoder_inputs,
     why_unreachable,
 )
-from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
+from lightning_sp.rewrite.query_heads import named_kv_heads, named_query_heads, tried_query_heads
 from lightning_sp.rewrite.rebind import BoundNames
 from lightning_sp.step.isolation import isolated
 
@@ -88,16 +89,24 @@ def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> 
     )
 
 
-def attention_mesh(module: nn.Module, config: StrategyConfig, base: DeviceMesh, device: torch.device) -> SequenceMesh:
-    """Split the ranks of a sequence into ring x ulysses, by the model's query heads. Every rank must call it.
+def attention_mesh(
+    module: nn.Module,
+    config: StrategyConfig,
+    base: DeviceMesh,
+    device: torch.device,
+    ranks_per_node: int | None = None,
+) -> SequenceMesh:
+    """Split the ranks of a sequence into ring x ulysses, by the model's heads and the nodes. Every rank must call it.
 
     Args:
         module: the model, not yet sharded.
         config: the options.
         base: the mesh data_parallel x sequence_parallel x tensor_parallel.
         device: of this rank.
+        ranks_per_node: how many ranks this rank's node has; None for one node.
 
-    Communicates: what `SequenceMesh.build` does; one broadcast of the number of heads where no module names it.
+    Communicates: what `SequenceMesh.build` does; one all_gather of the ranks per node; one broadcast of the number of heads where no module
+    names it.
 
     Raises:
         SequenceParallelError: the model is sharded already, or the degrees or the transport do not fit it.
@@ -108,10 +117,26 @@ def attention_mesh(module: nn.Module, config: StrategyConfig, base: DeviceMesh, 
     size = int(base["sequence_parallel"].size())
     if size > 1:
         check_virtual_tokens(module)
-    ulysses, ring = resolve_split(config, size, _query_heads(module, config, size, device))
+    heads = _query_heads(module, config, size, device)
+    placement = None if heads is None or size == 1 else _placement(module, base, heads, ranks_per_node)
+    ulysses, ring = resolve_split(config, size, heads, placement)
+    if placement is not None and (line := needless_exchange(config, ulysses, placement)):
+        rank_zero_info(f"sequence_parallel: {line}")
     mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
     check_ring_transport(config.ring_transport, mesh)
     return mesh
+
+
+def _placement(module: nn.Module, base: DeviceMesh, heads: int, ranks_per_node: int | None) -> Placement:
+    """Return the ranks on their nodes: the same on all, for all choose by it."""
+    world = int(base.size())
+    return Placement(
+        world_size=world,
+        sequence_parallel_size=int(base["sequence_parallel"].size()),
+        ranks_per_node=common_ranks_per_node(world, comm.gather_objects(ranks_per_node or world)),
+        num_heads=heads,
+        num_kv_heads=min(named_kv_heads(module) or heads, heads),
+    )
 
 
 def _query_heads(

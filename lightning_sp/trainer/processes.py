@@ -6,6 +6,7 @@ its `setup` are fixed, and its integer means are rounded down (Lightning issue 2
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sp import comm
+from lightning_sp.nodes import ranks_per_node
 
 T = TypeVar("T")
 
@@ -52,6 +54,11 @@ class ProcessStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Return the number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return the number of ranks on this node, as the launcher tells it."""
+        return ranks_per_node(self.world_size, num_nodes=self.num_nodes, environment=os.environ)
 
     @property
     def process_group_backend(self) -> str | None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_sp.rewrite.query_heads import named_query_heads, tried_query_heads
+from lightning_sp.rewrite.query_heads import named_kv_heads, named_query_heads, tried_query_heads
 from tests.rewrite import mask_models
 
 
@@ -111,3 +111,14 @@ def test_a_tower_runs_whole_and_does_not_count():
         both, alone = transformers.LlavaForConditionalGeneration(config), transformers.CLIPVisionModel(vision)
     assert named_query_heads(both) == 4
     assert named_query_heads(alone) == 2
+
+
+def test_key_value_heads_are_those_that_modules_or_configs_name():
+    transformers = pytest.importorskip("transformers")
+    small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=11)
+    with torch.device("meta"):
+        grouped = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2)
+        )
+    assert named_kv_heads(grouped) == 2
+    assert named_kv_heads(Anonymous()) is None

@@ -40,9 +40,16 @@ def standard_library() -> tuple[int, ...]:
     return tuple(size for size in sizes if size)
 
 
-def packed(length: int, rows: int, seed: int) -> list[list[int]]:
-    """Return the lengths of the documents of each row: the corpus shuffled, its documents one after the other, cut where a row ends."""
-    corpus = list(standard_library())
+def packed(length: int, rows: int, seed: int, shorter: int = 1) -> list[list[int]]:
+    """Return the lengths of the documents of each row: the corpus shuffled, its documents one after the other, cut where a row ends.
+
+    Args:
+        length: of a row, tokens.
+        rows: how many.
+        seed: of the order.
+        shorter: each document has so many times fewer tokens.
+    """
+    corpus = [-(-size // shorter) for size in standard_library()]
     random.Random(seed).shuffle(corpus)
     found: list[list[int]] = [[]]
     for document in corpus * (1 + rows * length // sum(corpus)):
@@ -119,11 +126,11 @@ def compare(problem: Problem, repeats: int) -> None:
     )
 
 
-def search(length: int, ring: int, rows: int, seeds: int) -> None:
+def search(length: int, ring: int, rows: int, seeds: int, shorter: int) -> None:
     """Print one row: the search's CPU-milliseconds and what it finds, over many packed batches."""
     cpu, found = [], []
     for seed in range(seeds):
-        mask = Problem(length, ring, rows, 1, 1, seed).mask
+        mask = AttentionMask(boundaries=boundaries_from_lengths(packed(length, rows, seed, shorter)))
         start = time.process_time()
         found.append(balance([mask], SequenceLayout(ring), length))
         cpu.append(1e3 * (time.process_time() - start))
@@ -149,6 +156,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--search", action="store_true", help="time the search alone, without ranks")
+    parser.add_argument(
+        "--shorter", type=int, default=1, help="with --search: how many times shorter the documents are"
+    )
     options = parser.parse_args()
     print(f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f}, {options}")
     if options.search:
@@ -164,7 +174,7 @@ def main() -> None:
         for ring in map(int, options.rings.split(",")):
             for rows in map(int, options.rows.split(",")):
                 if options.search:
-                    search(length, ring, rows, options.seeds)
+                    search(length, ring, rows, options.seeds, options.shorter)
                     continue
                 for seed in range(options.seeds):
                     compare(Problem(length, ring, rows, options.heads, options.dim, seed), options.repeats)

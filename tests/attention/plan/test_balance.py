@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.balance import packed, standard_library
-from lightning_sp.attention.plan.balance import LIMIT, _Split, _table, _Units, balance, imbalance
+from lightning_sp.attention.plan.balance import balance, imbalance
 from lightning_sp.attention.plan.blocks import Kind, Plan, key_ranges
+from lightning_sp.attention.plan.swaps import LIMIT, MOVED_PAIRS, Split, _best_swaps, _Cost, is_balanceable
+from lightning_sp.attention.plan.units import Pieces, Units
 from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.spec.documents import boundaries_from_lengths
 from lightning_sp.attention.spec.mask import AttentionMask
@@ -99,12 +101,12 @@ def test_the_keys_moved_and_the_calls_are_those_of_the_plan(ring):
     for seed in range(3):
         mask, degrees = documents(packed(8192, 1, seed)), SequenceLayout(ring)
         found = balance([mask], degrees, 8192)
-        units = _Units.cut(_table([mask], 8192), 8192, ring, 4)
+        units = Units.cut(Pieces.of([mask], 8192), ring, 4)
         for layout, moved in ((degrees, found.zigzag_moved_tokens), (found.layout, found.moved_tokens)):
             tokens, calls = planned_traffic(mask, layout, 8192, 1)
             held = [positions(layout, 8192, rank) for rank in range(ring)]
             owner = np.array([next(r for r in range(ring) if start in held[r]) for start in units.edges[:-1].tolist()])
-            assert (moved, _Split(units, owner).num_calls) == (tokens, calls)
+            assert (moved, Split(units, owner).num_calls) == (tokens, calls)
 
 
 @pytest.mark.parametrize("ring", [1, 2, 4, 8])
@@ -163,3 +165,60 @@ def test_drawn_masks_get_a_layout_no_worse_than_zigzag(ring, ulysses, length, da
         assert imbalance([mask], layout, padded) == pytest.approx(expected, abs=1e-12)
     assert found.imbalance <= max(found.zigzag_imbalance, LIMIT / 1000)
     assert balance([mask], degrees, padded) == found
+
+
+@pytest.mark.parametrize("ring", [32, 64, 128])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_large_rings_are_balanced_for_hundreds_of_documents(ring, device):
+    rows = packed(2**20, 1, 0, shorter=8)
+    assert len(rows[0]) > 400
+    found = balance([documents(rows)], SequenceLayout(ring), 2**20, device=device)
+    assert found.imbalance <= LIMIT / 1000 < found.zigzag_imbalance
+    assert found.pays
+
+
+def dealt(ring, units, seed):
+    """Return units of real documents, dealt at random."""
+    cut = Units.cut(Pieces.of([documents(packed(8192, 2, seed))], 8192), ring, units)
+    return Split(cut, np.random.default_rng(seed).permutation(np.repeat(np.arange(ring), 2 * units)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_swap_costs_is_the_difference_of_what_the_ranks_cost(seed):
+    """Of each unit alone: given away, and taken on."""
+    split = dealt(4, 4, seed)
+    cost, members = _Cost.of(split, 4_000), split.members
+
+    def whole(units):
+        before = np.append(-1, units[:-1])
+        return int(cost._behind(before, units).sum())
+
+    keys = int(_Cost.of(split, 0)._behind(np.insert(members[:, :-1], 0, -1, axis=1), members).sum())
+    assert keys == MOVED_PAIRS * (split.moved_tokens + int(split.units.own_keys.sum()))
+    removed, inserted = cost.of_removal(members), cost.of_insertion(members, members[::-1])
+    for rank, own in enumerate(members):
+        for i, unit in enumerate(own):
+            assert removed[rank, i] == whole(np.delete(own, i)) - whole(own)
+            other = members[::-1][rank, i]
+            assert inserted[rank, i] == whole(np.sort(np.append(own, other))) - whole(own)
+            assert unit not in np.delete(own, i)
+
+
+def test_a_round_swaps_each_rank_once_and_helps_those_that_swap():
+    split = dealt(8, 2, 0)
+    busy, idle = np.split(np.argsort(-split.loads, kind="stable"), [int((split.loads > split.limit).sum())])
+    one, other = _best_swaps(split, np.repeat(busy, len(idle)), np.tile(idle, len(busy)), 4_000)
+    givers, takers = split.owner[one].tolist(), split.owner[other].tolist()
+    assert len(one) >= 1
+    assert len({*givers, *takers}) == 2 * len(one)
+    after = split.swapped(one, other).loads
+    assert all(max(after[a], after[b]) < split.loads[a] for a, b in zip(givers, takers, strict=True))
+
+
+def test_units_too_large_for_the_limit_are_not_dealt():
+    """The late queries of a long document compute more in one unit than a rank may in all."""
+    pieces = Pieces.of([documents([[4096, *[64] * 64]])], 8192)
+    balanceable = [is_balanceable(Units.cut(pieces, 16, units), 16) for units in (1, 2, 4, 8)]
+    assert balanceable == sorted(balanceable)
+    assert balanceable[0] is False
+    assert balanceable[-1] is True

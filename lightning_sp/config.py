@@ -111,7 +111,9 @@ class StrategyConfig(AttentionOptions):
         save_distributed_checkpoint: Write each checkpoint as a DCP directory; False: as one consolidated file, by rank 0.
         exclude_frozen_parameters: Leave frozen parameters that building the model gives again, the base of a LoRA, out of checkpoints. Each is
             known by a digest; one that was ever changed is saved, and a load into another base is refused.
-        timeout_s: Time limit of every collective, in seconds.
+        timeout_s: Time limit of every collective from the first batch on, in seconds.
+        start_timeout_s: The same before it, in seconds: while rank 0 builds the model, reads its weights or a checkpoint, the others wait. Of a
+            process group that others made neither limit is changed.
     """
 
     sequence_parallel_size: Degree = "auto"
@@ -131,6 +133,7 @@ class StrategyConfig(AttentionOptions):
     save_distributed_checkpoint: bool = True
     exclude_frozen_parameters: bool = False
     timeout_s: float = 300.0
+    start_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,9 +157,8 @@ class StrategyConfig(AttentionOptions):
                 "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
                 "let the strategy shard"
             )
-        is_number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
-        if not is_number or not 0 < self.timeout_s < math.inf:
-            raise SequenceParallelError(f"timeout_s={self.timeout_s!r}: must be positive, in seconds")
+        _check_seconds("timeout_s", self.timeout_s)
+        _check_seconds("start_timeout_s", self.start_timeout_s)
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
         if sp != "auto" and ulysses != "auto" and ring != "auto" and ulysses * ring != sp:
             raise SequenceParallelError(
@@ -194,6 +196,12 @@ def _check_switches(options: AttentionOptions) -> None:
 def _check_name(option: str, given: str, known: tuple[str, ...]) -> None:
     if given not in known:
         raise SequenceParallelError(f"{option}={given!r}: must be one of {', '.join(known)}{closest(given, known)}")
+
+
+def _check_seconds(option: str, given: float) -> None:
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if not is_number or not 0 < given < math.inf:
+        raise SequenceParallelError(f"{option}={given!r}: must be positive, in seconds")
 
 
 @dataclass(frozen=True)

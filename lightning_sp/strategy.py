@@ -90,6 +90,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         save_distributed_checkpoint: bool = True,
         exclude_frozen_parameters: bool = False,
         timeout_s: float = 300.0,
+        start_timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
         **unknown: Any,
     ) -> None:
@@ -97,7 +98,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self.config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_s),
+            timeouts=(timedelta(seconds=start_timeout_s), timedelta(seconds=timeout_s)),
             checkpoints_as_folders=self.config.save_distributed_checkpoint,
             exclude_frozen_parameters=self.config.exclude_frozen_parameters,
         )
@@ -128,7 +129,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._setup_distributed()
         if self._device_mesh is None:
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
-            self._host_groups = comm.host_groups(self._device_mesh.get_group("sequence_parallel"), self._timeout)
+            self._host_groups = comm.host_groups(self._device_mesh.get_group("sequence_parallel"), self._start_timeout)
         self._module._device_mesh = self.device_mesh
 
     # ---- model

@@ -104,10 +104,11 @@ def test_a_dim_is_a_number():
         StrategyConfig(sequence_dims={"x": "1"})
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.5, float("nan"), float("inf"), True, "300"])
-def test_a_timeout_is_positive(timeout_s):
-    with refusal(f"timeout_s={timeout_s!r}: must be positive, in seconds"):
-        StrategyConfig(timeout_s=timeout_s)
+@pytest.mark.parametrize("name", ["timeout_s", "start_timeout_s"])
+@pytest.mark.parametrize("seconds", [0, -1.5, float("nan"), float("inf"), True, "300"])
+def test_a_timeout_is_positive(name, seconds):
+    with refusal(f"{name}={seconds!r}: must be positive, in seconds"):
+        StrategyConfig(**{name: seconds})
 
 
 def test_degrees_that_contradict_each_other():

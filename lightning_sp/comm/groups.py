@@ -126,9 +126,45 @@ def timeout_s() -> float:
     return min(float(world._get_backend(each).options._timeout.total_seconds()) for each in world._device_types)
 
 
+@cached_per_world
+def _timeout_owners() -> set[str]:
+    """Return who sets the time limits of the world, for as long as it lives."""
+    return set()
+
+
+def own_timeouts() -> None:
+    """Say that this package has made the world, so that its time limits are this package's."""
+    _timeout_owners().add(__name__)
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Give every group of this rank, and the store that the ranks met in, another time limit; nothing in a world that others made.
+
+    Every rank should call it at the same place. Without communication: a wait in progress keeps the limit that it began with.
+    """
+    if not _timeout_owners():
+        return
+    # torch has no public name for it: a limit is otherwise given when a group is made, and groups cannot be made anew between a model's setup
+    # and its first step, for FSDP's parameters and meshes refer to them.
+    for group in list(_c10d._world.pg_map):  # type: ignore[attr-defined,unused-ignore]
+        _c10d._set_pg_timeout(timeout, group)
+    _c10d._get_default_store().set_timeout(timeout)
+
+
 def set_world_timeout(group: ProcessGroup) -> None:
     """Give a group the time limit of the world: torch gives each new one its own default of 10 or 30 minutes."""
     _c10d._set_pg_timeout(timedelta(seconds=timeout_s()), group)
+
+
+def wait_for(message: dist.Work, group: ProcessGroup) -> None:
+    """Wait for a message between two ranks, at most as long as the world's limit says.
+
+    gloo's messages otherwise keep the limit that their group was made with, whatever it has been given since. NCCL's would stop the host.
+    """
+    if is_gloo_on_cpu(group):
+        message.wait(timedelta(seconds=timeout_s()))
+    else:
+        message.wait()
 
 
 def world() -> ProcessGroup | None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_sp.comm.groups import wait_for
+
 # gloo matches messages between two ranks by tag. `all_pairs` has a tag of its own, for a ring's hops may be in flight on the same group. Above
 # it each pass of a ring has one, so that a message left by a pass that failed is never received by the next.
 ALL_PAIRS_TAG, _FIRST_PASS_TAG = 1, 2
@@ -42,7 +44,7 @@ class Transfer:
     def __init__(
         self, sent: Tensor, to: int, received: Tensor, source: int, group: ProcessGroup, pass_number: int
     ) -> None:
-        self._sent, self._received = sent, received
+        self._sent, self._received, self._group = sent, received, group
         tag, operations = _FIRST_PASS_TAG + pass_number, []
         if sent.numel():
             operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to, tag=tag))
@@ -53,7 +55,7 @@ class Transfer:
     def wait(self) -> Tensor:
         """Return the received buffer, complete."""
         while self._works:
-            self._works.pop().wait()  # each once: waiting for the same one twice never ends
+            wait_for(self._works.pop(), self._group)  # each once: waiting for the same one twice never ends
         return self._received
 
     @property

@@ -37,10 +37,12 @@ class ProcessStrategy(ParallelStrategy):
     # Lightning reads it of strategies it does not know: without it there is neither a sampler nor sync_dist.
     is_distributed = True
 
-    def __init__(self, *, process_group_backend: str | None, timeout: timedelta) -> None:
+    def __init__(self, *, process_group_backend: str | None, timeouts: tuple[timedelta, timedelta]) -> None:
+        """Take the time limits of collectives: before the first batch of a run, and from it on."""
         super().__init__()
         self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._start_timeout, self._timeout = timeouts
+        self._starting = True
         self.num_nodes = 1
         self._own_samplers: bool | None = None  # known when the first run is set up
 
@@ -82,9 +84,13 @@ class ProcessStrategy(ParallelStrategy):
         )
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
-        )
+        if not _distributed_is_initialized():
+            _init_dist_connection(
+                self.cluster_environment, self._process_group_backend, timeout=self._start_timeout, device_id=device
+            )
+            comm.own_timeouts()
+        comm.set_timeouts(self._start_timeout)
+        self._starting = True
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and Lightning's rank-zero helpers, which rank this is."""
@@ -93,6 +99,14 @@ class ProcessStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         # Lightning reads this attribute of the function.
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # All loops pass here. The first batch ends the start: what was loaded or restored for it is there on all ranks.
+        if self._starting:
+            self._starting = False
+            comm.set_timeouts(self._timeout)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

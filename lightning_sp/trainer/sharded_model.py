@@ -55,11 +55,11 @@ class ShardedModelStrategy(ProcessStrategy):
         self,
         *,
         process_group_backend: str | None,
-        timeout: timedelta,
+        timeouts: tuple[timedelta, timedelta],
         checkpoints_as_folders: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(process_group_backend=process_group_backend, timeouts=timeouts)
         self._checkpoints_as_folders = checkpoints_as_folders
         self._excludes_frozen = exclude_frozen_parameters
         self._log_once = LogOnce()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_sp.comm.groups import timeout_s
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG
 
 
@@ -47,13 +48,14 @@ class AllPairs(dist.Work):
             self._sends.append(work)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when all has arrived, been taken care of and left; the group's own timeout counts unless one is given."""
+        """Return when all has arrived, been taken care of and left; the world's time limit counts unless one is given."""
+        limit = timeout or timedelta(seconds=timeout_s())
         for rank in range(self._size):
             if rank in self._receives:
-                self._receives[rank].wait(timeout)
+                self._receives[rank].wait(limit)
             self._arrived(rank)
         for work in self._sends:
-            work.wait(timeout)
+            work.wait(limit)
         self._size, self._receives, self._sends = 0, {}, []
         return True
 

@@ -11,7 +11,7 @@ import os
 import select
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 
 
@@ -36,10 +36,12 @@ class Signals:
         rank: this rank.
         readers: for each other rank, the descriptor at which its signals come.
         writers: for each other rank, the descriptor of its pipe for this rank's signals.
-        timeout_s: limit of a wait.
+        timeout_s: gives the limit of a wait, which changes when the first step begins.
     """
 
-    def __init__(self, rank: int, readers: Mapping[int, int], writers: Mapping[int, int], timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, readers: Mapping[int, int], writers: Mapping[int, int], timeout_s: Callable[[], float]
+    ) -> None:
         self._rank, self._readers, self._writers, self._timeout_s = rank, readers, writers, timeout_s
         self._come: dict[int, Counter[int]] = {source: Counter() for source in readers}
 
@@ -61,9 +63,10 @@ class Signals:
             reader = self._readers[source]
             waiting = select.poll()
             waiting.register(reader, select.POLLIN)
-            if not waiting.poll(self._timeout_s * 1000):
+            limit_s = self._timeout_s()
+            if not waiting.poll(limit_s * 1000):
                 raise RuntimeError(
-                    f"rank {self._rank} of the ring waited {self._timeout_s:g} s for rank {source}'s signal {signal.name}"
+                    f"rank {self._rank} of the ring waited {limit_s:g} s for rank {source}'s signal {signal.name}"
                 )
             found = os.read(reader, 4096)
             if not found:

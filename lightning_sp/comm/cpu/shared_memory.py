@@ -166,7 +166,7 @@ def connect(group: ProcessGroup | None) -> str:
             reason = next((each for each in comm.gather_objects(reason, group) if each), "")
         if reason:
             return reason
-        arena = Arena(group, [files[other] for other in range(size)], Signals(rank, readers, writers, comm.timeout_s()))
+        arena = Arena(group, [files[other] for other in range(size)], Signals(rank, readers, writers, comm.timeout_s))
         # Its memory is freed when every rank has closed the files, and no tensor of `view` is left.
         weakref.finalize(arena, descriptors.pop_all().close)
     _arenas[name] = arena

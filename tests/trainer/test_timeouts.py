@@ -1,0 +1,52 @@
+"""Two time limits: that of the start, in which rank 0 may load a large model, and that of steps."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_sp.testing import run_ranks
+from tests.trainer import timeout_ranks
+
+LATE = "waited 4 s for rank|[Tt]imed out|closed by peer|has ended|Connection reset"
+
+
+@pytest.mark.parametrize("where", ["configure_model", pytest.param("setup", marks=pytest.mark.slow)])
+def test_a_start_may_take_longer_than_a_step(where):
+    """Rank 1 waits for rank 0, which loads for 8 s."""
+    for error, seconds, limits in run_ranks(
+        timeout_ranks.fit_twice, 2, where, 8.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, True
+    ):
+        assert error == ""
+        assert seconds > 8
+        assert limits == [
+            ("setup", [400.0]), ("configure_model", [400.0]), ("training_step", [4.0]),
+            ("setup", [400.0]), ("configure_model", [400.0]), ("training_step", [4.0]),
+        ]  # fmt: skip
+
+
+def test_a_step_that_hangs_ends_by_its_own_limit():
+    (_, _, first), (error, seconds, _) = run_ranks(
+        timeout_ranks.fit_twice, 2, "training_step", 20.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, True
+    )
+    assert first[-1][0] == "training_step"
+    assert re.search(LATE, error), error
+    assert seconds < 100
+
+
+@pytest.mark.slow
+def test_a_start_that_hangs_ends_by_its_own_limit():
+    _, (error, _, limits) = run_ranks(
+        timeout_ranks.fit_twice, 2, "configure_model", 20.0, {"timeout_s": 400.0, "start_timeout_s": 4.0}, True
+    )
+    assert re.search(LATE, error), error
+    assert [where for where, _ in limits] == ["setup", "configure_model"]
+
+
+def test_the_limit_of_a_world_that_others_made_stays():
+    for error, _, limits in run_ranks(
+        timeout_ranks.fit_twice, 2, "", 0.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, False, timeout_s=77.0
+    ):
+        assert error == ""
+        assert {tuple(seconds) for _, seconds in limits} == {(77.0,)}

@@ -13,7 +13,8 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
-from lightning_sp.comm.failure import failures_of_all, is_of_communication, tell_failure
+from lightning_sp.comm.connections import connection_error, is_of_communication
+from lightning_sp.comm.failure import failures_of_all, tell_failure
 from lightning_sp.comm.groups import (
     HostGroups,
     cached_per_world,
@@ -48,6 +49,7 @@ __all__ = [
     "broadcast_object",
     "cached_per_world",
     "check_same_batch",
+    "connection_error",
     "exchange",
     "failures_of_all",
     "gather",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from threading import Thread
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
+from lightning_sp.comm.groups import timeout_s
 from lightning_sp.errors import SequenceParallelError
 
 # How long a rank that failed waits for the others' word: one that is stuck in a collective gives none before this rank ends.
@@ -54,12 +56,6 @@ def failures_of_all(error: str | None) -> list[str]:
     return [each[1:] for each in said if each is not None and each[0] != _FINE]
 
 
-def is_of_communication(error: Exception) -> bool:
-    """Return whether an error is that of a message between ranks: too late, or of a rank that has ended."""
-    # gloo raises a plain RuntimeError, with the place in its sources.
-    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in ("gloo/", "pair closure"))
-
-
 def _exchange(failure: str | None) -> list[str | None]:
     """Return what each rank says, None where one that failed has waited in vain for a rank's word; nothing without other ranks."""
     number = next(_numbers)
@@ -67,11 +63,27 @@ def _exchange(failure: str | None) -> list[str | None]:
         return [] if failure is None else [failure]
     store, world = _c10d._get_default_store(), dist.get_world_size()
     keys = [f"lightning_sp/failure/{number}/{rank}" for rank in range(world)]
-    store.set(keys[dist.get_rank()], _FINE if failure is None else failure)
-    if failure is None:
-        store.wait(keys)
-    else:
-        until = time.monotonic() + _PATIENCE_S
-        while not store.check(keys) and time.monotonic() < until:
-            time.sleep(0.01)
-    return [store.get(key).decode() if store.check([key]) else None for key in keys]
+    found: list[str | None] = [None] * world
+    errors: list[Exception] = []
+
+    def exchange() -> None:
+        try:
+            store.set(keys[dist.get_rank()], _FINE if failure is None else failure)
+            if failure is None:
+                store.wait(keys)
+            else:
+                until = time.monotonic() + _PATIENCE_S
+                while not store.check(keys) and time.monotonic() < until:
+                    time.sleep(0.01)
+            found[:] = [store.get(key).decode() if store.check([key]) else None for key in keys]
+        except Exception as error:
+            errors.append(error)
+
+    # In a thread: where the store's host is out of reach, its answer would be waited for without any limit.
+    asking = Thread(target=exchange, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_S + 1 if failure is not None else timeout_s())
+    if failure is None and (errors or asking.is_alive()):
+        raise errors[0] if errors else dist.DistStoreError(f"no answer from the store within {timeout_s():g} s")
+    found[dist.get_rank()] = _FINE if failure is None else failure
+    return list(found)

@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
@@ -27,6 +26,7 @@ from typing_extensions import override
 
 from lightning_sp import comm
 from lightning_sp.nodes import ranks_per_node
+from lightning_sp.trainer.launchers import ExternalLauncher, ScriptLauncher
 
 T = TypeVar("T")
 
@@ -70,8 +70,10 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.cluster_environment.creates_processes_externally:
+            self._launcher = ExternalLauncher()
+        else:
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _setup_distributed(self) -> None:
         """Join the world; a second call finds it joined.

@@ -81,6 +81,7 @@ def train(
     resume: str | None = None,
     options: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
+    num_nodes: int = 1,
 ) -> dict[str, Any]:
     """Train the golden run on one layout.
 
@@ -91,6 +92,7 @@ def train(
         resume: checkpoint to start from.
         options: in place of some of `OPTIONS`.
         strategy: further options of the strategy.
+        num_nodes: over which the ranks are spread.
 
     Returns:
         The loss of each optimizer step, a digest of the initial weights, and how many micro-batches did not lie in zigzag.
@@ -116,7 +118,8 @@ def train(
     module = Recorded(model=config, lr=chosen["lr"], warmup_steps=chosen["warmup_steps"], max_steps=NUM_STEPS)
     trainer = pl.Trainer(
         strategy=placed,
-        devices=1 if layout is None else dp * ring * ulysses,
+        devices=1 if layout is None else dp * ring * ulysses // num_nodes,
+        num_nodes=num_nodes,
         accelerator="cpu",
         precision="64-true",
         max_steps=until,

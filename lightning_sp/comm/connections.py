@@ -1,0 +1,74 @@
+"""Errors of the connections between ranks: known by their words, for backends raise plain errors, and said in this package's.
+
+Owns what is told of them, not that ranks agree on anything: after such an error they cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch.distributed as dist
+
+from lightning_sp.comm.groups import timeout_s
+from lightning_sp.errors import SequenceParallelError
+
+# gloo names the place in its sources; shared memory speaks of the ring (`cpu/pipes.py`).
+_OF_COMMUNICATION = ("gloo/", "pair closure", "Gloo connectFullMesh", "of the ring has ended", "of the ring waited")
+_NO_INTERFACE = {
+    "Unable to find address for": "GLOO_SOCKET_IFNAME",  # gloo
+    "no socket interface found": "NCCL_SOCKET_IFNAME",  # NCCL
+}
+_NO_MESH = "connectFullMesh"
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Return whether an error is that of a message between ranks: too late, or of a rank that has ended."""
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _OF_COMMUNICATION)
+
+
+def connection_error(error: BaseException) -> SequenceParallelError | None:
+    """Return what an error of a message between ranks means: what was given, the rule, the remedy. None for any other error.
+
+    Without communication: each rank says what it knows itself.
+    """
+    if isinstance(error, SequenceParallelError) or not is_of_communication(error):
+        return None
+    said = str(error).strip().split("\n")[0]
+    for words, variable in _NO_INTERFACE.items():
+        if words in str(error):
+            return SequenceParallelError(
+                f"{variable}={os.environ.get(variable)!r} on host {socket.gethostname()}: there is no such network interface, or it has no "
+                f"address; {_interfaces()}: set {variable} to the one by which the nodes reach each other ({said})"
+            )
+    if _NO_MESH in str(error):
+        return SequenceParallelError(f"{_no_mesh()} ({said})")
+    if not dist.is_initialized():
+        return SequenceParallelError(
+            f"the ranks did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, MASTER_PORT={os.environ.get('MASTER_PORT')!r}: rank 0 "
+            f"listens there, and every rank must reach it within timeout_s; start all ranks, and name an address of rank 0's host that "
+            f"{socket.gethostname()} reaches ({said})"
+        )
+    return SequenceParallelError(
+        f"rank {dist.get_rank()} of {dist.get_world_size()} on host {socket.gethostname()} has lost another rank: every rank takes part in "
+        f"every collective, so where one ends, or its node or link is down, all end, after timeout_s={timeout_s():g} s at the latest; the log "
+        "of the rank that ended first says why; if none has ended, one was later than that, and a larger timeout_s helps; go on from the last "
+        f"checkpoint, trainer.fit(..., ckpt_path=...) ({said})"
+    )
+
+
+def _no_mesh() -> str:
+    given, host = os.environ.get("GLOO_SOCKET_IFNAME"), socket.gethostname()
+    if given:
+        taken = f"GLOO_SOCKET_IFNAME={given!r} on host {host}"
+    else:
+        taken = f"GLOO_SOCKET_IFNAME is not set, so gloo took the address of the host name {host!r}, else the loopback"
+    return (
+        f"the ranks met, and cannot reach one another over gloo: {taken}; each rank must be reached at the address of its interface; "
+        f"{_interfaces()}: set GLOO_SOCKET_IFNAME to the one by which the nodes reach each other, on every node (on GPUs NCCL_SOCKET_IFNAME "
+        "too), and let no firewall stand between them"
+    )
+
+
+def _interfaces() -> str:
+    return f"this host has {', '.join(name for _, name in socket.if_nameindex())}"

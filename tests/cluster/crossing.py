@@ -1,0 +1,82 @@
+"""What crosses from a node to the others, by formula, and counted at its link.
+
+The formulas are those of the docstrings of `lightning_sp.attention.schemes`, pair by pair: a rank's partners on its own node do not count.
+A link counts whole frames. Of each frame 66 bytes are headers: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12. What is left is what the
+sockets were given, to the byte, if nothing is lost and sent again: these links drop nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.layout import SequenceLayout
+
+HEADER_BYTES = 66
+_COUNTERS = Path("/sys/class/net/eth0/statistics")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a node's link has sent."""
+
+    bytes: int
+    frames: int
+
+    @classmethod
+    def now(cls) -> Sent:
+        """Read the counters of this process' node."""
+        return cls(*(int((_COUNTERS / name).read_text()) for name in ("tx_bytes", "tx_packets")))
+
+    def payload_since(self, before: Sent) -> int:
+        """Return the bytes of the sockets alone, sent since an earlier reading."""
+        return (self.bytes - before.bytes) - HEADER_BYTES * (self.frames - before.frames)
+
+
+def ring_pair_units(rank: int, to: int, *, causal: bool) -> int:
+    """Return what one ring rank sends another in a forward and a backward, in units of its local K (or V), for one document.
+
+    Causal, in zigzag: keys and values, both chunks to an earlier rank, the early one to a later; twice. Gradients go the other way.
+    """
+    if not causal:
+        return 2 + 2 + 2
+    keys, home = (2, 1) if to < rank else (1, 2)
+    return keys + keys + home
+
+
+def ulysses_pair_elements(split: HeadSplit, rank: int, to: int) -> int:
+    """Return what one Ulysses rank sends another in a forward and a backward, in elements for each own token, row and head dim."""
+    (q, k), (own_q, own_k) = (
+        tuple(end - start for start, end in (split.queries(u), split.keys(u))) for u in (to, rank)
+    )
+    return (q + 2 * k) + own_q + q + (own_q + 2 * own_k)
+
+
+def crossing_elements(
+    layout: SequenceLayout,
+    ranks_per_node: int,
+    node: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    dim: int,
+    causal: bool,
+) -> int:
+    """Return the elements that leave a node in one attention's forward and backward, of one row of one sequence over all nodes."""
+    tokens = length // layout.size
+    split = HeadSplit(heads, kv_heads, layout.ulysses_size)
+    own = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+    sent = 0
+    for rank in own:
+        ring_rank, ulysses_rank = layout.coordinates(rank)
+        for other in (each for each in range(layout.size) if each not in own):
+            to_ring, to_ulysses = layout.coordinates(other)
+            if ring_rank == to_ring:
+                sent += tokens * dim * ulysses_pair_elements(split, ulysses_rank, to_ulysses)
+            if ulysses_rank == to_ulysses:
+                first, last = split.keys(ulysses_rank)
+                unit = (last - first) * tokens * layout.ulysses_size * dim
+                sent += unit * ring_pair_units(ring_rank, to_ring, causal=causal)
+    return sent

@@ -3,17 +3,23 @@
 The formulas are those of the docstrings of `lightning_sp.attention.schemes`, pair by pair: a rank's partners on its own node do not count.
 A link counts whole frames. Of each frame 66 bytes are headers: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12. What is left is what the
 sockets were given, to the byte, if nothing is lost and sent again: these links drop nothing.
+
+gloo sends 48 bytes before each message. With 48 more its receiver says that it waits for it; with 48 more its sender says that it is there, and
+leaves that out where it has heard of the receiver first. So two passes may differ by 48 bytes for each message that leaves.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_sp.attention.schemes.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
 
-HEADER_BYTES = 66
+HEADER_BYTES, CONTROL_BYTES = 66, 48
+# A ring's: keys, keys again, gradients home. Ulysses': queries with keys and values, the output, and the gradients of both.
+_RING_MESSAGES, _ULYSSES_MESSAGES = 3, 4
 _COUNTERS = Path("/sys/class/net/eth0/statistics")
 
 
@@ -51,6 +57,18 @@ def ulysses_pair_elements(split: HeadSplit, rank: int, to: int) -> int:
         tuple(end - start for start, end in (split.queries(u), split.keys(u))) for u in (to, rank)
     )
     return (q + 2 * k) + own_q + q + (own_q + 2 * own_k)
+
+
+def crossing_messages(layout: SequenceLayout, ranks_per_node: int, num_barriers: int) -> int:
+    """Return how many messages of gloo leave a node in one attention's forward and backward and some barriers of all ranks."""
+    of_attention = 0
+    for rank in range(ranks_per_node):
+        ring_rank, ulysses_rank = layout.coordinates(rank)
+        for other in range(ranks_per_node, layout.size):
+            to_ring, to_ulysses = layout.coordinates(other)
+            of_attention += _ULYSSES_MESSAGES * (ring_rank == to_ring) + _RING_MESSAGES * (ulysses_rank == to_ulysses)
+    # In a barrier each rank sends to those 1, 2, 4, ... after it.
+    return of_attention + num_barriers * ranks_per_node * math.ceil(math.log2(layout.size))
 
 
 def crossing_elements(

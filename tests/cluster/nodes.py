@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,6 +97,7 @@ class Cluster:
         self.nodes: list[Node] = []
         self._num_nodes, self._rate_mbit, self._latency_ms = num_nodes, rate_mbit, latency_ms
         self._stack = ExitStack()
+        self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:
@@ -116,6 +117,8 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        for process in self._started:
+            process.wait()
 
     def _first(self, stack: ExitStack, name: str, hosts: Path) -> int:
         """Start the first process of new namespaces and return its number on the machine."""
@@ -140,7 +143,7 @@ class Cluster:
         said = started.stdout.readline()
         if said != "ready\n":
             raise RuntimeError(f"no namespaces can be made: {(said + started.stdout.read()).strip()}")
-        return int(Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text())
+        return _children(started)[0]
 
     def _connect(self, node: Node) -> None:
         port = f"port{node.number}"
@@ -159,27 +162,16 @@ class Cluster:
             ),
         ):
             _run(node.enter(command.split()))
-        self._shape(node, self._rate_mbit)
-
-    def shape(self, rate_mbit: float) -> None:
-        """Give all links another rate."""
-        for node in self.nodes:
-            self._shape(node, rate_mbit)
-
-    def _shape(self, node: Node, rate_mbit: float) -> None:
-        # A bucket of a millisecond, and at least two frames; a queue that never drops, for TCP itself keeps little in it.
-        burst = max(4096, int(rate_mbit * 1e6 / 8 / 1000))
-        shape = f"tbf rate {rate_mbit:g}mbit burst {burst} limit 67108864"
-        _run(node.enter(f"tc qdisc replace dev eth0 root handle 1: {shape}".split()))
-        if self._latency_ms:
-            _run(node.enter(f"tc qdisc replace dev eth0 parent 1: netem delay {self._latency_ms:g}ms".split()))
+        for shape in shape_commands(self._rate_mbit, self._latency_ms):
+            _run(node.enter(shape))
 
     def start(
         self, node: Node, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a command on a node, in this repository; what it says goes to a file."""
         with log.open("ab") as output:
-            return self._popen(node.enter(command), output, environment or {})
+            self._started.append(self._popen(node.enter(command), output, environment or {}))
+        return self._started[-1]
 
     def _popen(self, command: list[str], output: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         inherited = {k: v for k, v in os.environ.items() if k not in _OF_THIS_PROCESS}
@@ -271,6 +263,16 @@ def wait(started: Sequence[subprocess.Popen[bytes]], *, timeout_s: float) -> lis
     return [process.wait(max(0.0, until - time.monotonic())) for process in started]
 
 
+def shape_commands(rate_mbit: float, latency_ms: float = 0.0) -> list[list[str]]:
+    """Return the commands that give a node's link a rate, and a delay where it is not 0; to be run on the node."""
+    # A bucket that a timer which comes late does not overflow; a queue that never drops, for TCP itself keeps little in it.
+    burst = max(16384, int(rate_mbit * 1e6 / 8 * 0.002))
+    commands = [f"tc qdisc replace dev eth0 root handle 1: tbf rate {rate_mbit:g}mbit burst {burst} limit 67108864"]
+    if latency_ms:
+        commands.append(f"tc qdisc replace dev eth0 parent 1: netem delay {latency_ms:g}ms")
+    return [command.split() for command in commands]
+
+
 def _mac(number: int) -> str:
     return f"02:00:00:00:00:{number + 1:02x}"
 
@@ -286,9 +288,20 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the first process of namespaces, and so all that runs in them."""
-    process.kill()
+    """End the first process of namespaces, and so all that runs in them: `unshare` reaps it and ends too."""
+    for first in _children(process):
+        with suppress(ProcessLookupError):
+            os.kill(first, signal.SIGKILL)
+    if not _children(process):
+        process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
+
+
+def _children(process: subprocess.Popen[str]) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    except OSError:
+        return []

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.cluster.crossing import Sent
+from tests.cluster.nodes import shape_commands
 from tests.golden.ranks import train
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
@@ -93,32 +96,76 @@ def _later() -> Sent:
     return Sent.now()
 
 
-def timed(repeats: int, **attention: Any) -> dict[str, Any]:
-    """Return the median seconds of a pass."""
-    run = _Attention(**attention)
-    run()
-    return {"seconds": statistics.median(run() for _ in range(repeats))}
+def timed(rates_mbit: list[float], repeats: int, **attention: Any) -> dict[str, Any]:
+    """Return the median seconds of a pass at each rate of the links; one rank a node."""
+    run, seconds = _Attention(**attention), []
+    for rate in rates_mbit:
+        for command in shape_commands(rate):
+            subprocess.run(command, check=True)
+        run()
+        seconds.append(statistics.median(run() for _ in range(repeats)))
+    return {"seconds": seconds}
 
 
 class _Endless(Plain):
-    """Says in a file that a step has ended, so that whoever watches may end a node then."""
+    """Says in a file when a node may be lost: after some steps, or within the preflight."""
 
-    def __init__(self, said: Path) -> None:
+    def __init__(self, said: Path, in_preflight: bool) -> None:
         super().__init__(tiny_llama)
-        self.said = said
+        self._said, self._in_preflight = said, in_preflight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self._in_preflight:
+            self._said.touch()
+            time.sleep(2)
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.is_global_zero and self.trainer.global_step == 3:
-            self.said.touch()
+        if self.trainer.global_step == 3:
+            self._said.touch()
 
 
-def endless(num_nodes: int, strategy: dict[str, Any], said: str) -> None:
+def endless(num_nodes: int, devices: int, strategy: dict[str, Any], said: str, in_preflight: bool = False) -> None:
     """Train until a node is lost."""
-    trainer = quiet_trainer(1, strategy=strategy, num_nodes=num_nodes, max_epochs=-1)
-    trainer.fit(_Endless(Path(said)), DataLoader(TokenDataset(4), batch_size=2))
+    options = {"num_nodes": num_nodes, "max_epochs": -1, "strategy": {"preflight": in_preflight, **strategy}}
+    module = _Endless(Path(said), in_preflight)
+    quiet_trainer(devices, **options).fit(module, DataLoader(TokenDataset(4), batch_size=2))
 
 
-FUNCTIONS = {each.__name__: each for each in (golden, crossed, timed, endless)}
+def endless_attention(said: str, timeout_s: float, **attention: Any) -> None:
+    """Pass keys round until a node is lost."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    run = _Attention(**attention)
+    while True:
+        run()
+        Path(said).touch()
+
+
+def crossed_in_training(lengths: list[int], strategy: dict[str, Any]) -> dict[str, Any]:
+    """Return what leaves this rank's node in two training steps on rows of each length, the first step left out."""
+    found = []
+    for length in lengths:
+        num_nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+        options = {"num_nodes": num_nodes, "max_steps": 3, "strategy": {"preflight": False, **strategy}}
+        counted = _Counted(tiny_llama)
+        trainer = quiet_trainer(int(os.environ["LOCAL_WORLD_SIZE"]), **options)
+        trainer.fit(counted, DataLoader(TokenDataset(6, length), batch_size=2))
+        now = _settled()
+        found.append(now.payload_since(counted.before))
+    return {"payloads": found, "frames": now.frames - counted.before.frames}
+
+
+class _Counted(Plain):
+    """Reads its node's link when the first step has ended."""
+
+    before = Sent(0, 0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 1:
+            self.before = _settled()
+
+
+FUNCTIONS = {each.__name__: each for each in (golden, crossed, crossed_in_training, timed, endless, endless_attention)}
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ from typing import IO
 
 ROOT = Path(__file__).parents[2]
 PORT = 29500
+# What starting ranks, and their end, may take on a machine with more of them than cores.
+START_S = 240.0
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
 # An own process tree (its first process ends them all), host name, mounts and network. The first one waits until its input ends.
 _NAMESPACES = ["--net", "--uts", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc"]

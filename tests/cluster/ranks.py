@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.cluster.crossing import Sent
-from tests.cluster.nodes import shape_commands
+from tests.cluster.nodes import START_S, shape_commands
 from tests.golden.ranks import train
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
@@ -171,7 +172,13 @@ FUNCTIONS = {each.__name__: each for each in (golden, crossed, crossed_in_traini
 def main() -> None:
     folder, calls = Path(sys.argv[1]), json.loads(sys.argv[2])
     warnings.filterwarnings("ignore")
-    results = [FUNCTIONS[name](**options) for name, options in calls]
+    # Shortly before the test gives up: where each thread stands says what it waits for.
+    faulthandler.dump_traceback_later(START_S - 40)
+    try:
+        results = [FUNCTIONS[name](**options) for name, options in calls]
+    except Exception:
+        (folder / f"failed.{os.getpid()}.{os.uname().nodename}").write_text(str(time.time()))
+        raise
     # By rename: whoever sees it sees it whole.
     written = folder / f"{dist.get_rank()}.part"
     written.write_text(json.dumps(results))

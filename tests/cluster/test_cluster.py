@@ -17,11 +17,9 @@ import pytest
 
 from lightning_sp.layout import SequenceLayout
 from tests.cluster.crossing import CONTROL_BYTES, crossing_elements, crossing_messages
-from tests.cluster.nodes import ROOT, Cluster, Node, srun, torchrun, wait, why_no_nodes
+from tests.cluster.nodes import ROOT, START_S, Cluster, Node, srun, torchrun, wait, why_no_nodes
 from tests.golden.ranks import NUM_STEPS, golden
 
-# What starting ranks takes on a machine with more ranks than cores.
-START_S = 240
 HEADS, DIM, LENGTHS, FLOAT64 = 8, 16, [256, 512], 8
 LAUNCHERS = {"torchrun": torchrun, "srun": srun}
 
@@ -134,8 +132,7 @@ def test_more_nodes_and_slurm_give_the_golden_losses(
 def test_over_a_slow_link_transfers_take_as_long_as_their_bytes(tmp_path: Path) -> None:
     """GQA 8:1, H 8, D 64, float32, 1,024 tokens. What a pass takes beyond one over a link that is no limit is its exposed transfer.
 
-    Full attention sends the same both ways in each phase. Causal in zigzag it does not: rank 1 sends 2 units of keys and rank 0 one, and
-    gradients go back likewise; the busier way is waited for, so 2 + 2 + 2 units count.
+    The bytes are those of both ways: gloo's sender posts first, so that two ranks often send one after the other (docs/log/cluster.md).
     """
     length, rates = 1024, [100_000, 4]
     degrees = {"ring": (1, 2), "ulysses": (2, 1), "causal ring": (1, 2)}
@@ -147,7 +144,7 @@ def test_over_a_slow_link_transfers_take_as_long_as_their_bytes(tmp_path: Path) 
         {name: answer["seconds"][i] for name, answer in zip(shapes, answers, strict=True)} for i in range(len(rates))
     )
     exposed = {name: slow[name] - fast[name] for name in shapes}
-    sent = {name: crossing_bytes(0, 1, length, **{**shape, "causal": False}) / 2 for name, shape in shapes.items()}
+    sent = {name: sum(crossing_bytes(node, 1, length, **shape) for node in (0, 1)) for name, shape in shapes.items()}
     print(f"fast {fast}, slow {slow}, exposed {exposed}, bytes {sent}")
     for name in shapes:
         assert fast[name] <= 0.2 * slow[name], (name, fast, slow)
@@ -176,17 +173,29 @@ def test_a_node_that_is_lost_ends_the_others_within_the_timeout(
     with Cluster(2, rate_mbit=1000) as cluster:
         started = start(cluster, launcher, calls, tmp_path, ranks_per_node=2)
         until(told.exists, started, tmp_path)
+        lost_at = time.time()
         lose(cluster, how, cluster.nodes[lost])
-        of_node = started[: len(started) // 2], started[len(started) // 2 :]
-        began = time.monotonic()
-        codes = wait(of_node[1 - lost], timeout_s=START_S)
-        took_s = time.monotonic() - began
-        assert all(codes), said(tmp_path)
+        codes = wait(others(started, lost), timeout_s=START_S)
+    assert all(codes), said(tmp_path)
     words = said(tmp_path)[f"node{1 - lost}"]
     assert "SequenceParallelError: rank " in words, words
     assert f"on host node{1 - lost} has lost another rank" in words
     assert f"after timeout_s={limit_s} s at the latest" in words
-    assert took_s <= limit_s + 5, words
+    assert max(failed_after(tmp_path, lost_at, f"node{1 - lost}")) <= limit_s + 5, words
+
+
+def others(started: list[Any], lost: int) -> list[Any]:
+    """Return the processes of the node that is not lost."""
+    half = len(started) // 2
+    return started[:half] if lost else started[half:]
+
+
+def failed_after(folder: Path, lost_at: float, node: str) -> list[float]:
+    """Return how many seconds after a loss each rank of a node had its error."""
+    found = [float(path.read_text()) - lost_at for path in folder.glob(f"failed.*.{node}")]
+    print(f"errors on {node} after {found} s")
+    assert found
+    return found
 
 
 @pytest.mark.slow
@@ -199,10 +208,11 @@ def test_a_ring_whose_link_goes_down_ends_within_the_timeout(tmp_path: Path) -> 
     with Cluster(2, rate_mbit=20) as cluster:
         started = start(cluster, "torchrun", calls, tmp_path)
         until(told.exists, started, tmp_path)
+        lost_at = time.time()
         lose(cluster, "cut", cluster.nodes[1])
-        began = time.monotonic()
         assert all(wait(started, timeout_s=START_S))
-        assert time.monotonic() - began <= limit_s + 5, said(tmp_path)
+    for node in ("node0", "node1"):
+        assert max(failed_after(tmp_path, lost_at, node)) <= limit_s + 5, said(tmp_path)
 
 
 @pytest.mark.slow

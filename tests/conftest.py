@@ -45,6 +45,7 @@ LONGEST_FIRST = (
     "tests/models/test_transformers.py",
     "tests/golden/test_golden.py",
     "tests/trainer/test_fit.py",
+    "tests/cluster/test_cluster.py",
     "tests/comm/cpu/test_shared_memory.py",
     "tests/rewrite/test_encoder_decoder.py",
     "tests/trainer/compile/test_compiled_loss.py",
@@ -95,7 +96,11 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print where the time went, by folder; the rest is imports, collection and what runs between tests."""
+    """Print where the time went, by folder; the rest is imports, collection and what runs between tests. And which nodes were not made."""
+    skipped = [each for each in terminalreporter.stats.get("skipped", []) if each.nodeid.startswith("tests/cluster/")]
+    for reason in sorted({each.longrepr[2] for each in skipped}):
+        terminalreporter.section("tests/cluster did not run", sep="!")
+        terminalreporter.write_line(reason)
     wall_s = time.monotonic() - started_s
     terminalreporter.section("seconds by folder")
     for name, folder_s in sorted(seconds.items(), key=lambda item: -item[1]):

@@ -176,3 +176,8 @@ def late_message():
                 found.append(comm.is_of_communication(error))
     dist.barrier()
     return found
+
+
+def named_connection_error(text):
+    """Return what an error of these words is said to mean in a world."""
+    return str(comm.connection_error(RuntimeError(text)))

@@ -66,12 +66,12 @@ def cached_per_world(function: Callable[_P, _T]) -> Callable[_P, _T]:
 @cached_per_world
 def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
     """Make the groups of a partition and return this rank's."""
-    own = None
+    own, timeout = None, timedelta(seconds=timeout_s())
     for ranks in blocks:
-        group = dist.new_group(list(ranks))
+        # From the beginning: what is set later counts for gloo's collectives, and not for its messages.
+        group = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank() in ranks:
             own = group
-            set_world_timeout(group)
     return own
 
 
@@ -152,7 +152,7 @@ def set_timeouts(timeout: timedelta) -> None:
 
 
 def set_world_timeout(group: ProcessGroup) -> None:
-    """Give a group the time limit of the world: torch gives each new one its own default of 10 or 30 minutes."""
+    """Give a group's collectives the time limit of the world: torch gives each new one its own default of 10 or 30 minutes."""
     _c10d._set_pg_timeout(timedelta(seconds=timeout_s()), group)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.traffic import counted
 from lightning_sp import comm
+from lightning_sp.comm.cpu.all_pairs import all_pairs_all_gather
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
 from lightning_sp.testing import free_port
@@ -181,3 +182,22 @@ def late_message():
 def named_connection_error(text):
     """Return what an error of these words is said to mean in a world."""
     return str(comm.connection_error(RuntimeError(text)))
+
+
+def late_messages():
+    """Wait for messages that nobody sends, in groups of a ring and of FSDP's mesh; return the seconds and words of each."""
+    ring = comm.groups.group_of(((0, 2), (1, 3)))
+    shard = build_fsdp_mesh("cpu", world_size=4, shard_size=2).get_group("dp_shard")
+    found = []
+    if dist.get_rank() in (0, 3):
+        waits = (
+            lambda: comm.Transfer(torch.empty(0), 1, torch.ones(1), 1 - dist.get_rank(ring), ring, 1).wait(),
+            lambda: all_pairs_all_gather(torch.zeros(2), torch.ones(1), shard).wait(),
+        )
+        for wait in waits:
+            began = time.monotonic()
+            try:
+                wait()
+            except RuntimeError as error:
+                found.append((time.monotonic() - began, str(error)))
+    return found

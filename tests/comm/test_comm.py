@@ -18,6 +18,7 @@ from tests.comm.comm_ranks import (
     groups_alive,
     half_empty_transfers,
     late_message,
+    late_messages,
     same_batch,
     summed_loss,
     time_limits,
@@ -152,3 +153,14 @@ def test_groups_are_made_once_in_a_world_and_end_with_it():
 def test_a_message_that_comes_too_late_is_told_from_a_models_error():
     """The preflight would say that the model counts over all tokens."""
     assert run_ranks(late_message, 2) == [[True, False], []]
+
+
+def test_a_message_that_nobody_sends_is_waited_for_as_long_as_the_world_says():
+    """In a ring's group and in a mesh's: gloo's messages do not heed what a group's limit is set to later."""
+    first, second, third, fourth = run_ranks(late_messages, 4, timeout_s=3)
+    assert second == third == []
+    for found in (first, fourth):
+        assert len(found) == 2
+        for seconds, words in found:
+            assert "Timed out waiting 3000ms for recv operation to complete" in words
+            assert 2.5 < seconds < 20

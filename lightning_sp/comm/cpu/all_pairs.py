@@ -49,6 +49,7 @@ class AllPairs(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when all has arrived, been taken care of and left; the world's time limit counts unless one is given."""
+        # gloo's messages have the limit that their group was made with, and torch makes those of a mesh with its own of 30 minutes.
         limit = timeout or timedelta(seconds=timeout_s())
         for rank in range(self._size):
             if rank in self._receives:

@@ -97,7 +97,7 @@ def table() -> str:
         "",
         f'- "fused": {_name("auto", "cpu", torch.float32, ())} on the CPU; {_name("auto", "cuda", torch.bfloat16, ())} or'
         f" {_name('flash_attn', 'cuda', torch.bfloat16, ())} on CUDA in bfloat16 and float16,",
-        f"  {_name('auto', 'cuda', torch.float32, ())} in float32. With kernel=\"auto\" torch's kernels for CUDA compute one small",
+        f'  {_name("auto", "cuda", torch.float32, ())} in float32. With kernel="auto" torch\'s kernels for CUDA compute one small',
         "  block first: where it is wrong, tiled takes their place, with a warning.",
         f'- "tiled": {TiledKernel.name}, on any device, from float16 to float64, with one warning. CUDA in float64 is',
         "  always tiled.",

@@ -123,7 +123,10 @@ def when_destroyed(group: ProcessGroup, function: Callable[[], object]) -> None:
 def timeout_s() -> float:
     """Return the time limit of the world's collectives."""
     world: Any = dist.group.WORLD
-    return min(float(world._get_backend(each).options._timeout.total_seconds()) for each in world._device_types)
+    options = [world._get_backend(each).options for each in world._device_types]
+    # A backend of one's own may have none.
+    limits = [each._timeout for each in options if each is not None] or [_c10d.default_pg_timeout]
+    return min(float(each.total_seconds()) for each in limits)
 
 
 @cached_per_world

@@ -113,6 +113,8 @@ class Trial:
                 except SequenceParallelError:
                     raise
                 except Exception as error:
+                    if comm.is_of_communication(error):
+                        raise  # another rank is late or has ended: nothing is known of the model
                     raise SequenceParallelError(
                         f"preflight: training_step fails on {self.crop}: {type(error).__name__}: {error}; where the model needs a fixed "
                         "length, set preflight_tokens to it; preflight=False trains without the check"
@@ -301,6 +303,8 @@ def together() -> Iterator[None]:
         told = comm.tell_failure(str(error) if named else f"{type(error).__name__}: {error}", named=named)
         if told is None or told in (str(error), f"{type(error).__name__}: {error}"):
             raise
+        if comm.is_of_communication(error) and comm.is_of_communication(RuntimeError(told)):
+            raise  # each rank lost another in its own words
         raise SequenceParallelError(told) from error
     told = comm.tell_failure(None, named=False)
     if told is not None:

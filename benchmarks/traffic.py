@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.config import AttentionKeywords
 
 # Collectives that the attention has no business with; torch 2.13 has new names for two of them.

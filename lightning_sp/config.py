@@ -33,21 +33,27 @@ class AttentionOptions:
         ring_method: When the keys and values of other ranks arrive. "hops": rank by rank, each while the one before is computed; "all_gather":
             all that are needed first, then computed at once, which takes up to ring_size - 1 times the local keys and values of a layer more;
             "auto": that for sequences so short that a hop does not pay.
+        ulysses_stages: Stages of heads in which Ulysses exchanges and attends, the next stage's exchange behind this one's kernel. What is sent
+            and received at a time shrinks by as much; the bytes in all and what is saved for the backward do not. They divide the query heads
+            of a rank. Without Ulysses there is nothing to exchange.
 
     Raises:
-        SequenceParallelError: an unknown name, a switch that is no bool, or keys saved where none travel.
+        SequenceParallelError: an unknown name, a switch that is no bool, a number that is none, or keys saved where none travel.
     """
 
     kernel: str = "auto"
     ring_transport: str = "auto"
     ring_saves_kv: bool = False
     ring_method: str = "auto"
+    ulysses_stages: int = 1
 
     def __post_init__(self) -> None:
         _check_name("kernel", self.kernel, KERNELS)
         _check_name("ring_transport", self.ring_transport, RING_TRANSPORTS)
         _check_name("ring_method", self.ring_method, RING_METHODS)
         _check_switches(self)
+        if isinstance(self.ulysses_stages, bool) or not isinstance(self.ulysses_stages, int) or self.ulysses_stages < 1:
+            raise SequenceParallelError(f"ulysses_stages={self.ulysses_stages!r}: must be a positive integer")
         if self.ring_saves_kv and self.ring_transport not in ("auto", "network"):
             raise SequenceParallelError(
                 f"ring_saves_kv=True with ring_transport={self.ring_transport!r}: no keys and values travel there, each rank reads them in "
@@ -81,6 +87,7 @@ class AttentionKeywords(TypedDict, total=False):
     ring_transport: str
     ring_saves_kv: bool
     ring_method: str
+    ulysses_stages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +190,23 @@ class StrategyConfig(AttentionOptions):
         return cls(**options)
 
 
+def check_stages(stages: int, num_query_heads: int, ulysses_size: int) -> None:
+    """Refuse stages in which ranks would have unequal numbers of heads. Without Ulysses nothing is exchanged, in however many stages.
+
+    Raises:
+        SequenceParallelError: the stages do not divide the query heads of each rank.
+    """
+    own, rest = divmod(num_query_heads, ulysses_size)
+    if ulysses_size == 1 or stages == 1 or (not rest and own % stages == 0):
+        return
+    allowed = [1] if rest else [n for n in range(1, own + 1) if own % n == 0]
+    held = f"{own + 1} or {own}" if rest else str(own)
+    raise SequenceParallelError(
+        f"ulysses_stages={stages} with {num_query_heads} query heads over ulysses_size={ulysses_size}: every stage has equally many heads on "
+        f"each rank, and a rank has {held}; it can be one of {allowed} here"
+    )
+
+
 def _check_switches(options: AttentionOptions) -> None:
     # A string is true whatever it says: "false" would switch an option on.
     for option in fields(options):
@@ -257,7 +281,7 @@ def resolve_split(
         placement: the ranks on their nodes, with the model's heads; None for one node.
 
     Raises:
-        SequenceParallelError: Ulysses exceeds the query heads.
+        SequenceParallelError: Ulysses exceeds the query heads, or its stages do not divide them.
     """
     divisors = [d for d in range(1, sp + 1) if sp % d == 0]
     allowed = [d for d in divisors if num_query_heads is None or d <= num_query_heads]
@@ -274,6 +298,8 @@ def resolve_split(
             f"ulysses_size={ulysses} exceeds the model's {num_query_heads} query heads: a rank would hold no head; "
             f"with sequence_parallel_size={sp}, ulysses_size can be one of {allowed}, with ring_size = {sp} / ulysses_size"
         )
+    if num_query_heads is not None:
+        check_stages(config.ulysses_stages, num_query_heads, ulysses)
     return ulysses, ring
 
 

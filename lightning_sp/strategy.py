@@ -78,6 +78,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ring_transport: str = "auto",
         ring_saves_kv: bool = False,
         ring_method: str = "auto",
+        ulysses_stages: int = 1,
         activation_checkpointing: bool = False,
         compile: bool = False,
         preflight: bool = True,

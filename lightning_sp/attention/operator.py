@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from itertools import chain, islice
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,31 +18,33 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention.fakes import Outputs, fake_backward, fake_forward, fake_gradients
+from lightning_sp.attention.kernels.kernel import Kernel
 from lightning_sp.attention.kernels.merge import BlockKernel
 from lightning_sp.attention.kernels.select import select_kernel
 from lightning_sp.attention.plan.block_sparsity import empty_map, of_map, search
 from lightning_sp.attention.plan.blocks import Plan, plan_of, tile_on
 from lightning_sp.attention.schemes.all_gather import all_gather_backward, all_gather_forward
 from lightning_sp.attention.schemes.cpu_cost import uses_all_gather
-from lightning_sp.attention.schemes.cross_attention import (
-    cross_counts,
-    exchange_cross,
-    lay_cross_gradients,
-    pack_cross_gradients,
-    split_cross,
-)
+from lightning_sp.attention.schemes.cross_attention import cross_counts, lay_cross_gradients, pack_cross_gradients
+from lightning_sp.attention.schemes.head_split import HeadSplit, length
+from lightning_sp.attention.schemes.query_heads import QueryHeads, SavedHeads
 from lightning_sp.attention.schemes.ring import Ring, ring_backward, ring_forward
+from lightning_sp.attention.schemes.stages import (
+    OutExchange,
+    empty_exchanged,
+    exchange_out_grad,
+    exchange_qkv,
+    exchanged_qkv,
+    heads_out_stages,
+    whole_parts,
+)
 from lightning_sp.attention.schemes.transport import empty_saved_kv
 from lightning_sp.attention.schemes.ulysses import (
     Ulysses,
     exchange_gradients,
-    exchange_out,
-    exchange_out_grad,
-    exchange_qkv,
     gradient_counts,
     lay_gradients,
     pack_gradients,
-    split_qkv,
 )
 from lightning_sp.attention.spec.codec import (
     AttentionSpec,
@@ -86,36 +89,42 @@ def attention_op(
     """
     code = Code(numbers, factors, tensors, options)
     spec = decode(code)
-    ulysses = Ulysses.of(spec.ulysses_group, q.shape[1], k.shape[1])
-    visible = empty_map(code, comm.size_of(comm.group_by_name(spec.ring_group)) * ulysses.size)
+    ulysses = Ulysses.of(spec.ulysses_group, q.shape[1], k.shape[1], spec.options.ulysses_stages)
+    group, sizes = comm.group_by_name(spec.ring_group), (q.shape[2] * ulysses.size, k.shape[2] * ulysses.size)
+    visible = empty_map(code, comm.size_of(group) * ulysses.size)
     if visible.numel():
         # Before anything else travels: a function that fails here fails on all ranks.
-        whole = _plan(q, k, spec, ulysses, tokens=ulysses.size)
-        group = comm.group_by_name(spec.ring_group)
-        visible = search(spec.scores, whole, comm.rank_in(group), ulysses.queries, q, (group, ulysses.group))
-    exchanged, exchanged_kv, heads_out = (q.new_empty(0) for _ in range(3))
-    if ulysses.group is not None and k.shape[2] == q.shape[2]:
-        exchanged = exchange_qkv(q, k, v, ulysses.split, ulysses.rank, ulysses.group)
-        q, k, v = split_qkv(exchanged, ulysses.split, ulysses.rank)
-    elif ulysses.group is not None:
-        exchanged, exchanged_kv = exchange_cross(q, k, v, ulysses.split, ulysses.rank, ulysses.group)
-        q, k, v = split_cross(exchanged, exchanged_kv)
-    ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses)
+        whole, groups = _plan(spec, ulysses, q, sizes), (group, ulysses.group)
+        visible = search(spec.scores, whole, comm.rank_in(group), ulysses.queries, q, groups)
+    ring = _ring(_plan(spec, ulysses, q, sizes, visible), spec, ulysses)
     local_kernel = select_kernel(spec.options, q.device, q.dtype, spec.scores)
-    block_kernel = BlockKernel(local_kernel, spec.scale, ulysses.split.head_groups(ulysses.rank))
-    own_sinks = None if spec.sinks is None else spec.sinks[slice(*ulysses.queries)]
-    saved_kv = empty_saved_kv(k, ring.size if spec.options.ring_saves_kv else 1)
-    forward = all_gather_forward if _at_once(ring, k) else ring_forward
-    out, lse = forward(ring, block_kernel, q, k, v, own_sinks, saved_kv if saved_kv.numel() else None)
-    if ulysses.group is not None:
-        heads_out = out
-        out = exchange_out(heads_out, ulysses.split, ulysses.group)
+    exchanged = empty_exchanged(q, k, ulysses)
+    saved_kv = empty_saved_kv(
+        k, ring.size if spec.options.ring_saves_kv else 1, heads=length(ulysses.keys), tokens=sizes[1]
+    )
+    arriving, leaving, lse = exchange_qkv(q, k, v, ulysses, exchanged), OutExchange(q, ulysses), list[Tensor]()
+
+    def finish(out: Tensor, of_heads: Tensor) -> None:
+        lse.append(of_heads)
+        leaving.send(out)
+
+    for one_pass, saved in _passes(ulysses, saved_kv):
+        stages, (own_q, own_k, own_v) = one_pass.each_stage(), next(arriving)
+        queries = chain([own_q], (of_stage for of_stage, _, _ in islice(arriving, len(stages) - 1)))
+        parts = (
+            _query_heads(of_stage, stage, one_pass, ulysses, spec, local_kernel)
+            for stage, of_stage in zip(stages, queries, strict=True)
+        )
+        forward = all_gather_forward if _at_once(ring, own_k) else ring_forward
+        forward(ring, (own_k, own_v), parts, finish, saved)
+    out, heads_out = leaving.finish()
+    exchanged += [q.new_empty(0) for _ in range(2 - len(exchanged))]
     return Outputs(
         out=_token_major(out),
-        lse=lse.contiguous(),
-        heads_out=_token_major(heads_out),
-        exchanged=exchanged,
-        exchanged_kv=exchanged_kv,
+        lse=(lse[0] if len(lse) == 1 else torch.cat(lse, 1)).contiguous(),
+        heads_out=heads_out,
+        exchanged=exchanged[0],
+        exchanged_kv=exchanged[1],
         saved_kv=saved_kv,
         visible=visible,
     )
@@ -137,36 +146,44 @@ def attention_backward_op(
     factors: list[float],
     tensors: list[Tensor],
     options: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """Mirror of `attention_op`, up to the gradients of this rank's heads, which `gradients_home` sends home.
 
     Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; saved_kv and visible as the forward returned
-    them; out and lse of this rank's heads -> (B, h, S, D), (B, k, T, D) twice, and for each of `tensors` its gradient, to be summed over the
-    ranks as every parameter's, or nothing; what changes the scores gets one if it `learns`.
-    Communicates: one all_to_all_single (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
+    them; out and lse of this rank's heads -> for each stage (B, h, S, D), (B, k, T, D) twice, of the heads that travelled in it; and for each
+    of `tensors` its gradient, to be summed over the ranks as every parameter's, or nothing; what changes the scores gets one if it `learns`.
+    Communicates: one all_to_all_single for each stage (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
     """
     code = Code(numbers, factors, tensors, options)
     spec = decode(code)
-    ulysses = Ulysses.of(spec.ulysses_group, num_heads, num_kv_heads)
-    cross = len(saved) == 2
+    ulysses = Ulysses.of(spec.ulysses_group, num_heads, num_kv_heads, spec.options.ulysses_stages)
     if ulysses.group is not None:
-        q, k, v = split_cross(*saved) if cross else split_qkv(saved[0], ulysses.split, ulysses.rank)
-        grad = exchange_out_grad(grad, ulysses.split, ulysses.rank, ulysses.group)
+        qkv, outs = exchanged_qkv(saved, ulysses), heads_out_stages(out, ulysses)
     else:
-        q, k, v = saved
-    ring = _ring(_plan(q, k, spec, ulysses, visible), spec, ulysses)
+        qkv, outs = [(saved[0], saved[1], saved[2])], [out]
+    first_q, first_k, _ = qkv[0]
+    ring = _ring(_plan(spec, ulysses, first_q, (first_q.shape[2], first_k.shape[2]), visible), spec, ulysses)
     gradients = ScoreGradients.like(spec.scores, learns)
-    local_kernel = select_kernel(spec.options, q.device, q.dtype, spec.scores, gradients)
-    block_kernel = BlockKernel(local_kernel, spec.scale, ulysses.split.head_groups(ulysses.rank))
-    dsinks = None
-    if spec.sinks is not None:
-        own = slice(*ulysses.queries)
-        dsinks = torch.zeros_like(spec.sinks)
-        dsinks[own] = sink_gradient(spec.sinks[own], grad, out, lse)
-    backward = all_gather_backward if _at_once(ring, k) else ring_backward
-    gradients_of_heads = backward(ring, block_kernel, grad, q, k, v, out, lse, saved_kv if saved_kv.numel() else None)
-    dq, dk, dv = map(_token_major, gradients_of_heads)
-    return dq, dk, dv, encode_gradients(code, sinks=dsinks, bias=gradients.bias, of_function=gradients.tensors)
+    local_kernel = select_kernel(spec.options, grad.device, first_q.dtype, spec.scores, gradients)
+    dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
+    arriving = zip(ulysses.split.each_stage(), qkv, outs, exchange_out_grad(grad, ulysses), strict=True)
+
+    def saved_heads(one_pass: HeadSplit, stage: HeadSplit, q: Tensor, out: Tensor, grad: Tensor) -> SavedHeads:
+        queries = _query_heads(q, stage, one_pass, ulysses, spec, local_kernel)
+        own, own_lse = slice(*stage.queries(ulysses.rank)), lse[:, slice(*queries.heads)]
+        if spec.sinks is not None and dsinks is not None:
+            dsinks[own] = sink_gradient(spec.sinks[own], grad, out, own_lse)
+        return SavedHeads(queries=queries, grad=grad, out=out, lse=own_lse)
+
+    made: list[Tensor] = []
+    for one_pass, saved_keys in _passes(ulysses, saved_kv):
+        (_, own_k, own_v), own_stages = qkv[one_pass.first_stage], islice(arriving, len(one_pass.each_stage()))
+        parts = (saved_heads(one_pass, stage, q, out, grad) for stage, (q, _, _), out, grad in own_stages)
+        backward = all_gather_backward if _at_once(ring, own_k) else ring_backward
+        dqs, dk, dv = backward(ring, (own_k, own_v), parts, saved_keys)
+        for number, dq in enumerate(dqs):
+            made += map(_token_major, (dq, dk, dv) if number == 0 else (dq, _no_heads(own_k), _no_heads(own_k)))
+    return made, encode_gradients(code, sinks=dsinks, bias=gradients.bias, of_function=gradients.tensors)
 
 
 @torch.library.custom_op("lightning_sp::exchange_gradients", mutates_args=())
@@ -206,12 +223,13 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
     wanted = _by_name(ctx.needs_input_grad)["tensors"]
     heads, learns = (ctx.num_heads, ctx.num_kv_heads), learns_scores(code, wanted)
     saved = rest[ctx.num_tensors :]
-    *grads, learned = attention_backward_op(grad, saved, saved_kv, visible, out, lse, *heads, learns, *code)
+    grads, learned = attention_backward_op(grad, saved, saved_kv, visible, out, lse, *heads, learns, *code)
     learned = [part if each else None for part, each in zip(learned, wanted, strict=True)]
     # What was saved is needed no more, and goes before the buffers of the way home come: they would be the peak (unless the graph is kept).
     del lse, saved_kv, visible, out, rest, code, saved
     ctx.maybe_clear_saved_tensors()
-    dq, dk, dv = gradients_home(grads, *heads, static_part(ctx.code.options).ulysses_group)
+    static = static_part(ctx.code.options)
+    dq, dk, dv = gradients_home(grads, *heads, static.ulysses_group, static.options.ulysses_stages)
     return _in_order(q=dq, k=dk, v=dv, tensors=learned)
 
 
@@ -229,27 +247,66 @@ def _in_order(**gradients: Any) -> tuple[Any, ...]:
 attention_op.register_autograd(_backward, setup_context=_save)
 
 
-def gradients_home(grads: list[Tensor], num_heads: int, num_kv_heads: int, ulysses_group: str) -> list[Tensor]:
-    """Send the gradients of this rank's heads to the ranks of their tokens. The list is emptied.
+def gradients_home(
+    grads: list[Tensor], num_heads: int, num_kv_heads: int, ulysses_group: str, num_stages: int
+) -> list[Tensor]:
+    """Send the gradients of this rank's heads to the ranks of their tokens, stage by stage. The list is emptied.
 
     An operator for the exchange alone: what it is given lives until it returns, so that around it each buffer goes before the next comes.
 
-    Shapes: (B, h, S, D), (B, k, T, D) twice -> (B, H, s, D), (B, K, t, D) twice. Communicates: one all_to_all_single (Ulysses).
+    Shapes: for each stage (B, h, S, D), (B, k, T, D) twice -> (B, H, s, D), (B, K, t, D) twice.
+    Communicates: one all_to_all_single for each stage (Ulysses).
     """
     if not ulysses_group:
         return grads
-    split = Ulysses.of(ulysses_group, num_heads, num_kv_heads).split
+    split = Ulysses.of(ulysses_group, num_heads, num_kv_heads, num_stages).split
     batch, _, queries, dim = grads[0].shape
-    keys = grads[1].shape[2]
-    if keys == queries:
-        packed, received = pack_gradients(grads), gradient_counts(split, batch, queries, dim)
-    else:
-        packed, received = pack_cross_gradients(grads, split.size), cross_counts(split, batch, queries, keys, dim)
-    home = exchange_gradients_op(packed, received, ulysses_group)
-    del packed
-    if keys == queries:
-        return list(lay_gradients(home, split, batch, dim))
-    return list(lay_cross_gradients(home, split, batch=batch, queries=queries, keys=keys, dim=dim))
+    keys, whole = grads[1].shape[2], list[Tensor]()
+    for stage in split.each_stage():
+        of_stage = [grads.pop(0) for _ in range(3)]
+        if keys == queries:
+            packed, received = pack_gradients(of_stage), gradient_counts(stage, batch, queries, dim)
+        else:
+            packed = pack_cross_gradients(of_stage, split.size)
+            received = cross_counts(stage, batch, queries, keys, dim)
+        home = exchange_gradients_op(packed, received, ulysses_group)
+        del packed
+        if not whole:
+            shapes = ((queries, num_heads), (keys, num_kv_heads), (keys, num_kv_heads))
+            whole = [home.new_empty(batch, n // split.size, heads, dim).transpose(1, 2) for n, heads in shapes]
+        (lay_gradients if keys == queries else lay_cross_gradients)(home, stage, whole)
+        del home
+    return whole
+
+
+def _passes(ulysses: Ulysses, saved_kv: Tensor) -> list[tuple[HeadSplit, Tensor | None]]:
+    """Return the passes round the ring, each with where its arriving keys stay for the backward; None where they do not."""
+    passes = ulysses.split.passes()
+    if not saved_kv.numel():
+        return [(each, None) for each in passes]
+    parts = whole_parts(saved_kv, [length(each.keys(ulysses.rank)) for each in passes])
+    return list(zip(passes, parts, strict=True))
+
+
+def _query_heads(
+    q: Tensor, stage: HeadSplit, one_pass: HeadSplit, ulysses: Ulysses, spec: AttentionSpec, kernel: Kernel
+) -> QueryHeads:
+    """Return the query heads of a stage, with what of the pass' keys is theirs. Shapes: q (B, h, S, D)."""
+    rank = ulysses.rank
+    heads, keys = stage.queries(rank), stage.keys(rank)
+    first, first_kv = ulysses.queries[0], one_pass.keys(rank)[0]
+    return QueryHeads(
+        q=q,
+        kernel=BlockKernel(kernel, spec.scale, stage.head_groups(rank)),
+        heads=(heads[0] - first, heads[1] - first),
+        keys=(keys[0] - first_kv, keys[1] - first_kv),
+        sinks=None if spec.sinks is None else spec.sinks[slice(*heads)],
+    )
+
+
+def _no_heads(k: Tensor) -> Tensor:
+    """Return the gradient of no key-value head. Shapes: (B, K, T, D) -> (B, 0, T, D)."""
+    return k.new_empty(k.shape[0], 0, *k.shape[2:])
 
 
 def _token_major(tensor: Tensor) -> Tensor:
@@ -258,23 +315,22 @@ def _token_major(tensor: Tensor) -> Tensor:
 
 
 def _plan(
-    q: Tensor, k: Tensor, spec: AttentionSpec, ulysses: Ulysses, visible: Tensor | None = None, tokens: int = 1
+    spec: AttentionSpec, ulysses: Ulysses, q: Tensor, sizes: tuple[int, int], visible: Tensor | None = None
 ) -> Plan:
     """Return the plan of what the runs of a mask and the map of the rest leave visible.
 
     Args:
-        q: queries of this ring rank, or of this rank.
-        k: keys likewise.
         spec: of the attention.
         ulysses: who exchanges heads.
+        q: queries, for their rows and device.
+        sizes: query and key tokens of a ring rank.
         visible: the map; None or empty where nothing is searched.
-        tokens: how many times the queries that are given a ring rank has.
     """
-    size = comm.size_of(comm.group_by_name(spec.ring_group))
-    length, keys = (t.shape[2] * size * tokens for t in (q, k))
-    layout = SequenceLayout.from_table(size, ulysses.size, spec.layout_table)
-    blocks = None if visible is None else of_map(visible, length, keys)
-    return plan_of(spec.mask, layout, length, q.shape[0], keys, blocks, tile_on(q.device.type))
+    ring_size = comm.size_of(comm.group_by_name(spec.ring_group))
+    total, keys = (tokens * ring_size for tokens in sizes)
+    layout = SequenceLayout.from_table(ring_size, ulysses.size, spec.layout_table)
+    blocks = None if visible is None else of_map(visible, total, keys)
+    return plan_of(spec.mask, layout, total, q.shape[0], keys, blocks, tile_on(q.device.type))
 
 
 def _at_once(ring: Ring, k: Tensor) -> bool:

@@ -17,7 +17,7 @@ from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.mask import AttentionMask, check_whole
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 from lightning_sp.attention.spec.scores import Scores
-from lightning_sp.config import ATTENTION_OPTIONS, AttentionKeywords, AttentionOptions
+from lightning_sp.config import ATTENTION_OPTIONS, AttentionKeywords, AttentionOptions, check_stages
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh, check_ring_transport
@@ -52,7 +52,7 @@ def sequence_parallel_attention(
         bias: added after the cap, whole on every rank, by global positions; beyond its S and T is padding. Its gradient is as the sinks'.
         score_mod: a function of score and position in FlexAttention's form, or `ScoreMod` with tensors that learn; after the bias.
         dropout: of the weights, the same at all degrees; None for none.
-        options: kernel, ring_transport, ring_saves_kv and ring_method, the names and values of `config.AttentionOptions`.
+        options: kernel, ring_transport, ring_saves_kv, ring_method and ulysses_stages, the names and values of `config.AttentionOptions`.
 
     Shapes: q (B, H, s, D), k (B, K, t, D), v (B, K, t, E), sinks (H,), bias (B or 1, H or 1, S or 1, T), H a multiple of K -> (B, H, s, E);
     s = S / (ring x ulysses), t = T / (ring x ulysses), laid out by `layout`; t = s but in cross attention. Where E is not D the
@@ -93,6 +93,7 @@ def _checked_options(q: Tensor, v: Tensor, mesh: SequenceMesh | None, options: A
     chosen = AttentionOptions(**options)
     check_kernel(chosen.kernel, q.device.type, q.dtype, max(q.shape[3], v.shape[3]))
     check_ring_transport(chosen.ring_transport, mesh)
+    check_stages(chosen.ulysses_stages, q.shape[1], 1 if mesh is None else mesh.layout.ulysses_size)
     return chosen
 
 

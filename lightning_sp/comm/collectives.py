@@ -15,14 +15,46 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 
-def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send `sent[i]` leading elements of a flat buffer to rank i and return the flat buffer of `received[i]` from each rank i.
+class Exchange:
+    """An all-to-all in flight: `sent[i]` elements of a flat buffer, in order, go to rank i, and `received[i]` come from each rank i.
+
+    It keeps the sent buffer alive until `wait`, and the received one is valid only then. The ranks of a group begin theirs in one order.
+
+    Args:
+        buffer: what is sent, flat.
+        sent: elements for each rank.
+        received: elements from each rank.
+        group: the ranks.
+        output: where they land, flat; None for new memory.
 
     Shapes: (sum(sent),) -> (sum(received),). Communicates: one all_to_all_single, sum(sent) - sent[own rank] elements leave this rank.
     """
-    output = buffer.new_empty(sum(received))
-    dist.all_to_all_single(output, buffer, list(received), list(sent), group=group)
-    return output
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: ProcessGroup,
+        output: Tensor | None = None,
+    ) -> None:
+        self._output = buffer.new_empty(sum(received)) if output is None else output
+        self._buffer: Tensor | None = buffer
+        self._work = dist.all_to_all_single(
+            self._output, buffer, list(received), list(sent), group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        """Return the received buffer, complete."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._buffer = None
+        return self._output
+
+
+def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Return what an `Exchange` brings. Shapes: (sum(sent),) -> (sum(received),)."""
+    return Exchange(buffer, sent, received, group).wait()
 
 
 def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:

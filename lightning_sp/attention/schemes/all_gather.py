@@ -14,13 +14,13 @@ reduce-scatter by messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.kernels.merge import BlockKernel, backward_step, forward_step
 from lightning_sp.attention.plan.intervals import Range
+from lightning_sp.attention.schemes.query_heads import QueryHeads, SavedHeads, backward_of_parts
 from lightning_sp.attention.schemes.ring import Ring
 from lightning_sp.attention.schemes.transport import (
     HomewardGradients,
@@ -33,46 +33,35 @@ from lightning_sp.attention.schemes.transport import (
 )
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
-from lightning_sp.attention.spec.sinks import add_sinks
 
 
 def all_gather_forward(
     ring: Ring,
-    kernel: BlockKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None = None,
+    kv: tuple[Tensor, Tensor],
+    queries: Iterable[QueryHeads],
+    finish: Callable[[Tensor, Tensor], None],
     saved_kv: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what `ring_forward` returns. Shapes: as there."""
-    hops = ring.begin_forward(k, v, saved_kv)
+) -> None:
+    """Do what `ring_forward` does. Shapes: as there."""
+    hops = ring.begin_forward(*kv, saved_kv)
     with abandon_on_error(hops):
-        keys, values = unpack(_gather(ring, hops, k, v))
-    running = forward_step(kernel, ring.all_gather.blocks, q, keys, values, None, _positions(ring, q))
-    out, lse = running if sinks is None else add_sinks(*running, sinks)
-    return out.to(q.dtype), lse
+        keys = unpack(_gather(ring, hops, *kv))
+    positions = _positions(ring, kv[0])
+    for part in queries:
+        finish(*part.finished(part.forward(ring.all_gather.blocks, keys, None, positions)))
 
 
 def all_gather_backward(
-    ring: Ring,
-    kernel: BlockKernel,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved_kv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    ring: Ring, kv: tuple[Tensor, Tensor], queries: Iterable[SavedHeads], saved_kv: Tensor | None = None
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return what `ring_backward` returns. Shapes: as there."""
-    hops = ring.begin_backward(k, v, saved_kv)
+    dq, dtype = list[Tensor](), kv[0].dtype
+    hops = ring.begin_backward(*kv, saved_kv)
     with abandon_on_error(hops):
-        keys = unpack(_gather(ring, hops, k, v))
-        saved = (grad, q, out, lse)
-        dq, dk, dv = backward_step(kernel, ring.all_gather.blocks, saved, keys, None, _positions(ring, q))
+        keys = unpack(_gather(ring, hops, *kv))
+        dk, dv = backward_of_parts(queries, ring.all_gather.blocks, keys, dq, _positions(ring, kv[0]))
         del keys
-        dkv = k.new_zeros(packed_shape(k), dtype=accumulator_dtype(k.dtype))
+        dkv = kv[0].new_zeros(packed_shape(kv[0]), dtype=accumulator_dtype(dtype))
         for own, slot in ring.all_gather.parts[ring.rank]:
             dkv[slice(*own)] = pack(dk[:, :, slice(*slot)], dv[:, :, slice(*slot)])
         home = HomewardGradients(ring, hops, dkv)
@@ -80,7 +69,7 @@ def all_gather_backward(
             slots = [slot for _, slot in ring.all_gather.parts[ring.source(hop)]]
             home.send(hop, (_columns(dk, slots), _columns(dv, slots)) if slots else None)
         home_dk, home_dv = home.finish()
-    return dq.to(q.dtype), home_dk.to(k.dtype), home_dv.to(v.dtype)
+    return [each.to(dtype) for each in dq], home_dk.to(dtype), home_dv.to(dtype)
 
 
 def _gather(ring: Ring, hops: Transport, k: Tensor, v: Tensor) -> Tensor:
@@ -98,12 +87,12 @@ def _gather(ring: Ring, hops: Transport, k: Tensor, v: Tensor) -> Tensor:
     return kv
 
 
-def _positions(ring: Ring, q: Tensor) -> ScorePositions | None:
+def _positions(ring: Ring, k: Tensor) -> ScorePositions | None:
     """Return where the scores lie; None where the kernel does not ask."""
     if ring.heads is None:
         return None
-    queries = global_positions(ring.plan.layout.ring_chunks(ring.plan.length, ring.rank), q.device)
-    return ScorePositions((0, q.shape[0]), ring.heads, queries, global_positions(ring.all_gather.keys, q.device))
+    queries = global_positions(ring.plan.layout.ring_chunks(ring.plan.length, ring.rank), k.device)
+    return ScorePositions((0, k.shape[0]), ring.heads, queries, global_positions(ring.all_gather.keys, k.device))
 
 
 def _columns(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:

@@ -10,39 +10,42 @@ Communicates, sent by rank r of U whose h_r query heads need k_r key-value heads
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_sp.attention.schemes.ulysses import HeadSplit
-from lightning_sp.attention.spec.accumulator import accumulator_dtype
-from lightning_sp.comm.collectives import exchange
-from lightning_sp.layout import Range
+from lightning_sp.attention.schemes.head_split import HeadSplit, length
+from lightning_sp.attention.schemes.ulysses import lay_side_by_side
+from lightning_sp.comm.collectives import Exchange
 
 
-def exchange_cross(
-    q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, rank: int, group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Trade tokens for heads: every rank's tokens of this rank's heads.
+def start_cross(q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Exchange:
+    """Begin to trade tokens for heads: every rank's tokens of this rank's heads.
 
-    Shapes: q (B, H, s, D), k and v (B, K, t, D) -> (U s, B, h, D), (U t, B, 2 k, D).
+    Shapes: q (B, H, s, D), k and v (B, K, t, D) -> flat, see `lay_cross`.
     Communicates: one all_to_all_single on the Ulysses axis.
     """
     parts = []
     for each in range(split.size):
-        heads, keys = slice(*split.queries(each)), slice(*split.keys(each))
+        heads, keys = slice(*split.queries(each)), slice(*split.travelling(each))
         parts.append(q[:, heads].permute(2, 0, 1, 3).reshape(-1))
         parts.append(torch.cat([k[:, keys], v[:, keys]], 1).permute(2, 0, 1, 3).reshape(-1))
     sent = [parts[2 * each].numel() + parts[2 * each + 1].numel() for each in range(split.size)]
-    q_shape = (q.shape[2], q.shape[0], _length(split.queries(rank)), q.shape[3])
-    kv_shape = (k.shape[2], k.shape[0], 2 * _length(split.keys(rank)), k.shape[3])
-    received = exchange(torch.cat(parts), sent, [_size(q_shape) + _size(kv_shape)] * split.size, group)
-    pieces = received.split_with_sizes([_size(q_shape), _size(kv_shape)] * split.size)
-    return (
-        torch.cat([piece.view(q_shape) for piece in pieces[::2]]),
-        torch.cat([piece.view(kv_shape) for piece in pieces[1::2]]),
-    )
+    batch, dim = q.shape[0], q.shape[3]
+    rows = q.shape[2] * length(split.queries(rank)) + k.shape[2] * 2 * length(split.travelling(rank))
+    return Exchange(torch.cat(parts), sent, [batch * dim * rows] * split.size, group)
+
+
+def lay_cross(received: Tensor, size: int, packed_q: Tensor, packed_kv: Tensor) -> None:
+    """Lay what arrived, from each rank its queries and then its keys and values, where it stays. See `split_cross`.
+
+    Shapes: flat; packed_q (U s, B, h, D), packed_kv (U t, B, 2 k, D).
+    """
+    pieces = received.split_with_sizes([packed_q.numel() // size, packed_kv.numel() // size] * size)
+    for whole, parts in ((packed_q, pieces[::2]), (packed_kv, pieces[1::2])):
+        torch.cat(parts, out=whole.view(-1))
 
 
 def split_cross(packed_q: Tensor, packed_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,46 +68,26 @@ def pack_cross_gradients(grads: list[Tensor], size: int) -> Tensor:
 
 def cross_counts(split: HeadSplit, batch: int, queries: int, keys: int, dim: int) -> list[int]:
     """Return the elements of the gradients that come home from each rank, for tokens of the whole ring rank."""
-    return [
-        batch
-        * dim
-        * (queries // split.size * _length(split.queries(u)) + keys // split.size * 2 * _length(split.keys(u)))
-        for u in range(split.size)
-    ]
-
-
-def lay_cross_gradients(
-    received: Tensor, split: HeadSplit, *, batch: int, queries: int, keys: int, dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of this rank's tokens; those of a key-value head that several ranks used add up, in float32 or more.
-
-    Args:
-        received: flat, from each rank its `cross_counts`.
-        split: which heads each rank has.
-        batch: rows.
-        queries: tokens of the whole ring rank.
-        keys: likewise, of the other sequence.
-        dim: of a head.
-
-    Shapes: flat -> (B, H, s, D), (B, K, t, D) twice.
-    """
     s, t = queries // split.size, keys // split.size
-    whole_q = received.new_empty(batch, s, split.num_heads, dim)
-    whole_kv = received.new_zeros((2, batch, t, split.num_kv_heads, dim), dtype=accumulator_dtype(received.dtype))
-    parts = received.split_with_sizes(cross_counts(split, batch, queries, keys, dim))
-    for rank, part in enumerate(parts):
-        heads, kv_heads = split.queries(rank), split.keys(rank)
-        size = s * batch * _length(heads) * dim
-        whole_q[:, :, slice(*heads)] = part[:size].view(s, batch, -1, dim).transpose(0, 1)
-        pair = part[size:].view(t, batch, 2, _length(kv_heads), dim).permute(2, 1, 0, 3, 4)
-        whole_kv[:, :, :, slice(*kv_heads)] += pair
-    dk, dv = whole_kv.to(received.dtype).transpose(2, 3).unbind(0)
-    return whole_q.transpose(1, 2), dk, dv
+    heads, kv_heads = ([length(of(u)) for u in range(split.size)] for of in (split.queries, split.travelling))
+    return [batch * dim * (s * own + 2 * t * own_kv) for own, own_kv in zip(heads, kv_heads, strict=True)]
 
 
-def _length(bounds: Range) -> int:
-    return bounds[1] - bounds[0]
+def lay_cross_gradients(received: Tensor, split: HeadSplit, whole: Sequence[Tensor]) -> None:
+    """Lay dq, dk, dv of this rank's tokens where they belong; those of a key-value head that several ranks used are summed.
 
-
-def _size(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
+    Shapes: flat, from each rank its `cross_counts`; whole: (B, H, s, D), (B, K, t, D) twice.
+    """
+    batch, _, s, dim = whole[0].shape
+    t = whole[1].shape[2]
+    queries, keys = ([heads_of(u) for u in range(split.size)] for heads_of in (split.queries, split.travelling))
+    shapes = [
+        shape
+        for u in range(split.size)
+        for shape in ((s, batch, length(queries[u]), dim), (t, batch, 2 * length(keys[u]), dim))
+    ]
+    pieces = received.split_with_sizes([math.prod(shape) for shape in shapes])
+    parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    lay_side_by_side(parts[::2], queries, whole[0])
+    for number, each in enumerate(whole[1:]):
+        lay_side_by_side([part.chunk(2, 2)[number] for part in parts[1::2]], keys, each)

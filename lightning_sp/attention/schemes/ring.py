@@ -15,21 +15,22 @@ Communicates, sent by ring rank r of R, in units of its local K (or V, of equal 
 
 Where what arrived in the forward is saved for the backward (`ring_saves_kv`) no keys travel again: causal 3(R-1), full 4(R-1), for up to R-1
 local K and V more in memory for each layer.
+Query heads may come in parts, the stages of Ulysses (`stages`): in each hop one after the other, so that keys travel once for all of them.
 Windows, chunks and packed documents send less: only the ranges of keys that some query of the receiver may see.
 Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-attention; direct hops are this project's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_sp.attention.kernels.merge import BlockKernel, backward_step, forward_step
 from lightning_sp.attention.plan.blocks import AllGatherPlan, Block, Plan, key_ranges, renumbered
 from lightning_sp.attention.plan.intervals import Range
+from lightning_sp.attention.schemes.query_heads import QueryHeads, SavedHeads, backward_of_parts
 from lightning_sp.attention.schemes.select_transport import transports_for
 from lightning_sp.attention.schemes.transport import (
     Arriving,
@@ -42,7 +43,6 @@ from lightning_sp.attention.schemes.transport import (
 )
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
-from lightning_sp.attention.spec.sinks import add_sinks
 from lightning_sp.config import AttentionOptions
 
 
@@ -74,16 +74,19 @@ class Ring:
         """Return the rank to which this rank's keys go in a hop."""
         return (self.rank + hop) % self.size
 
-    def positions(self, q: Tensor, hop: int) -> ScorePositions | None:
-        """Return where the scores of a hop lie, keys numbered as they arrive; None where the kernel does not ask."""
+    def positions(self, k: Tensor, hop: int) -> ScorePositions | None:
+        """Return where the scores of a hop lie, of all query heads of this rank, keys numbered as they arrive.
+
+        None where the kernel does not ask. `k`: local keys, for their rows and device.
+        """
         if self.heads is None:
             return None
         layout, source = self.plan.layout, self.source(hop)
-        queries = global_positions(layout.ring_chunks(self.plan.length, self.rank), q.device)
+        queries = global_positions(layout.ring_chunks(self.plan.length, self.rank), k.device)
         arriving = self.arriving(hop)[0] if hop else None
         length = self.plan.key_length
-        keys = global_positions(layout.for_length(length).ring_chunks(length, source), q.device, arriving)
-        return ScorePositions((0, q.shape[0]), self.heads, queries, keys)
+        keys = global_positions(layout.for_length(length).ring_chunks(length, source), k.device, arriving)
+        return ScorePositions((0, k.shape[0]), self.heads, queries, keys)
 
     def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:
         """Return the ranges of the source's keys that arrive in a hop, and the blocks on them as they lie then."""
@@ -130,87 +133,79 @@ class Ring:
 
 def ring_forward(
     ring: Ring,
-    kernel: BlockKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None = None,
+    kv: tuple[Tensor, Tensor],
+    queries: Iterable[QueryHeads],
+    finish: Callable[[Tensor, Tensor], None],
     saved_kv: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of the local queries against the keys of all ring ranks, and the sinks.
+) -> None:
+    """Attend from the local queries to the keys of all ring ranks, and the sinks.
 
-    Shapes: q (B, H, S, D), k and v (B, K, S, D), sinks (H,), saved_kv: where arriving keys stay for the backward, ((R-1) S, 2, B, K, D) ->
-    (B, H, S, D), (B, H, S); S = this ring rank's tokens.
+    Args:
+        ring: who holds what.
+        kv: local keys and values, (B, K, S, D) twice; S = this ring rank's tokens.
+        queries: parts of the query heads, taken one by one as each is computed for the first time.
+        finish: called with each part's out, (B, h, S, D), and lse, (B, h, S), in their order, as it is complete.
+        saved_kv: where arriving keys stay for the backward, ((R-1) S, 2, B, K, D).
     """
     size = ring.size
-    hops = ring.begin_forward(k, v, saved_kv) if size > 1 else None
-    running = None
+    hops = ring.begin_forward(*kv, saved_kv) if size > 1 else None
+    parts: list[QueryHeads] = []
+    running: list[tuple[Tensor, Tensor]] = []
     transfer: Arriving | None = None
     with abandon_on_error(hops):
         for hop in range(size):
             following = hops.start_keys(hop + 1) if hops is not None and hop + 1 < size else None
-            if hop == 0:
-                running = forward_step(kernel, ring.own, q, k, v, None, ring.positions(q, 0))
-            elif transfer is not None:
-                keys, values = unpack(transfer.wait())
-                running = forward_step(kernel, ring.arriving(hop)[1], q, keys, values, running, ring.positions(q, hop))
+            blocks = ring.arriving(hop)[1] if hop else ring.own
+            keys = unpack(transfer.wait()) if transfer is not None else kv
+            positions = ring.positions(kv[0], hop)
+            for number, part in enumerate(parts if hop else queries):
+                done = part.forward(blocks, keys, running[number] if hop else None, positions)
+                if hop + 1 == size:
+                    finish(*part.finished(done))
+                    continue
+                running[number : number + 1] = [done]
+                parts[number : number + 1] = [part]
+            if transfer is not None:
                 transfer.release()
             transfer = following
-    assert running is not None
-    out, lse = running if sinks is None else add_sinks(*running, sinks)
-    return out.to(q.dtype), lse
 
 
 def ring_backward(
-    ring: Ring,
-    kernel: BlockKernel,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved_kv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of the local tokens, from the global (out, lse) of the local queries.
+    ring: Ring, kv: tuple[Tensor, Tensor], queries: Iterable[SavedHeads], saved_kv: Tensor | None = None
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return (dq of each part, dk, dv) of the local tokens, from the global (out, lse) of the local queries.
 
     Shapes: as in `ring_forward`.
     """
-    size = ring.size
-    saved = (grad, q, out, lse)
+    size, dq, dtype = ring.size, list[Tensor](), kv[0].dtype
     if size == 1:
-        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.positions(q, 0))
-        return dq.to(q.dtype), dk, dv
-    hops = ring.begin_backward(k, v, saved_kv)
+        dk, dv = backward_of_parts(queries, ring.own, kv, dq, ring.positions(kv[0], 0))
+        return [each.to(dtype) for each in dq], dk, dv
+    hops = ring.begin_backward(*kv, saved_kv)
     with abandon_on_error(hops):
         transfer: Arriving | None = hops.start_keys(1)
-        dq, dk, dv = backward_step(kernel, ring.own, saved, (k, v), None, ring.positions(q, 0))
-        home = HomewardGradients(ring, hops, pack(dk, dv).to(accumulator_dtype(k.dtype)))
+        parts: list[SavedHeads] = []
+        dk, dv = backward_of_parts(_noted(queries, parts), ring.own, kv, dq, ring.positions(kv[0], 0))
+        home = HomewardGradients(ring, hops, pack(dk, dv).to(accumulator_dtype(dtype)))
         del dk, dv  # what is dead goes before the next buffer comes: the peak of a ring is its buffers
         for hop in range(1, size):
             assert transfer is not None
             arrived = transfer
             received = arrived.wait()
             transfer = hops.start_keys(hop + 1) if hop + 1 < size else None
-            dq, gradients = _hop_backward(kernel, ring.arriving(hop)[1], saved, received, dq, ring.positions(q, hop))
+            blocks, gradients = ring.arriving(hop)[1], None
+            if blocks:
+                gradients = backward_of_parts(parts, blocks, unpack(received), dq, ring.positions(kv[0], hop))
             arrived.release()
             del arrived, received
             home.send(hop, gradients)
             del gradients
         dk, dv = home.finish()
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return [each.to(dtype) for each in dq], dk.to(dtype), dv.to(dtype)
 
 
-def _hop_backward(
-    kernel: BlockKernel,
-    blocks: Sequence[Block],
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    received: Tensor,
-    dq: Tensor,
-    positions: ScorePositions | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return dq with the hop's part added, and (dk, dv) of the keys received; None where no query saw them."""
-    if not blocks:
-        return dq, None
-    dq, dk, dv = backward_step(kernel, blocks, saved, unpack(received), dq, positions)
-    return dq, (dk, dv)
+def _noted(queries: Iterable[SavedHeads], parts: list[SavedHeads]) -> Iterator[SavedHeads]:
+    """Yield each part as it comes, and note it for the hops that follow."""
+    for part in queries:
+        parts.append(part)
+        yield part

@@ -152,12 +152,20 @@ def packed_shape(k: Tensor) -> tuple[int, ...]:
     return tokens, 2, batch, heads, dim
 
 
-def empty_saved_kv(k: Tensor, ring_size: int) -> Tensor:
-    """Return room for the keys and values of all other ranks; a mask may need less of it. Shapes: (B, K, T, D) -> ((R-1) T, 2, B, K, D)."""
+def empty_saved_kv(k: Tensor, ring_size: int, *, heads: int, tokens: int) -> Tensor:
+    """Return room for the keys and values of all other ranks; a mask may need less of it.
+
+    Args:
+        k: keys of this rank, for rows, head dim and dtype, (B, K', t, D).
+        ring_size: R.
+        heads: K, key-value heads of this rank after Ulysses' exchange.
+        tokens: T, of a ring rank.
+
+    Shapes: () -> ((R-1) T, 2, B, K, D); (0,) for a ring of 1.
+    """
     if ring_size == 1:
         return k.new_empty(0)
-    batch, heads, tokens, dim = k.shape
-    return k.new_empty((ring_size - 1) * tokens, 2, batch, heads, dim)
+    return k.new_empty((ring_size - 1) * tokens, 2, k.shape[0], heads, k.shape[3])
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:

@@ -4,8 +4,10 @@
     after:   every rank has all S = U s tokens of its h heads  q_BShD
 
 Query heads are split as evenly as they go (6 over 4 = 2, 2, 1, 1). A key-value head travels once to each rank whose query heads need
-it, never once per query head. Buffers are token-major (S, B, heads, D), so that tokens that arrive are in order and need no copy; heads that
-arrive lie beside each other in memory and not in the tensor, so that coming back costs one:
+it, never once per query head. Each function here is of one exchange: of all of a rank's heads, or of a stage of them (`stages`).
+
+Buffers are token-major (S, B, heads, D), so that tokens that arrive are in order and need no copy; heads that arrive lie beside each other in
+memory and not in the tensor, so that coming back costs one:
 
                     copies before                           copies after
     q, k, v         each element once                       none: q, k and v are views
@@ -33,55 +35,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.attention.kernels.merge import HeadGroup
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.comm.collectives import exchange
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Which heads each Ulysses rank has: pure functions of (H, K, U).
-
-    Args:
-        num_heads: H, query heads.
-        num_kv_heads: K, key-value heads; H must be a multiple of K.
-        size: U, Ulysses ranks; at most H.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    size: int
-
-    def queries(self, rank: int) -> Range:
-        """Return the query heads of a rank: an even split, the first ranks holding one more."""
-        base, more = divmod(self.num_heads, self.size)
-        start = rank * base + min(rank, more)
-        return (start, start + base + (rank < more))
-
-    def keys(self, rank: int) -> Range:
-        """Return the key-value heads that a rank's query heads need."""
-        start, end = self.queries(rank)
-        shared = self.num_heads // self.num_kv_heads
-        return (start // shared, (end - 1) // shared + 1)
-
-    def width(self, rank: int) -> int:
-        """Return how many heads of q, k and v together travel to a rank, per token."""
-        return _length(self.queries(rank)) + 2 * _length(self.keys(rank))
-
-    def head_groups(self, rank: int) -> tuple[HeadGroup, ...]:
-        """Return the rank's heads in groups, each with the same number of query heads per key-value head, in local numbers."""
-        start, end = self.queries(rank)
-        first_kv, last_kv = self.keys(rank)
-        shared = self.num_heads // self.num_kv_heads
-        groups: list[HeadGroup] = []
-        for kv in range(first_kv, last_kv):
-            low, high = max(start, kv * shared) - start, min(end, (kv + 1) * shared) - start
-            previous = groups[-1] if groups else None
-            if previous and _length(previous.queries) == (high - low) * _length(previous.keys):
-                groups[-1] = HeadGroup((previous.queries[0], high), (previous.keys[0], kv + 1 - first_kv))
-            else:
-                groups.append(HeadGroup((low, high), (kv - first_kv, kv + 1 - first_kv)))
-        return tuple(groups)
+from lightning_sp.attention.schemes.head_split import HeadSplit, length
+from lightning_sp.comm.collectives import Exchange, exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +49,12 @@ class Ulysses:
     rank: int
 
     @classmethod
-    def of(cls, group_name: str, num_heads: int, num_kv_heads: int) -> Ulysses:
-        """Return that of the group of a name; empty for one rank."""
+    def of(cls, group_name: str, num_heads: int, num_kv_heads: int, num_stages: int) -> Ulysses:
+        """Return that of the group of a name; empty for one rank, which exchanges nothing and so has no stages."""
         group = comm.group_by_name(group_name)
         # Under dynamic shapes the numbers of heads are symbols; a model has fixed ones, so specialising on them costs nothing.
-        split = HeadSplit(int(num_heads), int(num_kv_heads), comm.size_of(group))
+        size = comm.size_of(group)
+        split = HeadSplit(int(num_heads), int(num_kv_heads), size, num_stages if size > 1 else 1)
         return cls(split=split, group=group, rank=comm.rank_in(group))
 
     @property
@@ -110,53 +67,61 @@ class Ulysses:
         """Return this rank's query heads."""
         return self.split.queries(self.rank)
 
+    @property
+    def keys(self) -> Range:
+        """Return the key-value heads that they need."""
+        return self.split.keys(self.rank)
 
-def exchange_qkv(q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Tensor:
-    """Trade tokens for heads: every rank's tokens of this rank's heads.
 
-    Shapes: q (B, H, s, D), k and v (B, K, s, D) -> (S, B, h + 2 k, D); see `split_qkv`.
+def start_qkv(
+    q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, rank: int, group: ProcessGroup, arriving: Tensor
+) -> Exchange:
+    """Begin to trade tokens for heads: every rank's tokens of this rank's heads.
+
+    Shapes: q (B, H, s, D), k and v (B, K, s, D); arriving, where they land: (S, B, h + 2 k, D), see `split_qkv`.
     Communicates: one all_to_all_single on the Ulysses axis.
     """
-    buffer, counts = _pack([(q, split.queries), (k, split.keys), (v, split.keys)], split.size)
-    tokens, batch, dim = q.shape[2], q.shape[0], q.shape[3]
-    width = split.width(rank)
-    received = exchange(buffer, counts, [tokens * batch * width * dim] * split.size, group)
-    return received.view(split.size * tokens, batch, width, dim)
+    buffer, counts = _pack([(q, split.queries), (k, split.travelling), (v, split.travelling)], split.size)
+    return Exchange(buffer, counts, [arriving.numel() // split.size] * split.size, group, arriving.view(-1))
 
 
 def split_qkv(packed: Tensor, split: HeadSplit, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v as views. Shapes: (S, B, h + 2 k, D) -> (B, h, S, D), (B, k, S, D) twice."""
-    heads, kv_heads = _length(split.queries(rank)), _length(split.keys(rank))
+    heads, kv_heads = length(split.queries(rank)), length(split.travelling(rank))
     q, k, v = packed.permute(1, 2, 0, 3).split_with_sizes([heads, kv_heads, kv_heads], dim=1)
     return q, k, v
 
 
-def exchange_out(out: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
-    """Trade heads for tokens: all heads of this rank's tokens. The mirror of the q part of `exchange_qkv`.
+def start_out(heads_out: Tensor, split: HeadSplit, group: ProcessGroup) -> Exchange:
+    """Begin to trade heads for tokens. The mirror of the q part of `start_qkv`.
 
-    Shapes: (B, h, S, D) -> (B, H, s, D). Communicates: one all_to_all_single on the Ulysses axis.
+    Shapes: (S, B, h, D), contiguous -> flat, from each rank u (s, B, h_u, D); see `lay_out`.
+    Communicates: one all_to_all_single on the Ulysses axis.
     """
-    widths = [_length(split.queries(u)) for u in range(split.size)]
-    received = _exchange_back(out.permute(2, 0, 1, 3), widths, group)
-    return _side_by_side(
-        _parts(received, widths, out.shape[0], out.shape[3]), [split.queries(u) for u in range(split.size)]
-    )
+    tokens, batch, heads, dim = heads_out.shape
+    s = tokens // split.size
+    received = [s * batch * dim * length(split.queries(u)) for u in range(split.size)]
+    return Exchange(heads_out.view(-1), [s * batch * heads * dim] * split.size, received, group)
 
 
-def exchange_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Tensor:
-    """Trade tokens for heads for the gradient of out.
+def lay_out(received: Tensor, split: HeadSplit, out: Tensor) -> None:
+    """Lay what came home where it belongs. Shapes: flat, see `start_out`; out (B, H, s, D)."""
+    heads = [split.queries(u) for u in range(split.size)]
+    lay_side_by_side(_parts(received, [length(own) for own in heads], out.shape[0], out.shape[3]), heads, out)
 
-    Shapes: (B, H, s, D) -> (B, h, S, D), a view of token-major memory. Communicates: one all_to_all_single on the Ulysses axis.
+
+def start_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Exchange:
+    """Begin to trade tokens for heads for the gradient of out.
+
+    Shapes: (B, H, s, D) -> flat, (S, B, h, D). Communicates: one all_to_all_single on the Ulysses axis.
     """
     buffer, counts = _pack([(grad, split.queries)], split.size)
     batch, _, tokens, dim = grad.shape
-    heads = _length(split.queries(rank))
-    received = exchange(buffer, counts, [tokens * batch * heads * dim] * split.size, group)
-    return received.view(split.size * tokens, batch, heads, dim).permute(1, 2, 0, 3)
+    return Exchange(buffer, counts, [tokens * batch * length(split.queries(rank)) * dim] * split.size, group)
 
 
 def pack_gradients(grads: list[Tensor]) -> Tensor:
-    """Lay the gradients of q, k, v side by side, as `exchange_qkv` left q, k, v; the list is emptied.
+    """Lay the gradients of q, k, v side by side, as `start_qkv` left q, k, v; the list is emptied.
 
     Shapes: (B, h, S, D), (B, k, S, D) twice -> (S, B, h + 2 k, D).
     """
@@ -171,7 +136,7 @@ def gradient_counts(split: HeadSplit, batch: int, tokens: int, dim: int) -> list
 
 
 def exchange_gradients(packed: Tensor, received: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send the packed gradients home. The mirror of `exchange_qkv`.
+    """Send the packed gradients home. The mirror of `start_qkv`.
 
     Shapes: (S, B, h + 2 k, D) -> flat, from each rank u (s, B, h_u + 2 k_u, D), `gradient_counts`; see `lay_gradients`.
     Communicates: one all_to_all_single on the Ulysses axis.
@@ -180,29 +145,47 @@ def exchange_gradients(packed: Tensor, received: Sequence[int], group: ProcessGr
     return exchange(flat, [flat.numel() // len(received)] * len(received), received, group)
 
 
-def lay_gradients(received: Tensor, split: HeadSplit, batch: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of this rank's tokens; those of a key-value head that several ranks used are summed.
+def lay_gradients(received: Tensor, split: HeadSplit, whole: Sequence[Tensor]) -> None:
+    """Lay dq, dk, dv of this rank's tokens where they belong; those of a key-value head that several ranks used are summed.
 
-    Shapes: flat, as `exchange_gradients` returns it -> (B, H, s, D), (B, K, s, D) twice.
+    Shapes: flat, as `exchange_gradients` returns it; whole: (B, H, s, D), (B, K, s, D) twice.
     """
-    queries, keys = ([heads_of(u) for u in range(split.size)] for heads_of in (split.queries, split.keys))
+    queries, keys = ([heads_of(u) for u in range(split.size)] for heads_of in (split.queries, split.travelling))
+    batch, _, _, dim = whole[0].shape
     per_rank = [
-        part.split_with_sizes([_length(own_q), _length(own_kv), _length(own_kv)], dim=2)
+        part.split_with_sizes([length(own_q), length(own_kv), length(own_kv)], dim=2)
         for part, own_q, own_kv in zip(
             _parts(received, [split.width(u) for u in range(split.size)], batch, dim), queries, keys, strict=True
         )
     ]
-    dq, dk, dv = (
-        _side_by_side(own, heads) for own, heads in zip(zip(*per_rank, strict=True), (queries, keys, keys), strict=True)
-    )
-    return dq, dk, dv
+    for parts, heads, each in zip(zip(*per_rank, strict=True), (queries, keys, keys), whole, strict=True):
+        lay_side_by_side(parts, heads, each)
+
+
+def lay_side_by_side(parts: Sequence[Tensor], heads: Sequence[Range], whole: Tensor) -> None:
+    """Lay the heads of all ranks beside each other, each element copied once; what several ranks had is summed.
+
+    Shapes: per rank u (s, B, w_u, D), `heads[u]` of H; whole (B, H, s, D).
+    """
+    token_major = whole.transpose(1, 2)  # as it lies in memory
+    for start, end in pairwise(sorted({edge for bounds in heads for edge in bounds})):
+        shares = [
+            part[:, :, start - low : end - low].transpose(0, 1)
+            for part, (low, high) in zip(parts, heads, strict=True)
+            if low <= start and end <= high
+        ]
+        if len(shares) == 1:
+            token_major[:, :, start:end] = shares[0]
+        elif shares:
+            # In one call: it adds bfloat16 in float32 and rounds once, without float32 copies of the shares.
+            torch.sum(torch.stack(shares), 0, out=token_major[:, :, start:end])
 
 
 def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -> tuple[Tensor, list[int]]:
     """Return one flat buffer, destination by destination, each token-major, and each destination's element count."""
     batch, _, tokens, dim = tensors[0][0].shape
     ranges = [[heads_of(u) for _, heads_of in tensors] for u in range(size)]
-    widths = [sum(_length(r) for r in row) for row in ranges]
+    widths = [sum(length(r) for r in row) for row in ranges]
     counts = [tokens * batch * width * dim for width in widths]
     buffer = tensors[0][0].new_empty(sum(counts))
     for piece, row, width in zip(buffer.split_with_sizes(counts), ranges, widths, strict=True):
@@ -214,16 +197,6 @@ def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -
     return buffer, counts
 
 
-def _exchange_back(packed: Tensor, widths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send each rank its tokens of this rank's heads.
-
-    Shapes: (S, B, w, D) -> flat, from each rank u (s, B, w_u, D); see `_parts`.
-    """
-    flat = packed.contiguous().view(-1)
-    tokens_elements = packed.shape[0] // len(widths) * packed.shape[1] * packed.shape[3]
-    return exchange(flat, [flat.numel() // len(widths)] * len(widths), [tokens_elements * w for w in widths], group)
-
-
 def _parts(received: Tensor, widths: Sequence[int], batch: int, dim: int) -> list[Tensor]:
     """Return what came from each rank, as views. Shapes: flat -> per rank u (s, B, w_u, D)."""
     tokens = received.numel() // (batch * dim * sum(widths))
@@ -233,29 +206,3 @@ def _parts(received: Tensor, widths: Sequence[int], batch: int, dim: int) -> lis
             received.split_with_sizes([tokens * batch * dim * width for width in widths]), widths, strict=True
         )
     ]
-
-
-def _side_by_side(parts: Sequence[Tensor], heads: Sequence[Range]) -> Tensor:
-    """Lay the heads of all ranks beside each other in token-major memory, each element copied once; what several ranks had is summed.
-
-    Shapes: per rank u (s, B, w_u, D), `heads[u]` of H -> (B, H, s, D).
-    """
-    tokens, batch, _, dim = parts[0].shape
-    edges = sorted({edge for bounds in heads for edge in bounds})
-    whole = parts[0].new_empty(batch, tokens, edges[-1], dim)
-    for start, end in pairwise(edges):
-        shares = [
-            part[:, :, start - low : end - low].transpose(0, 1)
-            for part, (low, high) in zip(parts, heads, strict=True)
-            if low <= start and end <= high
-        ]
-        if len(shares) == 1:
-            whole[:, :, start:end] = shares[0]
-        else:
-            # In one call: it adds bfloat16 in float32 and rounds once, without float32 copies of the shares.
-            torch.sum(torch.stack(shares), 0, out=whole[:, :, start:end])
-    return whole.transpose(1, 2)
-
-
-def _length(bounds: Range) -> int:
-    return bounds[1] - bounds[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_sp.attention.plan.blocks import WINDOW_TILE, Kind, Plan, key_ranges, plan_of, renumbered, tile_on
 from lightning_sp.attention.plan.intervals import BlockSparsity
 from lightning_sp.attention.reference import allowed
-from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.attention.spec.documents import boundaries_from_lengths
 from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout

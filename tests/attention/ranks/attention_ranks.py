@@ -118,11 +118,11 @@ class Case:
         )
 
 
-def sharded(ulysses, ring, transport="network", method="hops", layout=None, **options):
+def sharded(ulysses, ring, transport="network", method="hops", layout=None, stages=1, **options):
     """Return whole (out, dq, dk, dv, and of each thing that learns), gathered from the shards; padding cut off."""
     case = Case(**options)
     mesh = mesh_of(ulysses, ring)
-    ways = {"layout": layout, **ring_options(transport, method)}
+    ways = {"layout": layout, "ulysses_stages": stages, **ring_options(transport, method)}
     layout, rank = layout or mesh.layout, mesh.sequence_rank
     keys = case.length if case.keys is None else case.keys
     padded, padded_keys = layout.padded_length(case.length), layout.padded_length(keys)

@@ -40,7 +40,18 @@ def local_results(
 
 
 def traffic(
-    ulysses, ring, heads, kv_heads, length, dim, dtype, causal, lengths=None, transport="network", method="hops"
+    ulysses,
+    ring,
+    heads,
+    kv_heads,
+    length,
+    dim,
+    dtype,
+    causal,
+    lengths=None,
+    transport="network",
+    method="hops",
+    stages=1,
 ):
     """Return (bytes, calls) of this rank's forward and of its backward, the second of their length."""
     if transport != "network":
@@ -50,8 +61,8 @@ def traffic(
     qkv, grad = local_inputs(mesh, heads, kv_heads, length, dim, dtype)
     boundaries = boundaries_from_lengths(lengths) if lengths else None
     with counted() as forward:
-        mask = AttentionMask(causal, boundaries)
-        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, **ring_options(transport, method))
+        mask, ways = AttentionMask(causal, boundaries), ring_options(transport, method)
+        out = sequence_parallel_attention(*qkv, mesh=mesh, mask=mask, ulysses_stages=stages, **ways)
     with counted() as backward:
         out.backward(grad)
     return [(each.sent_bytes, dict(each.calls)) for each in (forward, backward)]

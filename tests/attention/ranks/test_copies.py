@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.attention.schemes.head_split import HeadSplit
 from tests.attention.ranks.copies_ranks import copies
 
 LENGTH, DIM = 64, 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
-from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import RankPool
 from tests.attention.ranks.operator_ranks import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.traffic import ulysses_sent_elements
-from lightning_sp.attention.schemes.ulysses import HeadSplit
+from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import RankPool, assert_sharded_equals_unsharded, free_port, run_ranks
 from tests.attention.ranks.attention_ranks import whole

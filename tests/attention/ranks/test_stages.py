@@ -1,0 +1,88 @@
+"""Ulysses in stages of heads: the law, the same bytes, the next exchange behind this kernel, and smaller buffers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
+from lightning_sp.attention.schemes.head_split import HeadSplit
+from lightning_sp.layout import SequenceLayout
+from tests import masks
+from tests.attention.ranks.operator_ranks import traffic
+from tests.attention.ranks.test_law import DEGREES, LEARNED, METHODS, SCORES, TRANSPORTS, hold_the_law, stretched
+from tests.covering import covering
+
+LENGTH, DIM = 64, 8
+# Query and key-value heads. In stages of one head: of 8/2 a key-value head serves several stages; of 12/6 in halves
+# stages begin amid a key-value head's queries; of 12/3 over four ranks so do the ranks.
+HEADS = [(8, 8), (8, 2), (8, 1), (6, 2), (12, 6), (12, 3)]
+CHANGES = [{}, *SCORES, *LEARNED]
+
+
+def stages_of(heads, ulysses):
+    """Return each number of stages above 1 that divides a rank's heads."""
+    own, rest = divmod(heads, ulysses)
+    return [] if rest else [n for n in range(2, own + 1) if own % n == 0]
+
+
+def product(world, length):
+    """Return every case: degrees, heads, stages, and in turn every mask, change of the scores, transport and method."""
+    rows = []
+    for (ulysses, ring), (heads, kv_heads) in itertools.product(DEGREES[world], HEADS):
+        ways = itertools.product(TRANSPORTS, METHODS) if ring > 1 else [("network", "hops")]
+        named = [*((name, {}) for name in masks.NAMED), *((name, dict(keys=21)) for name in masks.CROSS)]
+        named += [(name, more) for more in CHANGES for name in ("causal", "packed", "dense over a window")]
+        for stages, (transport, method), (name, more) in itertools.product(
+            stages_of(heads, ulysses) if ulysses > 1 else [], ways, named
+        ):
+            case = dict(ulysses=ulysses, ring=ring, heads=heads, kv_heads=kv_heads, length=length, stages=stages)
+            case |= dict(mask=stretched(name, length), transport=transport, method=method, **more)
+            axes = dict(heads=(heads, kv_heads, stages, ulysses, ring), mask=name, scores=str(more))
+            rows.append((axes | dict(ways=(transport, method)), case))
+    return rows
+
+
+@pytest.mark.parametrize(("world", "length"), [(2, 32), (4, 32), (4, 37)])
+def test_law_in_stages(pools, world, length):
+    """Every number of stages at every degree, every mask, change of the scores, transport and method; see the next for pairs of these."""
+    rows = product(world, length)
+    hold_the_law(pools, world, [rows[i][1] for i in covering([axes for axes, _ in rows], num_axes=1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "length"), [(2, 37), (4, 32), (4, 37)])
+def test_law_in_stages_of_pairs(pools, world, length):
+    rows = product(world, length)
+    cases = [rows[i][1] for i in covering([axes for axes, _ in rows])]
+    for start in range(0, len(cases), 400):  # a pool's time limit is for a call
+        hold_the_law(pools, world, cases[start : start + 400])
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (2, 2), (4, 1)], ids=["2x1", "2x2", "4x1"])
+@pytest.mark.parametrize(
+    ("transport", "method"),
+    [("network", "hops"), ("network+saved", "hops"), ("network", "all_gather")],
+    ids=["hops", "saved", "all_gather"],
+)
+def test_stages_send_the_same_bytes(pools, degrees, transport, method):
+    """The formulas of the docstrings know no stages: a key-value head travels once for all its query heads, round the ring too."""
+    ulysses, ring = degrees
+    layout = SequenceLayout(ring, ulysses)
+    for heads, kv_heads in [(8, 8), (8, 2), (6, 2), (8, 1), (12, 6), (12, 3)]:
+        split = HeadSplit(heads, kv_heads, ulysses)
+        for stages in stages_of(heads, ulysses):
+            ranks = pools(layout.size).run(
+                traffic, ulysses, ring, heads, kv_heads, LENGTH, DIM, torch.float32, True, None, transport, method, stages
+            )  # fmt: skip
+            for rank, measured in enumerate(ranks):
+                ring_rank, ulysses_rank = layout.coordinates(rank)
+                exchanged = ulysses_sent_elements(split, ulysses_rank, batch=1, tokens=LENGTH // layout.size, dim=DIM)
+                units = ring_sent_units(ring, ring_rank, causal=True, saves_kv=transport == "network+saved")
+                unit = (split.keys(ulysses_rank)[1] - split.keys(ulysses_rank)[0]) * (LENGTH // ring) * DIM
+                expected = [(e + n * unit) * 4 for e, n in zip(exchanged, units, strict=True)]
+                case = f"{heads}/{kv_heads} in {stages} stages, rank {rank}"
+                assert [sent for sent, _ in measured] == expected, case
+                assert [calls["all_to_all_single"] for _, calls in measured] == [2 * stages, 2 * stages], case

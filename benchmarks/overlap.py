@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
-from lightning_sp.attention.schemes import ring
+from lightning_sp.attention.schemes import query_heads
 from lightning_sp.attention.schemes.cpu_shared_memory import Arrival
 from lightning_sp.comm.point_to_point import Transfer
 from lightning_sp.layout import shard
@@ -68,7 +68,10 @@ def without_blocks() -> Iterator[None]:
     ) -> tuple[Tensor, ...]:
         return torch.zeros_like(saved[1]), torch.zeros_like(kv[0]), torch.zeros_like(kv[1])
 
-    with mock.patch.object(ring, "forward_step", forward_step), mock.patch.object(ring, "backward_step", backward_step):
+    with (
+        mock.patch.object(query_heads, "forward_step", forward_step),
+        mock.patch.object(query_heads, "backward_step", backward_step),
+    ):
         yield
 
 

@@ -65,6 +65,26 @@ def test_saving_keys_takes_the_network_and_is_refused_where_none_travel():
     assert StrategyConfig().effective_ring_transport == "auto"
 
 
+@pytest.mark.parametrize("stages", [0, -1, 1.0, True, "2", None])
+def test_stages_are_counted(stages):
+    with refusal(f"ulysses_stages={stages!r}: must be a positive integer"):
+        StrategyConfig(ulysses_stages=stages)
+
+
+def test_stages_divide_the_models_heads_of_a_rank():
+    with refusal(
+        "ulysses_stages=3 with 8 query heads over ulysses_size=4: every stage has equally many heads on each rank, and a rank has 2; it can be "
+        "one of [1, 2] here"
+    ):
+        resolve_split(StrategyConfig(ulysses_stages=3), 4, 8)
+    with refusal("a rank has 2 or 1; it can be one of [1] here"):
+        resolve_split(StrategyConfig(ulysses_stages=2, ulysses_size=4), 4, 6)
+    assert resolve_split(StrategyConfig(ulysses_stages=2), 4, 8) == (4, 1)
+    # Nothing is exchanged, in however many stages; other numbers of heads are met at the attention itself.
+    assert resolve_split(StrategyConfig(ulysses_stages=3, ring_size=4), 4, 8) == (1, 4)
+    assert resolve_split(StrategyConfig(ulysses_stages=3, ulysses_size=4), 4, None) == (4, 1)
+
+
 def test_the_keywords_of_the_attention_are_its_options():
     assert list(AttentionKeywords.__annotations__) == [f.name for f in dataclasses.fields(AttentionOptions)]
     options = AttentionOptions(kernel="torch", ring_saves_kv=True)
@@ -119,7 +139,7 @@ def test_degrees_that_contradict_each_other():
 def test_an_unknown_option_names_the_nearest_and_all():
     with refusal("unknown option 'ring_sizes' of the sequence_parallel strategy; did you mean 'ring_size'?"):
         StrategyConfig.from_options({"ring_sizes": 2})
-    with refusal("known: kernel, ring_transport, ring_saves_kv, ring_method, sequence_parallel_size"):
+    with refusal("known: kernel, ring_transport, ring_saves_kv, ring_method, ulysses_stages, sequence_parallel_size"):
         StrategyConfig.from_options({"zzz": 2})
     assert StrategyConfig.from_options({"ring_size": 2}) == StrategyConfig(ring_size=2)
 

@@ -103,13 +103,26 @@ class EmulatedTransfer:
         """Say that the received buffer was used: nothing to do, it is this rank's own."""
 
 
-def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: EmulatedGroup) -> Tensor:
-    """`comm.exchange` over queues."""
-    for target, piece in enumerate(buffer.split_with_sizes(list(sent))):
-        group.put(piece, target)
-    pieces = [group.get(source) for source in range(group.size)]
-    assert [piece.numel() for piece in pieces] == list(received)
-    return torch.cat(pieces)
+class EmulatedExchange:
+    """`comm.collectives.Exchange` over queues."""
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: EmulatedGroup,
+        output: Tensor | None = None,
+    ) -> None:
+        self._received, self._group, self._output = list(received), group, output
+        for target, piece in enumerate(buffer.split_with_sizes(list(sent))):
+            group.put(piece, target)
+
+    def wait(self) -> Tensor:
+        """Return the received buffer, complete."""
+        pieces = [self._group.get(source) for source in range(self._group.size)]
+        assert [piece.numel() for piece in pieces] == self._received
+        return torch.cat(pieces) if self._output is None else torch.cat(pieces, out=self._output)
 
 
 @contextlib.contextmanager
@@ -119,7 +132,8 @@ def emulated_transport(world: EmulatedWorld, kernel: Kernel | None) -> Iterator[
         (comm, "group_by_name", world.group),
         (comm, "size_of", lambda group: 1 if group is None else group.size),
         (comm, "rank_in", lambda group: 0 if group is None else group.rank),
-        (ulysses, "exchange", exchange),
+        (ulysses, "Exchange", EmulatedExchange),
+        (ulysses, "exchange", lambda *given: EmulatedExchange(*given).wait()),
         (network_hops, "Transfer", EmulatedTransfer),
         (network_hops, "next_pass", lambda group: 0),
     ]
@@ -140,6 +154,7 @@ def emulate(
     kernel: str = "auto",
     local_kernel: Kernel | None = None,
     method: str = "hops",
+    stages: int = 1,
 ) -> tuple[list[Tensor], int]:
     """Return whole (out, dq, dk, dv) as the ranks of a mesh compute them, and the number of messages between them.
 
@@ -151,6 +166,7 @@ def emulate(
         kernel: the option of that name.
         local_kernel: a kernel object instead of the one that the option selects.
         method: the option `ring_method`.
+        stages: the option `ulysses_stages`.
     """
     layout = SequenceLayout(ring_size, ulysses_size)
     world = EmulatedWorld(layout)
@@ -165,7 +181,9 @@ def emulate(
                 scores=Scores(),
                 sinks=None,
                 scale=scale,
-                options=AttentionOptions(kernel=kernel, ring_transport="network", ring_method=method),
+                options=AttentionOptions(
+                    kernel=kernel, ring_transport="network", ring_method=method, ulysses_stages=stages
+                ),
                 ring_group=world.name("ring", rank),
                 ulysses_group=world.name("ulysses", rank),
             )
@@ -173,10 +191,10 @@ def emulate(
         made = Outputs(*operator.attention_op(q, k, v, *code))
         saved, own_out = ([made.exchanged], made.heads_out) if ulysses_size > 1 else ([q, k, v], made.out)
         heads = [q.shape[1], k.shape[1]]
-        *gradients, _ = operator.attention_backward_op(
+        gradients, _ = operator.attention_backward_op(
             grad, saved, made.saved_kv, made.visible, own_out, made.lse, *heads, False, *code
         )
-        return [made.out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank))]
+        return [made.out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank), stages)]
 
     with emulated_transport(world, local_kernel), ThreadPoolExecutor(layout.size) as threads, torch.no_grad():
         futures = [threads.submit(rank_step, rank) for rank in range(layout.size)]

@@ -56,13 +56,13 @@ def mask_of(causal, lengths, window=None):
     return AttentionMask(causal, boundaries_from_lengths(lengths) if lengths else None, sides)
 
 
-def compare_with_unsharded(whole, degrees, mask, kernel):
+def compare_with_unsharded(whole, degrees, mask, kernel, stages=1):
     """Assert that the sharded RMS error is at most twice the unsharded kernel's, both against float32."""
     exact = expected([t.float() for t in whole], mask)
     unsharded, _ = emulate(whole, ulysses_size=1, ring_size=1, mask=mask, kernel=kernel)
     for method in METHODS if degrees[1] > 1 else METHODS[:1]:
         sharded, _ = emulate(
-            whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, kernel=kernel, method=method
+            whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, kernel=kernel, method=method, stages=stages
         )
         for name, ours, theirs, true in zip(NAMES, sharded, unsharded, exact, strict=True):
             own, kernels = ((t.float() - true).square().mean().sqrt().item() for t in (ours, theirs))
@@ -79,6 +79,14 @@ def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths, window):
         compare_with_unsharded(whole, degrees, mask_of(True, lengths, window), "auto")
 
 
+@pytest.mark.parametrize("degrees", DEGREES[:2], ids=["2x2", "4x1"])
+@MASKS
+def test_bfloat16_in_stages_that_share_keys(degrees, lengths, window):
+    """Gradients of a key-value head from several stages add up in float32."""
+    whole = inputs(8, 2, 512, dim=20, dtype=torch.bfloat16)
+    compare_with_unsharded(whole, degrees, mask_of(True, lengths, window), "auto", stages=2)
+
+
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("local_kernel", [None, TiledKernel(tile=8)], ids=["torch cpu", "tiled"])
 @pytest.mark.parametrize("method", METHODS)
@@ -87,7 +95,7 @@ def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel, method):
         for lengths, window in ((None, None), ([[5, 20, 7], [32]], None), (None, (6, 3))):
             for causal in (True, False):
                 whole, mask = inputs(*heads, 32), mask_of(causal, lengths, window)
-                ways = dict(local_kernel=local_kernel, method=method)
+                ways = dict(local_kernel=local_kernel, method=method, stages=2 if heads[0] == 8 else 1)
                 actual, messages = emulate(whole, ulysses_size=degrees[0], ring_size=degrees[1], mask=mask, **ways)
                 assert messages > 0
                 assert_sharded_equals_unsharded(actual, expected(whole, mask), NAMES)

@@ -210,6 +210,44 @@ def test_heads_are_split_evenly_and_grouped_completely(heads, kv_heads):
             _check_groups(split, rank, shared)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_stages_have_each_head_once_and_the_keys_that_they_need(heads, kv_heads):
+    for size in (size for size in range(1, heads + 1) if heads % size == 0):
+        for num_stages in (n for n in range(1, heads // size + 1) if heads // size % n == 0):
+            split = HeadSplit(heads, kv_heads, size, num_stages)
+            for rank in range(size):
+                stages = split.each_stage()
+                assert [h for s in stages for h in range(*s.queries(rank))] == list(range(*split.queries(rank)))
+                assert len({s.queries(rank)[1] - s.queries(rank)[0] for s in stages}) == 1
+                travelled = [kv for s in stages for kv in range(*s.travelling(rank))]
+                assert travelled == list(range(*split.keys(rank))), "each once"
+                assert sum(s.width(rank) for s in stages) == split.width(rank)
+                for stage in stages:
+                    _check_groups(stage, rank, heads // kv_heads)
+                passes = split.passes()
+                assert [s for p in passes for s in p.each_stage()] == stages
+                assert [kv for p in passes for kv in range(*p.keys(rank))] == travelled, "of one pass alone"
+                for one_pass in passes:
+                    first, *others = one_pass.each_stage()
+                    assert first.travelling(rank) == one_pass.keys(rank)
+                    assert all(kv[0] == kv[1] for kv in (stage.travelling(rank) for stage in others))
+            # What several ranks use comes home in one exchange, where it is summed.
+            for stage in split.each_stage():
+                for kv in {kv for rank in range(size) for kv in range(*stage.travelling(rank))}:
+                    users = [rank for rank in range(size) if kv in range(*split.keys(rank))]
+                    assert all(kv in range(*stage.travelling(rank)) for rank in users)
+
+
+def test_stages_that_share_no_key_value_head_are_passes_of_their_own():
+    passes = {
+        (heads, kv_heads, size, stages): [p.stages for p in HeadSplit(heads, kv_heads, size, stages).passes()]
+        for heads, kv_heads, size, stages in [(8, 8, 2, 4), (8, 2, 2, 4), (8, 4, 2, 4), (8, 4, 2, 2), (12, 6, 2, 2)]
+    }
+    assert list(passes.values()) == [
+        [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 2)], [(0, 2)],
+    ]  # fmt: skip
+
+
 def _check_groups(split, rank, shared):
     first, first_kv = split.queries(rank)[0], split.keys(rank)[0]
     covered = []

@@ -14,8 +14,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.resident import peak_growth
 from benchmarks.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
+from lightning_sp.attention.fakes import Outputs
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
+from lightning_sp.attention.operator import attention_backward_op, attention_op
+from lightning_sp.attention.spec.codec import AttentionSpec, encode
+from lightning_sp.attention.spec.scores import Scores
+from lightning_sp.comm.collectives import Exchange
 from lightning_sp.comm.point_to_point import Transfer
+from lightning_sp.config import AttentionOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import shard
 from tests.attention.ranks.attention_ranks import inputs, mesh_of
@@ -153,6 +159,63 @@ def blocks_in_flight(ring, length):
     return hidden
 
 
+def exchanges_in_flight(ulysses, ring, heads, kv_heads, length, stages):
+    """Return of each all-to-all how many kernel calls came between its begin and its wait, and the elements it sent, in their order."""
+    mesh, calls, begun = mesh_of(ulysses, ring), 0, {}
+
+    def counting(original):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def begin(self, buffer, *args):
+        original_begin(self, buffer, *args)
+        begun[self] = [calls, buffer.numel()]
+
+    def wait(self):
+        begun[self][0] = calls - begun[self][0]
+        return original_wait(self)
+
+    original_begin, original_wait = Exchange.__init__, Exchange.wait
+    (q, k, v), grad = local_inputs(mesh, heads, kv_heads, length, 8, torch.float32)
+    with contextlib.ExitStack() as stack:
+        for name in ("forward", "backward"):
+            stack.enter_context(mock.patch.object(TorchCpuKernel, name, counting(getattr(TorchCpuKernel, name))))
+        stack.enter_context(mock.patch.object(Exchange, "__init__", begin))
+        stack.enter_context(mock.patch.object(Exchange, "wait", wait))
+        ways = dict(ulysses_stages=stages, ring_transport="network", ring_method="hops")
+        sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), **ways).backward(grad)
+    return list(begun.values())
+
+
+def contract(ulysses, ring, stages, keys, saves_kv):
+    """Let PyTorch check the operators' fakes, schemas and autograd on all ranks at once; `keys`: length of the keys, of 16 queries a rank."""
+    mesh = mesh_of(ulysses, ring)
+    sizes = mesh.layout.size
+    torch.manual_seed(0)  # the mask is the same on all ranks
+    q, k, v = (torch.randn(2, n, t, 8, dtype=torch.float64) for n, t in ((8, 16), (2, keys), (2, keys)))
+    options = AttentionOptions(ulysses_stages=stages, ring_transport="network", ring_saves_kv=saves_kv)
+    # Room for saved keys that a causal mask leaves empty is random memory, which no two calls have alike.
+    mask = AttentionMask(causal=keys == 16 and not saves_kv, dense=torch.rand(1, 1, 16 * sizes, keys * sizes) < 0.9)
+    code = encode(
+        AttentionSpec(
+            mask=mask, layout_table=None, scores=Scores(dense=mask.dense), sinks=torch.ones(8, dtype=torch.float64), scale=0.3,
+            options=options, ring_group=mesh.ring_group.group_name if ring > 1 else "",
+            ulysses_group=mesh.ulysses_group.group_name if ulysses > 1 else "",
+        )
+    )  # fmt: skip
+    leaves = [t.requires_grad_(True) for t in (q, k, v)]
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(attention_op, (*leaves, *code), test_utils=utils)
+    made = Outputs(*attention_op(*[t.detach() for t in leaves], *code))
+    saved = [made.exchanged, made.exchanged_kv][: 1 if keys == 16 else 2]
+    backward = (q.detach(), saved, made.saved_kv, made.visible, made.heads_out, made.lse, 8, 2, False, *code)
+    torch.library.opcheck(attention_backward_op, backward, test_utils=utils[::2])
+
+
 @contextlib.contextmanager
 def kernel_calls():
     """Count the calls of the local kernel, which stays the real one."""
@@ -182,9 +245,9 @@ def save_attention(_, operator, *args, **kwargs):
 class Block(torch.nn.Module):
     """Projections around the attention: what a checkpoint recomputes."""
 
-    def __init__(self, mesh, transport, heads=4, kv_heads=2, dim=8):
+    def __init__(self, mesh, transport, stages=1, heads=4, kv_heads=2, dim=8):
         super().__init__()
-        self.transport = transport
+        self.ways = dict(ulysses_stages=stages, **ring_options(transport))
         self.mesh, self.sizes, self.dim = mesh, [heads, kv_heads, kv_heads], dim
         width = heads * dim
         self.project_in = torch.nn.Linear(width, sum(self.sizes) * dim, dtype=torch.float64)
@@ -192,19 +255,21 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         q, k, v = (t.transpose(1, 2) for t in self.project_in(x).unflatten(-1, (-1, self.dim)).split(self.sizes, 2))
-        out = sequence_parallel_attention(q, k, v, mesh=self.mesh, mask=AttentionMask(), **ring_options(self.transport))
+        out = sequence_parallel_attention(q, k, v, mesh=self.mesh, mask=AttentionMask(), **self.ways)
         return x + self.project_out(torch.tanh(out.transpose(1, 2).flatten(2)))
 
 
-def block_step(ulysses, ring, how, transport="network"):
+def block_step(ulysses, ring, how, transport="network", stages=1):
     """Run two blocks forward and backward, and return (calls and kernel calls, every gradient).
 
     Args:
         how: "plain", "selective", "full" (checkpointing that saves nothing) or "compiled".
+        transport: of the ring.
+        stages: of Ulysses.
     """
     mesh = mesh_of(ulysses, ring)
     torch.manual_seed(0)
-    blocks = torch.nn.ModuleList([Block(mesh, transport), Block(mesh, transport)])
+    blocks = torch.nn.ModuleList([Block(mesh, transport, stages), Block(mesh, transport, stages)])
     g = torch.Generator().manual_seed(1)
     whole = torch.randn(2, 32, 32, generator=g, dtype=torch.float64)
     x = start = shard(whole, mesh.layout, mesh.sequence_rank, dim=1).requires_grad_(True)
@@ -225,13 +290,13 @@ def block_step(ulysses, ring, how, transport="network"):
     return {**sent.calls, **kernels}, [x.detach(), start.grad, *(p.grad for p in blocks.parameters())]
 
 
-def refusals():
-    """Return the message that this rank's attention with more Ulysses ranks than heads raises, and the collectives before it."""
+def refusals(heads=3, stages=1):
+    """Return the message that this rank's attention on four Ulysses ranks raises, and the collectives before it."""
     mesh = mesh_of(4, 1)
-    q = torch.randn(1, 3, 8, 8)
+    q = torch.randn(1, heads, 8, 8)
     with counted() as sent:
         try:
-            sequence_parallel_attention(q, q, q, mesh=mesh, mask=AttentionMask())
+            sequence_parallel_attention(q, q, q, mesh=mesh, mask=AttentionMask(), ulysses_stages=stages)
         except SequenceParallelError as error:
             return str(error), dict(sent.calls)
     return None
@@ -271,8 +336,8 @@ def peak_bytes(ulysses, ring, length, lengths):
     return growth.peak_bytes
 
 
-def settled_peak_bytes(ulysses, ring, heads, length, dim):
-    """Return the growth of this rank's memory over a forward and backward.
+def settled_peak_bytes(ulysses, ring, heads, length, dim, stages=1, backward=True):
+    """Return the growth of this rank's memory over a forward, and a backward.
 
     The least of six, after one that makes the libraries resident: what the step needs is always there, what else the process does only adds.
     """
@@ -283,9 +348,12 @@ def settled_peak_bytes(ulysses, ring, heads, length, dim):
         for t in qkv:
             t.grad = None
         dist.barrier()
-        with peak_growth() as growth:
-            sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask()).backward(grad)
+        with peak_growth() as growth, torch.set_grad_enabled(backward):
+            out = sequence_parallel_attention(*qkv, mesh=mesh, mask=AttentionMask(), ulysses_stages=stages)
+            if backward:
+                out.backward(grad)
             dist.barrier()
+        del out
         peaks.append(growth.peak_bytes)
     return min(peaks[1:])
 

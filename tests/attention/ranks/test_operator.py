@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.ranks.operator_ranks import block_step, kept_graph, refusals, short_boundaries
+from tests.attention.ranks.operator_ranks import block_step, contract, kept_graph, refusals, short_boundaries
 
 
 @pytest.mark.parametrize("transport", ["network", "shared_memory"])
@@ -39,6 +39,31 @@ def test_compiled_equals_eager(pools, degrees, transport):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_stages_are_saved_by_a_checkpoint_and_compile(pools):
+    """Two stages of one query head each, which share a key-value head."""
+    eager, selective, compiled = (
+        pools(2).run(block_step, 2, 1, how, "network", 2) for how in ("plain", "selective", "compiled")
+    )
+    for rank in range(2):
+        assert eager[rank][0]["all_to_all_single"] == 2 * 4 * 2
+        assert eager[rank][0] == selective[rank][0] == compiled[rank][0]
+        for plain, again, ours in zip(eager[rank][1], selective[rank][1], compiled[rank][1], strict=True):
+            assert torch.equal(plain, again)
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:torch flash", "ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@pytest.mark.parametrize("keys", [16, pytest.param(12, marks=pytest.mark.slow)], ids=["self", "cross"])
+def test_the_operators_keep_their_contract_with_pytorch_on_ranks(pools, keys):
+    assert pools(2).run(contract, 2, 1, 4, keys, False) == [None] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch flash", "ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+def test_the_operators_keep_their_contract_with_pytorch_on_a_ring_beside_stages(pools):
+    assert pools(4).run(contract, 2, 2, 2, 16, True) == [None] * 4
+
+
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["2x1", "1x2"])
 def test_what_was_saved_stays_while_the_graph_is_kept(pools, degrees):
     for first, second, message in pools(2).run(kept_graph, *degrees):
@@ -51,6 +76,20 @@ def test_more_ulysses_ranks_than_heads_are_refused_by_all_before_any_collective(
         assert message == (
             "ulysses_size=4 exceeds the 3 query heads of this attention: a rank would hold no head; "
             "use ulysses_size in [1, 2] and ring for the rest"
+        )
+        assert calls == {}
+
+
+@pytest.mark.parametrize(
+    ("heads", "stages", "held", "allowed"), [(8, 4, "2", [1, 2]), (24, 4, "6", [1, 2, 3, 6]), (6, 2, "2 or 1", [1])]
+)
+def test_stages_that_do_not_divide_a_ranks_heads_are_refused_by_all_before_any_collective(
+    pools, heads, stages, held, allowed
+):
+    for message, calls in pools(4).run(refusals, heads, stages):
+        assert message == (
+            f"ulysses_stages={stages} with {heads} query heads over ulysses_size=4: every stage has equally many heads on each rank, and a "
+            f"rank has {held}; it can be one of {allowed} here"
         )
         assert calls == {}
 

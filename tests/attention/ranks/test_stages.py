@@ -10,8 +10,9 @@ import torch
 from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
 from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.testing import RankPool
 from tests import masks
-from tests.attention.ranks.operator_ranks import traffic
+from tests.attention.ranks.operator_ranks import exchanges_in_flight, settled_peak_bytes, traffic
 from tests.attention.ranks.test_law import DEGREES, LEARNED, METHODS, SCORES, TRANSPORTS, hold_the_law, stretched
 from tests.covering import covering
 
@@ -86,3 +87,42 @@ def test_stages_send_the_same_bytes(pools, degrees, transport, method):
                 case = f"{heads}/{kv_heads} in {stages} stages, rank {rank}"
                 assert [sent for sent, _ in measured] == expected, case
                 assert [calls["all_to_all_single"] for _, calls in measured] == [2 * stages, 2 * stages], case
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (2, 2)], ids=["2x1", "2x2"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_every_next_stage_is_under_way_while_this_one_is_computed(pools, degrees, kv_heads):
+    stages, layout = 4, SequenceLayout(degrees[1], degrees[0])
+    for found in pools(layout.size).run(exchanges_in_flight, *degrees, 8, kv_heads, LENGTH, stages):
+        hidden = [num_calls for num_calls, _ in found]
+        forward, backward, home = hidden[: 2 * stages], hidden[2 * stages : 3 * stages], hidden[3 * stages :]
+        # The first to come and the last to go have nothing to hide behind.
+        assert sorted(forward)[:2] == [0, 0] == [forward[0], forward[-1]]
+        assert min(forward[1:-1]) >= 1
+        assert backward[0] == 0
+        assert min(backward[1:]) >= 1
+        assert home == [0] * stages
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_stage_sends_its_share_at_a_time(pools, stages):
+    (whole, staged), _ = ([pools(2).run(exchanges_in_flight, 2, 1, 8, 8, LENGTH, n)[0] for n in (1, stages)], None)
+    assert {size for _, size in whole} == {3 * LENGTH * 4 * 8, LENGTH * 4 * 8}
+    assert {size for _, size in staged} == {size // stages for _, size in whole}
+
+
+@pytest.mark.slow
+def test_the_peak_in_stages_is_below_the_unstaged():
+    # In tensors of this rank's tokens and all heads. Forward: what is sent and what comes (6), against what is saved, out (5) and a stage's
+    # buffers. With its backward: 9, see `test_peak_of_ulysses_is_that_of_the_kernels_backward`, of which the gradient of out is a stage's now.
+    heads, length, dim = 16, 1024, 512
+    unit = length // 4 * heads * dim * 4
+    peaks = {}
+    for stages, backward in itertools.product((1, 2), (False, True)):
+        with RankPool(
+            4, timeout_s=120
+        ) as pool:  # ranks of its own: what earlier calls have left in a rank's heap would count
+            every = pool.run(settled_peak_bytes, 4, 1, heads, length, dim, stages, backward)
+        peaks[stages, backward] = max(every) / unit
+    assert peaks[2, False] < peaks[1, False] - 0.2, peaks
+    assert peaks[2, True] < peaks[1, True] - 0.2, peaks

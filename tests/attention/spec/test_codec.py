@@ -40,6 +40,7 @@ OPTIONS = {
     "ring_transport": dict(ring_transport="network"),
     "ring_saves_kv": dict(ring_saves_kv=True),
     "ring_method": dict(ring_method="hops"),
+    "ulysses_stages": dict(ulysses_stages=3),
 }
 
 

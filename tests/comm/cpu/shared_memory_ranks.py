@@ -21,8 +21,7 @@ import torch.distributed as dist
 from benchmarks.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
-from lightning_sp.attention.schemes import all_gather as gathered
-from lightning_sp.attention.schemes import ring
+from lightning_sp.attention.schemes import query_heads
 from lightning_sp.attention.schemes.network import NetworkTransport
 from lightning_sp.comm.cpu import shared_memory
 from lightning_sp.errors import SequenceParallelError
@@ -211,8 +210,7 @@ def abandon(transport, step, hops, num_failures, method="hops"):
     """Fail in a rank's hop of a pass, catch the error and go on; return whether the later passes are right, or their errors."""
     mesh, hop = new_mesh(4), hops[dist.get_rank()]
     expected = [attend(mesh, 64, transport, seed=seed, method=method) for seed in (1, 2)]
-    module = ring if method == "hops" else gathered
-    original, calls, failed = getattr(module, step), 0, 0
+    original, calls, failed = getattr(query_heads, step), 0, 0
 
     def failing(*args, **kwargs):
         nonlocal calls
@@ -222,7 +220,7 @@ def abandon(transport, step, hops, num_failures, method="hops"):
         return original(*args, **kwargs)
 
     for seed in range(num_failures):
-        with mock.patch.object(module, step, failing):
+        with mock.patch.object(query_heads, step, failing):
             calls = 0
             try:
                 attend(mesh, 64, transport, seed=seed, method=method)
@@ -289,5 +287,5 @@ def an_error_beside_a_dead_rank():
         time.sleep(1)
         raise ValueError(f"the cause on rank {rank}")
 
-    with mock.patch.object(ring, "forward_step", failing):
+    with mock.patch.object(query_heads, "forward_step", failing):
         attend(mesh, 64, "shared_memory")

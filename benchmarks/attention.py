@@ -60,6 +60,7 @@ class Problem:
     causal: bool = True
     window: int = 0
     function: str = ""
+    stages: int = 1
 
     @property
     def mask(self) -> AttentionMask:
@@ -100,14 +101,14 @@ Layout = tuple[int, int, str, str]
 
 def step(problem: Problem, ulysses: int, ring: int, *ways: str) -> dict[str, float]:
     """Run one forward and backward on this rank and return what it cost. Every rank of the world calls it."""
-    mesh = _mesh(ulysses, ring)
+    mesh = mesh_of(ulysses, ring)
     inputs = problem.inputs(mesh.layout, mesh.sequence_rank)
     return _cost(inputs, lambda q, k, v: _attend(problem, mesh, ways, q, k, v))
 
 
 def peak(problem: Problem, ulysses: int, ring: int, *ways: str) -> float:
     """Return this rank's peak memory over one forward and backward, inputs included, in bytes."""
-    mesh = _mesh(ulysses, ring)
+    mesh = mesh_of(ulysses, ring)
     inputs = problem.inputs(mesh.layout, mesh.sequence_rank)
     return _peak(inputs, lambda q, k, v: _attend(problem, mesh, ways, q, k, v))
 
@@ -123,7 +124,7 @@ def peak_whole(problem: Problem) -> float:
     return _peak(problem.inputs(SequenceLayout(), 0), lambda q, k, v: _attend_whole(problem, q, k, v))
 
 
-def _mesh(ulysses: int, ring: int) -> SequenceMesh:
+def mesh_of(ulysses: int, ring: int) -> SequenceMesh:
     if (ulysses, ring) not in _meshes:
         base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=ulysses * ring)
         _meshes[ulysses, ring] = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
@@ -132,7 +133,8 @@ def _mesh(ulysses: int, ring: int) -> SequenceMesh:
 
 def _attend(problem: Problem, mesh: SequenceMesh, ways: Sequence[str], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     transport, method = ways
-    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=problem.mask, **ring_options(transport, method))
+    options = ring_options(transport, method)
+    return sequence_parallel_attention(q, k, v, mesh=mesh, mask=problem.mask, ulysses_stages=problem.stages, **options)
 
 
 def _attend_whole(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

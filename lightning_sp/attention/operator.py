@@ -84,8 +84,8 @@ def attention_op(
     """Attend over the whole sequence from this rank's part of it.
 
     Shapes: q (B, H, s, D), k and v (B, K, t, D) -> `fakes.Outputs`.
-    Communicates: two all_to_all_single (Ulysses), R-1 hops (ring), of which nothing goes by the group where memory is shared; before
-    them, where blocks that a matrix or a function hides are searched, two small all_reduces, in the forward alone.
+    Communicates: two all_to_all_single for each stage (Ulysses), R-1 hops for each pass (ring), of which nothing goes by the group where
+    memory is shared; before them, where blocks that a matrix or a function hides are searched, two small all_reduces, in the forward alone.
     """
     code = Code(numbers, factors, tensors, options)
     spec = decode(code)
@@ -152,7 +152,7 @@ def attention_backward_op(
     Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; saved_kv and visible as the forward returned
     them; out and lse of this rank's heads -> for each stage (B, h, S, D), (B, k, T, D) twice, of the heads that travelled in it; and for each
     of `tensors` its gradient, to be summed over the ranks as every parameter's, or nothing; what changes the scores gets one if it `learns`.
-    Communicates: one all_to_all_single for each stage (Ulysses), R-1 hops of K, V and R-1 of dK, dV (ring).
+    Communicates: one all_to_all_single for each stage (Ulysses), R-1 hops of K, V and R-1 of dK, dV for each pass (ring).
     """
     code = Code(numbers, factors, tensors, options)
     spec = decode(code)

@@ -11,7 +11,7 @@ memory and not in the tensor, so that coming back costs one:
 
                     copies before                           copies after
     q, k, v         each element once                       none: q, k and v are views
-    out             none at B = 1, else each element once   each element once
+    out             at most each element once               each element once
     grad of out     each element once                       none: a view
     dq, dk, dv      each element once                       each element once; heads that several ranks used are summed
 

@@ -17,6 +17,7 @@ from lightning_sp.attention import AttentionMask, boundaries_from_lengths, seque
 from lightning_sp.attention.fakes import Outputs
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.attention.operator import attention_backward_op, attention_op
+from lightning_sp.attention.schemes import query_heads
 from lightning_sp.attention.spec.codec import AttentionSpec, encode
 from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.comm.collectives import Exchange
@@ -189,6 +190,37 @@ def exchanges_in_flight(ulysses, ring, heads, kv_heads, length, stages):
         ways = dict(ulysses_stages=stages, ring_transport="network", ring_method="hops")
         sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(), **ways).backward(grad)
     return list(begun.values())
+
+
+def after_a_failing_stage(ulysses, ring, step):
+    """Fail on all ranks in the third stage of four, the fourth under way, twice; return how often, and how far the next call is from right."""
+    mesh, calls = mesh_of(ulysses, ring), 0
+    original = getattr(query_heads, step)
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ValueError("in a stage")
+        return original(*args, **kwargs)
+
+    def results(stages):
+        (q, k, v), grad = local_inputs(mesh, 8, 8, 64, 8, torch.float64)
+        out = sequence_parallel_attention(
+            q, k, v, mesh=mesh, mask=AttentionMask(), ulysses_stages=stages, ring_transport="network"
+        )
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+    failures = 0
+    for _ in range(2):
+        calls = 0
+        with mock.patch.object(query_heads, step, failing):
+            try:
+                results(4)
+            except ValueError:
+                failures += 1
+    errors = [float((a - b).abs().max()) for a, b in zip(results(4), results(1), strict=True)]
+    return failures, max(errors)
 
 
 def contract(ulysses, ring, stages, keys, saves_kv):

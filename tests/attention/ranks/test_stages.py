@@ -12,7 +12,7 @@ from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import RankPool
 from tests import masks
-from tests.attention.ranks.operator_ranks import exchanges_in_flight, settled_peak_bytes, traffic
+from tests.attention.ranks.operator_ranks import after_a_failing_stage, exchanges_in_flight, settled_peak_bytes, traffic
 from tests.attention.ranks.test_law import DEGREES, LEARNED, METHODS, SCORES, TRANSPORTS, hold_the_law, stretched
 from tests.covering import covering
 
@@ -104,9 +104,17 @@ def test_every_next_stage_is_under_way_while_this_one_is_computed(pools, degrees
         assert home == [0] * stages
 
 
+@pytest.mark.parametrize("degrees", [(2, 1), (2, 2)], ids=["2x1", "2x2"])
+@pytest.mark.parametrize("step", ["forward_step", "backward_step"])
+def test_after_an_error_in_a_stage_the_next_exchange_is_no_leftover(pools, degrees, step):
+    for failures, error in pools(degrees[0] * degrees[1]).run(after_a_failing_stage, *degrees, step):
+        assert failures == 2
+        assert error < 1e-12
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_stage_sends_its_share_at_a_time(pools, stages):
-    (whole, staged), _ = ([pools(2).run(exchanges_in_flight, 2, 1, 8, 8, LENGTH, n)[0] for n in (1, stages)], None)
+    whole, staged = (pools(2).run(exchanges_in_flight, 2, 1, 8, 8, LENGTH, n)[0] for n in (1, stages))
     assert {size for _, size in whole} == {3 * LENGTH * 4 * 8, LENGTH * 4 * 8}
     assert {size for _, size in staged} == {size // stages for _, size in whole}
 

@@ -114,5 +114,6 @@ def backward_of_parts(
         sums = tuple(t.to(accumulator_dtype(t.dtype)) for t in sums or map(torch.zeros_like, kv))
         for whole, share in zip(sums, (dk, dv), strict=True):
             whole[:, slice(*part.queries.keys)] += share
+        del dk, dv, share  # before the next part's come
     dk, dv = (total.to(t.dtype) for total, t in zip(sums, kv, strict=True))
     return dk, dv

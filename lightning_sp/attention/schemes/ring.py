@@ -22,8 +22,10 @@ Source: Ring Attention, arXiv:2310.01889; zigzag as in zhuzilin/ring-flash-atten
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -44,6 +46,8 @@ from lightning_sp.attention.schemes.transport import (
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.config import AttentionOptions
+
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def ring_forward(
     size = ring.size
     hops = ring.begin_forward(*kv, saved_kv) if size > 1 else None
     parts: list[QueryHeads] = []
-    running: list[tuple[Tensor, Tensor]] = []
+    running: deque[tuple[Tensor, Tensor]] = deque()  # of the parts, in their order
     transfer: Arriving | None = None
     with abandon_on_error(hops):
         for hop in range(size):
@@ -158,13 +162,13 @@ def ring_forward(
             blocks = ring.arriving(hop)[1] if hop else ring.own
             keys = unpack(transfer.wait()) if transfer is not None else kv
             positions = ring.positions(kv[0], hop)
-            for number, part in enumerate(parts if hop else queries):
-                done = part.forward(blocks, keys, running[number] if hop else None, positions)
-                if hop + 1 == size:
-                    finish(*part.finished(done))
-                    continue
-                running[number : number + 1] = [done]
-                parts[number : number + 1] = [part]
+            for part in parts if hop else _noted(queries, parts):
+                partial = part.forward(blocks, keys, running.popleft() if hop else None, positions)
+                if hop + 1 < size:
+                    running.append(partial)
+                else:
+                    finish(*part.finished(partial))
+                del partial
             if transfer is not None:
                 transfer.release()
             transfer = following
@@ -204,7 +208,7 @@ def ring_backward(
     return [each.to(dtype) for each in dq], dk.to(dtype), dv.to(dtype)
 
 
-def _noted(queries: Iterable[SavedHeads], parts: list[SavedHeads]) -> Iterator[SavedHeads]:
+def _noted(queries: Iterable[_Part], parts: list[_Part]) -> Iterator[_Part]:
     """Yield each part as it comes, and note it for the hops that follow."""
     for part in queries:
         parts.append(part)

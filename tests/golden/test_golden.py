@@ -49,6 +49,7 @@ def all_runs(folder: Path) -> list[tuple[int, dict[Any, dict[str, Any]]]]:
         (4, {layout: {"layout": layout} for layout in MORE}),
         (4, {("balanced", layout): {"layout": layout, "strategy": BALANCED} for layout in MORE_RINGS}),
         (2, {layout: {"layout": layout} for layout in TWO}),
+        (2, {"stages": {"layout": (1, 1, 2), "strategy": {"ulysses_stages": 2}}}),
         (1, {(1, 1, 1): {"layout": (1, 1, 1)}, "plain": {"layout": None, "options": PLAIN}}),
         (1, {key: run for key, run in goes_on.items() if size(key[1]) == 1}),
     ]
@@ -77,7 +78,7 @@ def assert_equal(losses: dict[int, float], expected: list[float], first: int = 0
     assert abs(losses[worst] - expected[worst]) <= 1e-8, f"step {worst}: {losses[worst]} against {expected[worst]}"
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), *TWO, *slow(MORE), "shard 2"])
+@pytest.mark.parametrize("layout", [(1, 1, 1), *TWO, *slow(MORE), "shard 2", "stages"])
 def test_a_layout_gives_the_golden_losses(results: Results, layout: Any) -> None:
     assert_equal(results(layout)["losses"], golden())
 

@@ -187,8 +187,8 @@ ATTENTION = (
     fault(
         "a balanced layout known to the forward alone",
         "attention/operator.py",
-        "    cross = len(saved) == 2\n",
-        '    spec, cross = type(spec)(**{**vars(spec), "layout_table": None}), len(saved) == 2\n',
+        "    first_q, first_k, _ = qkv[0]\n",
+        '    spec, (first_q, first_k, _) = type(spec)(**{**vars(spec), "layout_table": None}), qkv[0]\n',
         "tests/attention/ranks/test_law.py::test_law_for_balanced_documents[1x4]",
     ),
     fault(
@@ -222,18 +222,15 @@ ATTENTION = (
     fault(
         "lse kept in bfloat16 between hops",
         "attention/schemes/ring.py",
-        "            transfer = following\n    assert running",
-        "            transfer = following\n"
-        "            assert running is not None\n"
-        "            running = (running[0], running[1].to(q.dtype).to(running[1].dtype))\n"
-        "    assert running",
+        "                    running.append(partial)\n",
+        "                    running.append((partial[0], partial[1].to(part.q.dtype).to(partial[1].dtype)))\n",
         "tests/attention/ranks/test_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
     ),
     fault(
         "lse kept in bfloat16 for the backward",
-        "attention/schemes/ring.py",
-        "    return out.to(q.dtype), lse\n",
-        "    return out.to(q.dtype), lse.to(q.dtype).to(lse.dtype)\n",
+        "attention/schemes/query_heads.py",
+        "        return out.to(self.q.dtype), lse\n",
+        "        return out.to(self.q.dtype), lse.to(self.q.dtype).to(lse.dtype)\n",
         "tests/attention/ranks/test_precision.py::test_bfloat16_error_is_at_most_twice_the_unsharded_kernels[True-1x4]",
     ),
     fault(

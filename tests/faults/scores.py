@@ -22,8 +22,8 @@ SCORES = (
     fault(
         "a whole mask read at a rank's own places",
         "attention/schemes/ring.py",
-        "queries = global_positions(layout.ring_chunks(self.plan.length, self.rank), q.device)",
-        "queries = global_positions(((0, q.shape[2]),), q.device)",
+        "queries = global_positions(layout.ring_chunks(self.plan.length, self.rank), k.device)",
+        "queries = global_positions(((0, k.shape[2]),), k.device)",
         f"{LAW}[32-2]",
     ),
     fault(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.rewrite.hugging_face import attention as layer_attention
 from lightning_sp.rewrite.hugging_face import interface as hugging_face
 from tests.preflight.preflight_ranks import LLAMA, hf
@@ -452,8 +453,11 @@ def _edges(info: SequenceInfo) -> SequenceInfo:
 
 
 def _local_edges() -> AbstractContextManager[Any]:
-    original = SequenceInfo.to
-    return patch.object(SequenceInfo, "to", lambda self, device: _edges(original(self, device)))
+    def moved(batch: Any, info: SequenceInfo, *args: Any, **options: Any) -> tuple[Any, SequenceInfo]:
+        batch, info = to_device(batch, info, *args, **options)
+        return batch, _edges(info)
+
+    return patch("lightning_sp.strategy.to_device", moved)
 
 
 def _no_documents() -> AbstractContextManager[Any]:

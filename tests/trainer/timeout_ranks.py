@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_sp import SequenceParallelStrategy, comm
+from lightning_sp import SequenceParallelError, SequenceParallelStrategy, comm
 from lightning_sp.testing import free_port
 from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
 
@@ -61,6 +61,6 @@ def fit_twice(where, seconds, options, own_world):
                 enable_progress_bar=False, enable_model_summary=False,
             )  # fmt: skip
             trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
-    except RuntimeError as raised:
+    except SequenceParallelError as raised:
         error = str(raised)
     return error, time.monotonic() - start, module.limits

@@ -25,23 +25,28 @@ def makes_host_wait(tensor: Tensor) -> bool:
 def copies_on(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return tensors on a device. To an accelerator those of the host go as views of one copy, for which the host does not wait.
 
-    From pinned memory where that is CUDA, else a copy would wait for a staging buffer.
+    From pinned memory where that is CUDA. What is more than numbers goes by itself: a subclass, a sparse tensor, one with a graph.
     """
     if not is_accelerator(device):
         return [each.to(device) for each in tensors]
-    starts, size = [], 0
-    for each in tensors:
-        starts.append(size)
-        if not makes_host_wait(each):
+    starts: dict[int, int] = {}
+    size = 0
+    for index, each in enumerate(tensors):
+        if (
+            each.device.type == "cpu"
+            and type(each) is Tensor
+            and each.layout == torch.strided
+            and not each.requires_grad
+        ):
+            starts[index] = size
             size += -(-each.numel() * each.element_size() // _ALIGNMENT) * _ALIGNMENT
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for each, start in zip(tensors, starts, strict=True):
-        if not makes_host_wait(each):
-            _view(buffer, start, each).copy_(each)
+    for index, start in starts.items():
+        _view(buffer, start, tensors[index]).copy_(tensors[index])
     copied = buffer.to(device, non_blocking=True)
     return [
-        each.to(device) if makes_host_wait(each) else _view(copied, start, each)
-        for each, start in zip(tensors, starts, strict=True)
+        _view(copied, starts[index], each) if index in starts else each.to(device, non_blocking=True)
+        for index, each in enumerate(tensors)
     ]
 
 

@@ -111,7 +111,7 @@ class Spread:
         self._both = values.new_full((2, num_parts, len(values)), -torch.inf)
         self._both[0, part], self._both[1, part] = values, -values
         work = dist.all_reduce(self._both, op=dist.ReduceOp.MAX, async_op=True)
-        self._work, self._copied = work, None
+        self._work, self._copied, self._arrived = work, None, False
         if makes_host_wait(values):
             work.wait()  # the stream waits, not the host
             self._both = self._both.to("cpu", non_blocking=True)
@@ -131,11 +131,13 @@ class Spread:
         return [float(each) for each in self._both[0].amax(0)]
 
     def _arrive(self) -> None:
+        if self._arrived:
+            return
         if self._copied is not None:
             self._copied.synchronize()
-            self._copied = None
         else:
             self._work.wait()
+        self._arrived = True
 
 
 class _RankReport(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sp.attention.kernels.kernel import Kernel
@@ -35,8 +35,10 @@ def is_right(kind: type[Any], device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _warn(kind: type[Any], device: torch.device, dtype: torch.dtype, why: str) -> None:
-    rank_zero_warn(
-        f"{kind.name} is not used on {device} in {dtype}: on a small block {why}; {TiledKernel.name} computes in its place, several times slower"
+    # On every rank that it is true of: one device may be another.
+    warnings.warn(
+        f"{kind.name} is not used on {device} in {dtype}: on a small block {why}; {TiledKernel.name} does it, several times slower",
+        stacklevel=2,
     )
 
 

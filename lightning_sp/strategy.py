@@ -49,7 +49,7 @@ from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch, moves_batches
 from lightning_sp.trainer.features import check_precision, check_trainer_features
-from lightning_sp.trainer.manual_optimization import tried_training_step
+from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 from lightning_sp.trainer.row_metrics import RowMetrics
 from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
 

@@ -13,7 +13,7 @@ import torch
 from lightning_sp.attention.schemes.ulysses import HeadSplit
 from lightning_sp.config import StrategyConfig, needless_exchange, resolve_split
 from lightning_sp.nodes import Placement, common_ranks_per_node, ranks_per_node, ring_blocks, ulysses_blocks
-from lightning_sp.trainer.processes import ProcessStrategy
+from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from tests.nodes_ranks import split_and_said
 
 # What "auto" chooses where all ranks share a sequence, ulysses x ring; a star where an all-to-all crosses nodes.

@@ -42,10 +42,10 @@ from lightning_sp.trainer.agreed_numbers import watch_numbers
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.loops import forbid_inference_mode
-from lightning_sp.trainer.processes import ProcessStrategy
-from lightning_sp.trainer.sigterm import Sigterm
-from lightning_sp.trainer.weight_averaging import WeightAverages
-from lightning_sp.trainer.whole_steps import step_whole_where_needed
+from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
+from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
+from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
+from lightning_sp.trainer.processes.sigterm import Sigterm
 
 
 class ShardedModelStrategy(ProcessStrategy):

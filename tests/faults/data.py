@@ -121,7 +121,7 @@ DATA = (
     ),
     fault(
         "an integer mean rounded down by sync_dist",
-        "trainer/processes.py",
+        "trainer/processes/process_strategy.py",
         "            tensor = tensor.float()\n",
         "            pass\n",
         "tests/trainer/test_lightning.py::test_a_mean_of_integers_is_not_rounded_down",

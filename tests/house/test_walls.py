@@ -57,6 +57,14 @@ PLANTED = {
     ),
     "Inside step": ("step/isolation.py", "from lightning_sp.step import runner"),
     "Inside trainer": ("trainer/loops.py", "from lightning_sp.trainer import sharded_model"),
+    "Inside trainer.optimizers": (
+        "trainer/optimizers/weight_averaging.py",
+        "from lightning_sp.trainer.optimizers import whole_steps",
+    ),
+    "Inside trainer.processes": (
+        "trainer/processes/launchers.py",
+        "from lightning_sp.trainer.processes import sigterm",
+    ),
     "Inside parallelize": ("parallelize/compilation.py", "from lightning_sp.parallelize import fsdp"),
     "Inside parallelize.fsdp": (
         "parallelize/fsdp/gloo_collectives.py",

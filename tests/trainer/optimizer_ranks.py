@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_sp.trainer import optimizer_trial
-from lightning_sp.trainer.optimizer_trial import Verdict
+from lightning_sp.trainer.optimizers import optimizer_trial
+from lightning_sp.trainer.optimizers.optimizer_trial import Verdict
 from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 

@@ -1,4 +1,4 @@
-"""`load_from_checkpoint` reads folders of ours alone; a run that does so is `tests/flows/trainer/load_from_checkpoint.py`."""
+"""`load_from_checkpoint` reads folders of ours alone; a run that does so is `tests/flows/trainer/weights/load_from_checkpoint.py`."""
 
 from __future__ import annotations
 

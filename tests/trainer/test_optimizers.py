@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from lightning_sp.trainer.optimizer_trial import ELEMENTWISE, Verdict
+from lightning_sp.trainer.optimizers.optimizer_trial import ELEMENTWISE, Verdict
 from tests.trainer import optimizer_ranks as ranks
 
 WHOLE = ["Adafactor", "hugging face", "Rprop", "LBFGS", "norm of shards"]

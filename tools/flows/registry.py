@@ -1,4 +1,4 @@
-"""The flows that are tried: each script of tests/flows, in folders by topic."""
+"""The flows that are tried: each script of tests/flows, by topic and room. A name stands once in a topic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Flow:
     """A script.
 
     Args:
-        topic: its folder.
+        topic: its folder in tests/flows.
         name: its file, without the ending.
     """
 
@@ -47,11 +47,11 @@ class Flow:
         return found
 
     def _module(self) -> Any:
-        return importlib.import_module(f"tests.flows.{self.topic}.{self.name}")
+        (file,) = (FOLDER / self.topic).rglob(f"{self.name}.py")
+        return importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def flows() -> list[Flow]:
     """Return every flow, topic by topic."""
-    return [
-        Flow(file.parent.name, file.stem) for file in sorted(FOLDER.glob("*/*.py")) if not file.stem.startswith("_")
-    ]
+    files = [each for each in FOLDER.glob("*/*/*.py") if not each.stem.startswith("_")]
+    return sorted((Flow(each.parts[-3], each.stem) for each in files), key=lambda flow: (flow.topic, flow.name))

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize import optional_units, shard_model, transformer_blocks
 from lightning_sp.rewrite.hugging_face.models import own_class
-from tests.flows.models.llava_images import model, with_image
-from tests.flows.models.llava_images_and_text import collate
+from tests.flows.models.images_in_text.llava_images import model, with_image
+from tests.flows.models.images_in_text.llava_images_and_text import collate
 from tests.flows.tiny import Tuned, llama, rows
 from tests.trainer.tiny import quiet_trainer
 

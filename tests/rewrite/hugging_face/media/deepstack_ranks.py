@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.flows.models.qwen3_vl_images import model
-from tests.flows.models.qwen_vl_images import collate, samples_of
+from tests.flows.models.images_in_text.qwen3_vl_images import model
+from tests.flows.models.images_in_text.qwen_vl_images import collate, samples_of
 from tests.flows.tiny import Tuned
 from tests.trainer.tiny import quiet_trainer
 

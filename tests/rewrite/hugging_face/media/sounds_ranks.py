@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_sp import SequenceParallelError
-from tests.flows.models.qwen_audio import SOUND, model, samples_of
+from tests.flows.models.sounds.qwen_audio import SOUND, model, samples_of
 from tests.trainer.tiny import Plain, quiet_trainer
 
 ROWS = 4

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_sp import comm
 from lightning_sp.nodes import ranks_per_node
-from lightning_sp.trainer.launchers import ExternalLauncher, ScriptLauncher
+from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher
 
 T = TypeVar("T")
 

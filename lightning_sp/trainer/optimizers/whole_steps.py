@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sp.checkpoint import sharded_like
-from lightning_sp.trainer.optimizer_trial import cuda_devices, verdict_on_shards
+from lightning_sp.trainer.optimizers.optimizer_trial import cuda_devices, verdict_on_shards
 
 Closure = Callable[[], Any]
 

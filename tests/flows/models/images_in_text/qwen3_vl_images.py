@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from tests.flows.models.qwen_vl_images import IMAGE, collate, samples_of
+from tests.flows.models.images_in_text.qwen_vl_images import IMAGE, collate, samples_of
 from tests.flows.tiny import Tuned, sizes
 
 

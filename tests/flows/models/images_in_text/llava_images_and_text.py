@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from tests.flows.models.llava_images import model, with_image
+from tests.flows.models.images_in_text.llava_images import model, with_image
 from tests.flows.tiny import Tuned, rows
 
 

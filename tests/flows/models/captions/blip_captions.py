@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from tests.flows.models.vit_gpt2_captions import captions
+from tests.flows.models.captions.vit_gpt2_captions import captions
 from tests.flows.tiny import VOCABULARY, Tuned
 
 

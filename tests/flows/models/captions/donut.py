@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from tests.flows.models.vit_gpt2_captions import captions, collate
+from tests.flows.models.captions.vit_gpt2_captions import captions, collate
 from tests.flows.tiny import VOCABULARY, Tuned
 
 

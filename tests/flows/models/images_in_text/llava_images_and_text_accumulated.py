@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.flows.models import llava_images_and_text
+from tests.flows.models.images_in_text import llava_images_and_text
 
 
 def main(batch_size: int, **options: Any) -> Any:

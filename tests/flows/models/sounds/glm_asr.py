@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from tests.flows.models.flamingo_audio import SOUND, samples_of
+from tests.flows.models.sounds.flamingo_audio import SOUND, samples_of
 from tests.flows.tiny import Tuned, sizes
 
 

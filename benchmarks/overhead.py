@@ -39,14 +39,15 @@ NUM_STEPS = 6
 
 
 class Timed(SequenceParallelStrategy):
-    """Notes what the preflight takes."""
+    """Notes what the preflight of the first batch takes."""
 
     preflight_s = (0.0, 0.0)
 
-    def _preflight(self, first: Any, batch_idx: int) -> None:
+    def _preflight(self, batch: Any, step: Any, batch_idx: int, after: int) -> None:
         start = _now()
-        super()._preflight(first, batch_idx)
-        self.preflight_s = _since(start)
+        super()._preflight(batch, step, batch_idx, after)
+        if not after:
+            self.preflight_s = _since(start)
 
 
 class Probe(pl.Callback):

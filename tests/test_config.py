@@ -139,7 +139,7 @@ def test_degrees_that_contradict_each_other():
 def test_an_unknown_option_names_the_nearest_and_all():
     with refusal("unknown option 'ring_sizes' of the sequence_parallel strategy; did you mean 'ring_size'?"):
         StrategyConfig.from_options({"ring_sizes": 2})
-    with refusal("known: kernel, ring_transport, ring_saves_kv, ring_method, ulysses_stages, sequence_parallel_size"):
+    with refusal("known: kernel, ring_transport, ring_saves_kv, ring_method, ulysses_stages, shard_size"):
         StrategyConfig.from_options({"zzz": 2})
     assert StrategyConfig.from_options({"ring_size": 2}) == StrategyConfig(ring_size=2)
 

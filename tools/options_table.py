@@ -16,7 +16,8 @@ from lightning_sp.config import (
     RING_METHODS,
     RING_TRANSPORTS,
     AttentionOptions,
-    Degree,
+    MemoryOptions,
+    Size,
     StrategyConfig,
 )
 from lightning_sp.strategy import SequenceParallelStrategy
@@ -27,7 +28,7 @@ HEAD = """# Options
 
 `SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and
 `--trainer.strategy.init_args.*` of the Lightning CLI take the same options.
-`lightning_sp/config.py` says more about each, and refuses what does not fit together.
+`lightning_sp/config/` says more about each, and refuses what does not fit together.
 `python -m tools.options_table` writes this page.
 
 """
@@ -39,7 +40,7 @@ TAIL = """
 def descriptions() -> dict[str, str]:
     """Return the first sentence that the dataclasses say of each option."""
     found = {}
-    for owner in (AttentionOptions, StrategyConfig):
+    for owner in (AttentionOptions, MemoryOptions, StrategyConfig):
         arguments = inspect.getdoc(owner).split("Args:\n")[1].split("\n\n")[0]  # type: ignore[union-attr]
         for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE):
             found[name] = re.split(r"(?<=\.)\s", " ".join(text.split()))[0].replace("``", "`")
@@ -50,7 +51,7 @@ def type_of(name: str, hint: Any) -> str:
     """Return an option's type as a reader knows it."""
     if hint is str:
         return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
-    if hint == Degree:
+    if hint == Size:
         return '`int` or `"auto"`'
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
     shown = ["dict[str, int]" if typing.get_origin(kind) is Mapping else kind.__name__ for kind in kinds]

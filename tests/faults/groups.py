@@ -56,7 +56,7 @@ GROUPS = (
     ),
     fault(
         "a group's size checked against the world",
-        "config.py",
+        "config/degrees.py",
         "    if dp * sp != world_size or dp == 0:\n",
         "    if sp != world_size:\n",
         "tests/test_config.py::test_degrees_resolve_against_the_world[options2-8-expected2]",

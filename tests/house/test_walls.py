@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 # A contract of pyproject.toml -> a file below lightning_sp, and an import that the contract forbids there.
 PLANTED = {
     "Layers": ("layout.py", "from lightning_sp.strategy import SequenceParallelStrategy"),
+    "Inside config": ("config/memory.py", "from lightning_sp.config import degrees"),
     "Inside attention": ("attention/spec/mask.py", "from lightning_sp.attention.schemes import ring"),
     "Inside data": ("data/batch/digest.py", "from lightning_sp.data.loaders import lazy_loader"),
     "Inside data.batch": ("data/batch/digest.py", "from lightning_sp.data.batch import sharding"),

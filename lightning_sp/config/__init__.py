@@ -1,0 +1,43 @@
+"""The one table of options: names, defaults and rules. Reads nothing but its arguments; imports no torch.
+
+`SequenceParallelStrategy`, `conf/strategy/*.yaml` and `--trainer.strategy.init_args.*` share these names, defaults and errors.
+"""
+
+from lightning_sp.config.attention import (
+    ATTENTION_OPTIONS,
+    KERNELS,
+    RING_METHODS,
+    RING_TRANSPORTS,
+    AttentionKeywords,
+    AttentionOptions,
+    check_stages,
+)
+from lightning_sp.config.checks import Size
+from lightning_sp.config.degrees import (
+    Degrees,
+    needless_exchange,
+    resolve_degrees,
+    resolve_shard_size,
+    resolve_split,
+)
+from lightning_sp.config.memory import MemoryOptions
+from lightning_sp.config.strategy import BALANCES, StrategyConfig
+
+__all__ = [
+    "ATTENTION_OPTIONS",
+    "BALANCES",
+    "KERNELS",
+    "RING_METHODS",
+    "RING_TRANSPORTS",
+    "AttentionKeywords",
+    "AttentionOptions",
+    "Degrees",
+    "MemoryOptions",
+    "Size",
+    "StrategyConfig",
+    "check_stages",
+    "needless_exchange",
+    "resolve_degrees",
+    "resolve_shard_size",
+    "resolve_split",
+]

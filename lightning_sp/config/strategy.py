@@ -1,0 +1,108 @@
+"""All options of the strategy: the attention's, the memory's and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_sp.config.attention import AttentionOptions
+from lightning_sp.config.checks import Size, check_name, check_seconds, check_size
+from lightning_sp.config.memory import MemoryOptions
+from lightning_sp.errors import SequenceParallelError, closest
+
+BALANCES = ("auto", "zigzag", "documents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig(MemoryOptions, AttentionOptions):
+    """Validated options of the strategy, the attention's and the memory's among them; everything but the degrees' resolution against the world.
+
+    Args:
+        sequence_parallel_size: Ranks that share one sequence. "auto": world / data_parallel_size, the whole world by default.
+        data_parallel_size: Groups of ranks that read different samples. "auto": world / sequence_parallel_size.
+        ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow;
+            over several nodes, what sends the fewest bytes between them (`nodes.Placement.bytes_across_nodes`).
+        ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
+        compile: Compile each transformer block with torch.compile.
+        preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded; and what a step logs or predicts.
+        preflight_tokens: Length of the preflight's crop, rounded up to what the degrees divide; "auto" chooses.
+        shard_batch: Shard the batches; False for loaders that shard by hand.
+        sequence_dims: Extra batch entries that carry the sequence, and along which dim: ``{"pixel_mask": 1}``. Names that begin with
+            ``decoder_`` are of a second sequence, with a length of its own, as are the labels then. An empty one says that a batch without a
+            known name holds no sequence, and runs whole.
+        labels_shifted: Whether the batch's ``labels`` already hold the target of their own position. None: known by name
+            alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not, an encoder-decoder's are), else refused.
+        packed_documents: Whether position_ids that do not rise by one begin a document, to which attention keeps. None: known for
+            `SequenceShardingDataModule`, and for Hugging Face models that get no attention mask (their own convention), else refused.
+        balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
+            that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
+        save_distributed_checkpoint: Write each checkpoint as a DCP directory; False: as one consolidated file, by rank 0.
+        exclude_frozen_parameters: Leave frozen parameters that building the model gives again, the base of a LoRA, out of checkpoints. Each is
+            known by a digest; one that was ever changed is saved, and a load into another base is refused.
+        timeout_s: Time limit of every collective from the first batch on, in seconds.
+        start_timeout_s: The same before it, in seconds: while rank 0 builds the model, reads its weights or a checkpoint, the others wait. Of a
+            process group that others made neither limit is changed.
+    """
+
+    sequence_parallel_size: Size = "auto"
+    data_parallel_size: Size = "auto"
+    ulysses_size: Size = "auto"
+    ring_size: Size = "auto"
+    compile: bool = False
+    preflight: bool = True
+    preflight_tokens: Size = "auto"
+    shard_batch: bool = True
+    sequence_dims: Mapping[str, int] | None = None
+    labels_shifted: bool | None = None
+    packed_documents: bool | None = None
+    balance: str = "auto"
+    save_distributed_checkpoint: bool = True
+    exclude_frozen_parameters: bool = False
+    timeout_s: float = 300.0
+    start_timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        AttentionOptions.__post_init__(self)
+        MemoryOptions.__post_init__(self)
+        for name in (
+            "sequence_parallel_size",
+            "data_parallel_size",
+            "ulysses_size",
+            "ring_size",
+            "preflight_tokens",
+        ):
+            check_size(name, getattr(self, name))
+        for name, dim in (self.sequence_dims or {}).items():
+            if isinstance(dim, bool) or not isinstance(dim, int):
+                raise SequenceParallelError(f"sequence_dims[{name!r}]={dim!r}: must be the number of a dim")
+        check_name("balance", self.balance, BALANCES)
+        if self.balance == "documents" and not self.shard_batch:
+            raise SequenceParallelError(
+                "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
+                "let the strategy shard"
+            )
+        check_seconds("timeout_s", self.timeout_s)
+        check_seconds("start_timeout_s", self.start_timeout_s)
+        sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
+        if sp != "auto" and ulysses != "auto" and ring != "auto" and ulysses * ring != sp:
+            raise SequenceParallelError(
+                f"ulysses_size={ulysses} x ring_size={ring} = {ulysses * ring}, but sequence_parallel_size={sp}: "
+                "their product must be sequence_parallel_size; leave one of the three 'auto'"
+            )
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of all options."""
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> StrategyConfig:
+        """Build from keywords, refusing an unknown one with the nearest known name."""
+        known = cls.names()
+        for name in options:
+            if name not in known:
+                raise SequenceParallelError(
+                    f"unknown option {name!r} of the sequence_parallel strategy{closest(name, known)}; known: {', '.join(known)}"
+                )
+        return cls(**options)

@@ -39,12 +39,10 @@ from lightning_sp.parallelize import check_optimized, reshard
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.current_sequence import CurrentSequence
-from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unsharded_output
 from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
-from lightning_sp.step.random_streams import RandomStreams
-from lightning_sp.step.replicas import ReplicaWatch
+from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch, moves_batches
@@ -52,9 +50,6 @@ from lightning_sp.trainer.features import check_precision, check_trainer_feature
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 from lightning_sp.trainer.row_metrics import RowMetrics
 from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
-
-# Of what this strategy adds to Lightning's checkpoint.
-CHECKPOINT_KEY = "lightning_sp"
 
 
 class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
@@ -114,9 +109,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._first_batch = FirstBatch()
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
-        self._cursor = DataCursor()
-        self._streams = RandomStreams()
-        self._replicas = ReplicaWatch()
+        self._run = RunState()
         self._row_metrics = RowMetrics()
 
     # ---- mesh
@@ -159,11 +152,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             self.setup_optimizers(trainer)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
-        if fitting:
-            self._streams.start_run(trainer.global_step, self.sequence_mesh)
-            self._replicas.start_run(trainer.global_step)
-        else:
-            self._streams.share_seed()
+        self._run.start(trainer, self.sequence_mesh, fitting=fitting)
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
@@ -191,7 +180,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             own_samplers=bool(self._own_samplers),
         )
         if training:
-            self._cursor.resume_loader(loader)
+            self._run.cursor.resume_loader(loader)
         return loader
 
     @override
@@ -207,7 +196,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         by_hand, told = not self.config.shard_batch, self._sigterm.is_told
         local, info, ends = collective_shard(batch, self._mesh, options, self._groups.world, by_hand=by_hand, ends=told)
         self._sigterm.agree(trainer, ends)
-        seed = self._streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
+        seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
         self._batch = replace(info, seed=seed)
         if whole := info.is_whole and self._mesh.layout.size > 1:
@@ -236,7 +225,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_optimized(self._module, self.optimizers)
         step = self._module.trainer.global_step
-        self._replicas.watch(self._module, step, self._shard_size, self._groups.world)
+        self._run.replicas.watch(self._module, step, self._shard_size, self._groups.world)
         whole, after = self._first_batch.take(step)
         if whole is not None:
             run = self._handed.tried(tried_training_step, "on_train_batch_start", batch, batch_idx)
@@ -270,9 +259,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
-        self._cursor.note_micro_batch(rows, trainer, mesh)
-        self._streams.begin_micro_batch()
-        dropout = self._streams.dropout_source(rows, trainer.global_step, mesh, self.root_device)
+        dropout = self._run.begin_micro_batch(rows, trainer, mesh, self.root_device)
         self._batch = replace(self._batch, dropout=dropout)
         # A step may take entries out of its batch.
         self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
@@ -348,14 +335,10 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        trainer, mesh = self._module.trainer, self.sequence_mesh
-        self._replicas.compare(self._module, trainer.global_step, self._shard_size, self._groups.world)
-        checkpoint[CHECKPOINT_KEY] = {
-            "format": 1,
-            "shard_size": self._shard_size,
-            **self._streams.stored(trainer.global_step, mesh, self._groups.world),
-            **self._cursor.stored(trainer, mesh),
-        }
+        self._run.store(
+            checkpoint, self._module, self._module.trainer, self.sequence_mesh,
+            shard_size=self._shard_size, group=self._groups.world,
+        )  # fmt: skip
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -365,15 +348,14 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            stored, loop_state = checkpoint.get(CHECKPOINT_KEY) or {}, checkpoint["loops"]["fit_loop"]
-            self._cursor.resume(stored.get("position"), loop_state, trainer, dp_size=self.data_parallel_size)
+            self._run.resume_data(checkpoint, trainer, dp_size=self.data_parallel_size)
         self._averages.fit_state(checkpoint, self._module)
         return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._streams.restore(checkpoint.get(CHECKPOINT_KEY), self._module.trainer, self.sequence_mesh)
+        self._run.resume_streams(checkpoint, self._module.trainer, self.sequence_mesh)
 
     # ---- end
 
@@ -382,8 +364,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._interceptions.close()
         if self._runner is not None:
             self._runner.end()
-        self._cursor.end_of_run()
-        self._streams.end_of_run()
+        self._run.end()
         self._averages.release()
         self._row_metrics.follow(self._module, None)
         super().teardown()

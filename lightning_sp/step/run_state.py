@@ -1,0 +1,92 @@
+"""What a checkpoint stores of a run beside weights and optimizers: its data cursor, its random streams, and whether replicas agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lightning_sp.context.dropout import DropoutSource
+from lightning_sp.mesh import SequenceMesh
+from lightning_sp.step.data_cursor import DataCursor
+from lightning_sp.step.random_streams import RandomStreams
+from lightning_sp.step.replicas import ReplicaWatch
+
+# Of what the strategy adds to Lightning's checkpoint.
+KEY = "lightning_sp"
+
+
+class RunState:
+    """One run's state; a class because its steps move it on, a checkpoint stores it and a resume sets it.
+
+    Attributes:
+        cursor: how far the training loader has come.
+        streams: the random numbers of each rank.
+        replicas: whether ranks that hold the same shard hold the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self.cursor = DataCursor()
+        self.streams = RandomStreams()
+        self.replicas = ReplicaWatch()
+
+    def start(self, trainer: Any, mesh: SequenceMesh, *, fitting: bool) -> None:
+        """Begin a run with rank 0's seed. Communicates: one broadcast of it."""
+        if fitting:
+            self.streams.start_run(trainer.global_step, mesh)
+            self.replicas.start_run(trainer.global_step)
+        else:
+            self.streams.share_seed()
+
+    def begin_micro_batch(self, rows: int, trainer: Any, mesh: SequenceMesh, device: torch.device) -> DropoutSource:
+        """Move on by a micro-batch of training; return what its attention dropout is drawn by."""
+        self.cursor.note_micro_batch(rows, trainer, mesh)
+        self.streams.begin_micro_batch()
+        return self.streams.dropout_source(rows, trainer.global_step, mesh, device)
+
+    def store(
+        self,
+        checkpoint: dict[str, Any],
+        module: nn.Module,
+        trainer: Any,
+        mesh: SequenceMesh,
+        *,
+        shard_size: int,
+        group: ProcessGroup | None,
+    ) -> None:
+        """Write the state into a checkpoint, in plain values; warn of replicas that have come apart. Every rank must call it.
+
+        Args:
+            checkpoint: Lightning's.
+            module: the sharded module.
+            trainer: of the run.
+            mesh: the attention's.
+            shard_size: ranks over which parameters are split.
+            group: the world, on a backend for host tensors.
+
+        Communicates: every rank's random states; what `ReplicaWatch.compare` does.
+        """
+        self.replicas.compare(module, trainer.global_step, shard_size, group)
+        checkpoint[KEY] = {
+            "format": 1,
+            "shard_size": shard_size,
+            **self.streams.stored(trainer.global_step, mesh, group),
+            **self.cursor.stored(trainer, mesh),
+        }
+
+    def resume_data(self, checkpoint: Mapping[str, Any], trainer: Any, *, dp_size: int) -> None:
+        """Continue at a checkpoint's cursor; as `DataCursor.resume`."""
+        stored, loop_state = checkpoint.get(KEY) or {}, checkpoint["loops"]["fit_loop"]
+        self.cursor.resume(stored.get("position"), loop_state, trainer, dp_size=dp_size)
+
+    def resume_streams(self, checkpoint: Mapping[str, Any], trainer: Any, mesh: SequenceMesh) -> None:
+        """Go on with a checkpoint's random streams; as `RandomStreams.restore`."""
+        self.streams.restore(checkpoint.get(KEY), trainer, mesh)
+
+    def end(self) -> None:
+        """Forget what the run was resumed at."""
+        self.cursor.end_of_run()
+        self.streams.end_of_run()

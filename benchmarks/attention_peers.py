@@ -31,12 +31,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.environments import DEEPSPEED, DEEPSPEED_ENVIRON, TORCH, interpreter
 from benchmarks.traffic import fewest_sent_bytes
 from lightning_sp.testing import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENTS = ROOT / ".venv-peers"
-TORCH = "torch==2.13.0"
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ PEERS = (
         "deepspeed",
         "deepspeed_ulysses",
         {w: {"ulysses": "ulysses"} for w in (2, 4)},
-        ((TORCH, "numpy", "setuptools", "wheel"), ("--no-build-isolation", "deepspeed==0.19.8")),
-        (("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0"), ("DS_LOG_LEVEL", "error")),
+        DEEPSPEED,
+        DEEPSPEED_ENVIRON,
     ),
     Peer(
         "ringmaster",
@@ -117,22 +116,9 @@ def scheme(variant: str, world: int) -> tuple[int, int, bool]:
     return (world, 1, True) if variant == "ulysses" else (1, world, variant not in CONSECUTIVE)
 
 
-def interpreter(peer: Peer) -> str:
+def python_of(peer: Peer) -> str:
     """Return the Python that runs a competitor; make its environment where there is none."""
-    if not peer.packages:
-        return sys.executable
-    folder = ENVIRONMENTS / peer.module
-    python, stamp = folder / "bin" / "python", folder / ".ready"
-    if not stamp.exists():
-        print(f"making the environment of {peer.name}: {folder}", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        for packages in peer.packages:
-            environ = {**os.environ, **dict(peer.environ)}
-            subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, env=environ)
-        if peer.module in _PATCHES:
-            _PATCHES[peer.module](folder)
-        stamp.touch()
-    return str(python)
+    return interpreter(peer.module, peer.packages, dict(peer.environ), _PATCHES.get(peer.module))
 
 
 def _patch_yunchang(folder: Path) -> None:
@@ -159,7 +145,7 @@ class Competitor:
         self, peer: Peer, label: str, variant: str, world: int, problem: dict[str, Any], reference: Path
     ) -> None:
         self.name, self.peer, self.variant = f"{peer.name} {label}".strip(), peer, variant
-        python, port = interpreter(peer), free_port()
+        python, port = python_of(peer), free_port()
         self.processes = []
         for rank in range(world):
             environ = {

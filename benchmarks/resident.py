@@ -38,6 +38,12 @@ def peak_growth() -> Iterator[Growth]:
     growth.peak_bytes = _kept_bytes("status", "VmHWM") - begin - (shared_end - shared) + (own_end - own)
 
 
+def resident_bytes() -> int:
+    """Return what is resident now, of memory shared with other processes this one's share."""
+    shared, own = _shared_bytes()
+    return _kept_bytes("status", "VmRSS") - shared + own
+
+
 def _shared_bytes() -> tuple[int, int]:
     """Return the resident shared memory of this process, and its share of it: a page that n processes map counts 1/n."""
     return _kept_bytes("status", "RssShmem"), _kept_bytes("smaps_rollup", "Pss_Shmem")

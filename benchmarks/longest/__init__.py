@@ -1,0 +1,1 @@
+"""Pieces of `python -m benchmarks.longest_sequence`."""

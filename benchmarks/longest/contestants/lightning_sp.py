@@ -1,0 +1,59 @@
+"""This project, through the Trainer, on the unmodified model; the variant is the strategy's options, as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.longest.llama import adamw, llama
+from benchmarks.longest.rank import Meter
+from lightning_sp import SequenceParallelStrategy
+
+
+class _Module(pl.LightningModule):
+    def __init__(self, problem: dict[str, Any]) -> None:
+        super().__init__()
+        self.problem = problem
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = llama(self.problem)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.model)
+
+
+class _Measured(pl.Callback):
+    def __init__(self, meter: Meter, lengths: list[int]) -> None:
+        self.meter, self.lengths = meter, lengths
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.meter.begin()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.meter.end(self.lengths[args[-1]], float(outputs["loss"]))
+
+
+def train(variant: str, problem: dict[str, Any], world: int, batches: list[Tensor], meter: Meter) -> None:
+    """Fit one epoch of the batches."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    # The model shifts the labels itself, as users of Hugging Face have it: the last token has no target.
+    rows = [{"input_ids": batch[0, :-1], "labels": batch[0, :-1]} for batch in batches]
+    trainer = pl.Trainer(
+        strategy=SequenceParallelStrategy(**json.loads(variant or "{}")), accelerator="cpu", devices=world, max_epochs=1, logger=False,
+        callbacks=[_Measured(meter, [batch.shape[1] - 1 for batch in batches])], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(_Module(problem), DataLoader(rows, batch_size=1))  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""The longest sequence that trains in a given memory per rank: plain FSDP2, this project's switches, and others, each as published.
+
+    python -m benchmarks.longest_sequence                                2 ranks, 3 and 5 GiB, a vocabulary of 32,000
+    python -m benchmarks.longest_sequence --world 4 --budgets 2 3
+    python -m benchmarks.longest_sequence --vocabulary 128000            the head is the embedding
+    python -m benchmarks.longest_sequence --only "plain FSDP2" defaults
+    python -m benchmarks.longest_sequence --confirm "plain FSDP2"        one real step at 90% of what is predicted
+
+The model is an unmodified Hugging Face Llama (8 layers, dim 512, float32) with AdamW. What a rank needs is what stays (parameters, optimizer)
+and what a step adds at its peak, above the process with its libraries; both by the kernel's count of resident pages. It is measured at three
+lengths, each beginning where the one before fits well within the budget, and a line through them gives the longest sequence. Processes are new
+for each contestant. One with a Trainer counts, beyond the others, what Lightning loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.environments import DEEPSPEED, DEEPSPEED_ENVIRON, TORCH, interpreter
+from lightning_sp.testing import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB, MIB = 2**30, 2**20
+# A ratio to what trains hardly anything says nothing.
+LEAST_PLAIN = 1024
+WITH_MODEL = (("transformers==5.24.0",),)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who trains.
+
+    Args:
+        name: in the table.
+        module: in benchmarks/longest/contestants/.
+        variant: what the module is told.
+        lengths: of the first measurement on two ranks, whole sequences.
+        packages: of its environment, each a pip command's arguments; empty for this one.
+        environ: of its processes.
+        environment: the folder of its environment.
+    """
+
+    name: str
+    module: str
+    variant: str = ""
+    lengths: tuple[int, ...] = (2048, 4096, 8192)
+    packages: tuple[tuple[str, ...], ...] = ()
+    environ: tuple[tuple[str, str], ...] = ()
+    environment: str = ""
+
+
+def ours(name: str, lengths: tuple[int, ...] = (2048, 4096, 8192), **options: Any) -> Contestant:
+    """Return this project with options of its strategy."""
+    return Contestant(name, "lightning_sp", json.dumps(options), lengths)
+
+
+SHORT, LONG = (512, 1024, 2048), (4096, 8192, 16384)
+CONTESTANTS = (
+    Contestant("plain FSDP2", "fsdp2", "", SHORT),
+    Contestant("FSDP2, checkpointing", "fsdp2", "checkpoint", (1024, 2048, 4096)),
+    Contestant("FSDP2, checkpointing, chunked loss", "fsdp2", "checkpoint, chunked loss", LONG),
+    Contestant("Ulysses by hand, checkpointing", "hand_ulysses"),
+    Contestant("ALST (DeepSpeed 0.19.8)", "alst", "", LONG, (*DEEPSPEED, *WITH_MODEL), DEEPSPEED_ENVIRON, "deepspeed_transformers"),
+    Contestant("AutoSP (DeepSpeed 0.19.8)", "autosp", "", SHORT, (*DEEPSPEED, *WITH_MODEL), DEEPSPEED_ENVIRON, "deepspeed_transformers"),
+    Contestant(
+        "ringmaster, checkpointing", "ringmaster", "", (2048, 4096, 8192),
+        ((TORCH, "numpy", "transformers==5.24.0"), ("--no-deps", "axolotl-ringmaster==0.2.7")), (), "ringmaster_attention",
+    ),
+    ours("defaults"),
+)  # fmt: skip
+
+
+def measure(contestant: Contestant, world: int, vocabulary: int, lengths: tuple[int, ...]) -> list[dict[str, float]]:
+    """Return what the largest rank needs at each length: stays and step in bytes, the loss, seconds.
+
+    Raises:
+        RuntimeError: a rank ended without an answer.
+    """
+    environ = {
+        **os.environ, **dict(contestant.environ), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+    python = interpreter(contestant.environment, contestant.packages, dict(contestant.environ))
+    problem = json.dumps({"vocab_size": vocabulary, "lengths": lengths})
+    command = [python, "-m", "benchmarks.longest.rank", contestant.module, contestant.variant, problem]
+    ranks = [
+        subprocess.Popen(command, env={**environ, "RANK": str(r), "LOCAL_RANK": str(r)}, text=True, stdout=subprocess.PIPE, cwd=ROOT)
+        for r in range(world)
+    ]  # fmt: skip
+    answers = [rank.communicate()[0].strip().splitlines() for rank in ranks]
+    if not all(answers):
+        raise RuntimeError(f"{contestant.name} ended without an answer; what it said is above")
+    of_ranks = [json.loads(lines[-1]) for lines in answers]
+    return [max(at, key=lambda each: each["stays"] + each["step"]) for at in zip(*of_ranks, strict=True)]
+
+
+def line(measured: list[dict[str, float]]) -> tuple[float, float]:
+    """Return bytes at no token and bytes for each token of the sequence, by least squares."""
+    xs, ys = [each["length"] for each in measured], [each["stays"] + each["step"] for each in measured]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+    return mean_y - slope * mean_x, slope
+
+
+def longest(constant: float, per_token: float, budget: float) -> int:
+    """Return the longest sequence that a budget in bytes holds, in tokens."""
+    return max(0, int((budget - constant) / per_token))
+
+
+def table(chosen: list[Contestant], world: int, vocabulary: int, budgets: list[float], confirmed: list[str]) -> None:
+    """Print a row for each contestant, and what does not run."""
+    print(f"{world} ranks, vocabulary {vocabulary}: what stays, and the longest sequence (over plain FSDP2's)")
+    heads = [f"{budget:g} GiB" for budget in budgets]
+    print("| | stays, MiB | at no token, MiB | KiB a token of the sequence | " + " | ".join(heads) + " | loss |")
+    print("| --- |" + " --- |" * (4 + len(budgets)))
+    plain: list[int] = []
+    for each in chosen:
+        try:
+            measured = measure(each, world, vocabulary, tuple(length * world // 2 or length for length in each.lengths))
+        except RuntimeError as error:
+            print(f"left out: {error}", flush=True)
+            continue
+        constant, per_token = line(measured)
+        found = [longest(constant, per_token, budget * GIB) for budget in budgets]
+        plain = plain or (found if each.name == CONTESTANTS[0].name else [])
+        cells = []
+        for number, tokens in enumerate(found):
+            over = f" ({tokens / plain[number]:.1f}x)" if plain and plain[number] >= LEAST_PLAIN else ""
+            cells.append(f"{tokens:,}{over}")
+        stays, loss = max(at["stays"] for at in measured), measured[0]["loss"]
+        print(
+            f"| {each.name} | {stays / MIB:.0f} | {constant / MIB:.0f} | {per_token / 1024:.2f} | {' | '.join(cells)} | {loss:.6f} |",
+            flush=True,
+        )
+        if each.name in confirmed:
+            confirm(each, world, vocabulary, found[0], budgets[0])
+
+
+def confirm(contestant: Contestant, world: int, vocabulary: int, tokens: int, budget: float) -> None:
+    """Print what one step at 90% of a predicted length really takes."""
+    unit = 64 * world
+    length = int(0.9 * tokens) // unit * unit
+    (found,) = measure(contestant, world, vocabulary, (length,))
+    needed = (found["stays"] + found["step"]) / GIB
+    print(
+        f"confirmed: {contestant.name} trained {length:,} tokens, 90% of {tokens:,}, in {needed:.2f} of {budget:g} GiB, {found['seconds']:.0f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2, choices=(1, 2, 4))
+    parser.add_argument("--budgets", type=float, nargs="+", default=[3.0, 5.0], metavar="GIB")
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names that begin so")
+    parser.add_argument("--confirm", nargs="+", default=[], metavar="NAME", help="at the first budget")
+    given = parser.parse_args()
+    chosen = [each for each in CONTESTANTS if each.name.startswith(tuple(given.only or [""]))]
+    if not chosen:
+        raise SystemExit(f"no contestant is called {given.only}: {', '.join(each.name for each in CONTESTANTS)}")
+    table(chosen, given.world, given.vocabulary, given.budgets, given.confirm)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -70,7 +70,7 @@ CONTESTANTS = (
     Contestant("ALST (DeepSpeed 0.19.8)", "alst", "", LONG, (*DEEPSPEED, *WITH_MODEL), DEEPSPEED_ENVIRON, "deepspeed_transformers"),
     Contestant("AutoSP (DeepSpeed 0.19.8)", "autosp", "", SHORT, (*DEEPSPEED, *WITH_MODEL), DEEPSPEED_ENVIRON, "deepspeed_transformers"),
     Contestant(
-        "ringmaster, checkpointing", "ringmaster", "", (2048, 4096, 8192),
+        "ringmaster, checkpointing", "ringmaster_ulysses", "", (2048, 4096, 8192),
         ((TORCH, "numpy", "transformers==5.24.0"), ("--no-deps", "axolotl-ringmaster==0.2.7")), (), "ringmaster_attention",
     ),
     ours("defaults"),

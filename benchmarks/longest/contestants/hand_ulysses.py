@@ -48,9 +48,14 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs
 
 def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
     """Return a step on a sequence that all ranks share."""
-    AttentionInterface.register("hand_ulysses", _attention)
+    return checkpointed_step(_attention, problem, rank, world)
+
+
+def checkpointed_step(attention: Any, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
+    """Return a step of the model with an attention over shards that lie in order, blocks fully checkpointed, under FSDP2."""
+    AttentionInterface.register("over_shards", attention)
     model = llama(problem)
-    model.config._attn_implementation = "hand_ulysses"
+    model.config._attn_implementation = "over_shards"
     for block in model.model.layers:
         checkpoint_fully(block)
         fully_shard(block)

@@ -75,6 +75,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ring_method: str = "auto",
         ulysses_stages: int = 1,
         activation_checkpointing: bool = False,
+        mlp_tile_tokens: int | Literal["auto"] | None = None,
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",

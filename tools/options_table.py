@@ -53,6 +53,8 @@ def type_of(name: str, hint: Any) -> str:
         return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
     if hint == Size:
         return '`int` or `"auto"`'
+    if hint == Size | None:
+        return '`int`, `"auto"` or `None`'
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
     shown = ["dict[str, int]" if typing.get_origin(kind) is Mapping else kind.__name__ for kind in kinds]
     return " or ".join(f"`{kind}`" for kind in [*shown, *(["None"] if kinds != [hint] else [])])

@@ -82,6 +82,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
                 "let the strategy shard"
             )
+        if self.compile and self.mlp_tile_tokens is not None:
+            raise SequenceParallelError(
+                f"mlp_tile_tokens={self.mlp_tile_tokens!r} with compile=True: a compiled block is one graph, in which each tile would be a copy "
+                "of the MLP; use activation_checkpointing, or leave compile=False"
+            )
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size

@@ -31,6 +31,7 @@ from lightning_sp.parallelize.initial_weights import (
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
 from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters
+from lightning_sp.parallelize.tiled_mlp import tile_mlps, without_tiles
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "run_with_whole_parameters",
     "shard_model",
     "tied_parameters",
+    "tile_mlps",
     "transformer_blocks",
     "used_as_whole",
     "used_parameters",
@@ -66,5 +68,6 @@ __all__ = [
     "whole_state",
     "without_checkpoints",
     "without_gradient_sync",
+    "without_tiles",
     "write_counts",
 ]

@@ -18,7 +18,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
-from lightning_sp.parallelize import gathered, optional_units, without_checkpoints
+from lightning_sp.parallelize import gathered, optional_units, without_checkpoints, without_tiles
 from lightning_sp.preflight.comparison import buffers_of, plain_name
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
@@ -288,6 +288,7 @@ def alone(
         gathered(module, uneven),
         context.inactive(batch),
         without_checkpoints(module),
+        without_tiles(module),
         streams_from(seed, device),
     ):
         yield

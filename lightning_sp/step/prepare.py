@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -42,6 +42,7 @@ from lightning_sp.parallelize import (
     remember_layout,
     shard_model,
     tied_parameters,
+    tile_mlps,
     transformer_blocks,
     used_as_whole,
     used_parameters,
@@ -186,6 +187,7 @@ def lay_out_model(
         world_size=world,
         shard_size=shard_size,
         activation_checkpointing=config.activation_checkpointing,
+        mlp_tile_tokens=config.mlp_tile_tokens,
         compile=config.compile,
     )
     if (before := parameter_layout(module)) is not None:
@@ -200,6 +202,8 @@ def lay_out_model(
         )
     source = _initial_state(module, rank)
     blocks = transformer_blocks(module)
+    if config.mlp_tile_tokens is not None:
+        _tile(blocks, config.mlp_tile_tokens)
     if config.activation_checkpointing:
         checkpoint_blocks(module, blocks)
     elif own := own_checkpointing(module):
@@ -219,6 +223,14 @@ def lay_out_model(
     remember_layout(module, layout)
     _use_group(module, group)
     _say_layout(config, mesh, world, len(blocks))
+
+
+def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
+    num_mlps = tile_mlps(blocks, tile_tokens)
+    rank_zero_info(
+        f"sequence_parallel: {num_mlps} MLPs of {len(blocks)} blocks run in tiles of tokens"
+        + ("" if num_mlps >= len(blocks) else "; one with dropout, or written out in its block, runs whole")
+    )
 
 
 def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_blocks: int) -> None:

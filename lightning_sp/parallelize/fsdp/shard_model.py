@@ -68,12 +68,14 @@ class ParameterLayout:
         world_size: ranks.
         shard_size: of them, those over which parameters are split.
         activation_checkpointing: whether the blocks recompute themselves.
+        mlp_tile_tokens: tokens of a tile of the blocks' MLPs, or as the option says it.
         compile: whether the strategy compiled the blocks.
     """
 
     world_size: int
     shard_size: int
     activation_checkpointing: bool
+    mlp_tile_tokens: int | str | None
     compile: bool
 
 

@@ -1,0 +1,140 @@
+"""MLPs of transformer blocks in tiles of tokens: of the wide activations between their layers one tile's are alive, forward and backward.
+
+    out = cat(mlp(x[tile]) for each tile)          each tile recomputed in its backward
+
+An MLP takes each token by itself, so tiles give what the whole would. Nothing is exchanged, and FSDP2 gathers the weights once for all tiles:
+they are those of the block. The price is the MLP's forward once more.
+Source: TiledMLP of ALST, arXiv:2506.13996, section 3.1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_sp.parallelize.compilation import without_compilation
+
+# Tokens that a first call is tried on, twice: whole, and its halves by themselves.
+_TRIED_TOKENS = 32
+# Of the largest output: what a product of other shapes may round otherwise.
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# Children of attention modules, by the names that are common.
+_ATTENTION = ("attn", "attention", "q_proj", "qkv", "query", "key", "c_attn", "wq")
+
+
+class TiledMLP:
+    """One MLP's forward in tiles; a class because the first call decides whether it takes each token by itself.
+
+    Args:
+        module: the MLP.
+        forward: its own.
+        tile_tokens: tokens of a tile, of all rows together; "auto" for as many as the MLP's input has features.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor], tile_tokens: int | Literal["auto"]) -> None:
+        self.module, self.forward, self.tile_tokens = module, forward, tile_tokens
+        self._is_per_token: bool | None = None
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the MLP's output. Shapes: (..., tokens, E) -> (..., tokens, E)."""
+        if args or kwargs or not torch.is_grad_enabled() or x.dim() < 2 or _has_hooks(self.module):
+            return self.forward(x, *args, **kwargs)
+        rows = x[..., 0, 0].numel()
+        tokens = self.tile_tokens if self.tile_tokens != "auto" else x.shape[-1]
+        length = max(1, tokens // max(1, rows))
+        if x.shape[-2] <= length:
+            return self.forward(x)
+        if self._is_per_token is None:
+            self._is_per_token = self._try(x.detach())
+        if not self._is_per_token:
+            return self.forward(x)
+        tiles = torch.split(x, length, -2)
+        # Nothing is drawn in it: the random state need not be kept.
+        done = [checkpoint(self.forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
+        return torch.cat(done, -2)
+
+    @torch.no_grad()
+    def _try(self, x: Tensor) -> bool:
+        """Return whether some tokens give the same by themselves; warn where they do not."""
+        few = x[..., :_TRIED_TOKENS, :]
+        half = few.shape[-2] // 2
+        whole, parts = self.forward(few), [self.forward(few[..., :half, :]), self.forward(few[..., half:, :])]
+        if isinstance(whole, Tensor) and whole.shape == few.shape:
+            error = (torch.cat(parts, -2) - whole).abs().max()
+            if bool(error <= _ROUNDING.get(whole.dtype, 0.0) * whole.abs().max()):
+                return True
+        rank_zero_warn(
+            f"mlp_tile_tokens: {type(self.module).__name__} does not take each token by itself, or returns more than its tokens; it runs whole"
+        )
+        return False
+
+
+def tile_mlps(blocks: Iterable[nn.Module], tile_tokens: int | Literal["auto"]) -> int:
+    """Let the MLPs of blocks run in tiles of tokens; return how many there are. The module tree and every name stay as they were.
+
+    Args:
+        blocks: transformer blocks.
+        tile_tokens: tokens of a tile; "auto" for as many as the MLP's input has features.
+    """
+    found = [mlp for block in blocks for mlp in _mlps(without_compilation(block))]
+    for mlp in found:
+        mlp.forward = TiledMLP(mlp, mlp.forward, tile_tokens)
+    return len(found)
+
+
+@contextmanager
+def without_tiles(module: nn.Module) -> Iterator[None]:
+    """Let the tiled MLPs of a module run whole: a reference run is the user's own."""
+    tiled = {each: f for each in module.modules() if isinstance(f := vars(each).get("forward"), TiledMLP)}
+    for each, forward in tiled.items():
+        each.forward = forward.forward
+    try:
+        yield
+    finally:
+        for each, forward in tiled.items():
+            each.forward = forward
+
+
+def _mlps(block: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules of a block that look like an MLP: two linear layers and more, nothing random, one input."""
+    for child in block.children():
+        if _looks_like_mlp(child):
+            yield child
+        else:
+            yield from _mlps(child)
+
+
+def _looks_like_mlp(module: nn.Module) -> bool:
+    if any(name in _ATTENTION for name, _ in module.named_children()):
+        return False
+    leaves = [each for each in module.modules() if not any(True for _ in each.children())]
+    linear = [each for each in leaves if _is_linear(each)]
+    others = [each for each in leaves if each not in linear and any(True for _ in each.parameters())]
+    random = [each for each in leaves if isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0]
+    own = [
+        each for each in module.modules() if each not in leaves and any(True for _ in each.parameters(recurse=False))
+    ]
+    return len(linear) > 1 and not others and not random and not own and _takes_one_input(module)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # transformers' Conv1D, of GPT-2, is a linear layer whose weight is transposed.
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _takes_one_input(module: nn.Module) -> bool:
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return len(parameters) == len(named) == 1
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a part of an MLP has a hook, which would see tiles."""
+    return any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks for each in module.modules())

@@ -1,0 +1,121 @@
+"""MLPs in tiles of tokens: the same numbers, one tile's wide activations, and whole where a token needs others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sp.parallelize.tiled_mlp import TiledMLP, tile_mlps, without_tiles
+from lightning_sp.testing import assert_sharded_equals_unsharded
+from tests.trainer import scenarios
+from tests.trainer.test_fit import same_run
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class OverTokens(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class WidestTensor(TorchDispatchMode):
+    """Notes the most elements of a tensor with 24 features, the weights' gradients aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dim() > 1 and made.shape[-1] == 24 and made.shape != (8, 24):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def gradients(block: nn.Module, x: Tensor) -> list[Tensor]:
+    block.zero_grad()
+    x = x.clone().requires_grad_()
+    out = block(x)
+    out.pow(2).sum().backward()
+    return [out.detach(), x.grad, *(p.grad.clone() for p in block.parameters())]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tile_tokens", [1, 6, 7, "auto", 64])
+def test_tiles_give_what_the_whole_gives(rows, tile_tokens):
+    torch.manual_seed(0)
+    block, x = Block(MLP()).double(), torch.randn(rows, 23, 8, dtype=torch.float64)
+    expected = gradients(block, x)
+    assert tile_mlps([block], tile_tokens) == 1
+    actual = gradients(block, x)
+    assert_sharded_equals_unsharded(actual, expected, ["out", "x", *dict(block.named_parameters())])
+    with WidestTensor() as widest:
+        gradients(block, x)
+    # With one token a tile each row has one.
+    allowed = 23 * rows if tile_tokens == 64 else max(rows, 8 if tile_tokens == "auto" else tile_tokens)
+    assert widest.elements <= 24 * allowed
+    with without_tiles(block), WidestTensor() as widest:
+        for one, other in zip(gradients(block, x), expected, strict=True):
+            assert torch.equal(one, other)
+    assert widest.elements == 24 * 23 * rows
+    assert isinstance(block.mlp.forward, TiledMLP)
+
+
+def test_an_mlp_that_looks_at_other_tokens_runs_whole_and_is_named():
+    torch.manual_seed(0)
+    block, x = Block(OverTokens()).double(), torch.randn(1, 40, 8, dtype=torch.float64)
+    expected = gradients(block, x)
+    tile_mlps([block], 4)
+    with pytest.warns(UserWarning, match="mlp_tile_tokens: OverTokens does not take each token by itself"):
+        actual = gradients(block, x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.Linear(8, 8)),
+        nn.MultiheadAttention(8, 2),
+    ],
+    ids=["dropout", "one layer", "convolution", "attention"],
+)
+def test_what_is_no_mlp_is_left_alone(mlp):
+    assert tile_mlps([Block(mlp)], 4) == 0
+
+
+def test_a_hook_sees_whole_tensors():
+    block, seen = Block(MLP()), []
+    tile_mlps([block], 4)
+    block.mlp.up.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    gradients(block, torch.randn(1, 16, 8))
+    assert seen == [16]
+
+
+@pytest.mark.parametrize("strategy", [dict(ulysses_size=2), dict(ring_size=2, activation_checkpointing=True)])
+def test_a_model_of_hugging_face_trains_as_without(pools, strategy):
+    cases = [
+        dict(model="hugging face", world=2, strategy={**strategy, "preflight": False, **more}, data=dict(size=4))
+        for more in ({}, {"mlp_tile_tokens": 8})
+    ]
+    for whole, tiled in pools(2).run(scenarios.fits, cases):
+        same_run(tiled, whole)

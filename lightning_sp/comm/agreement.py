@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.comm.collectives import gather_objects
+from lightning_sp.comm.groups import takes_host_tensors, world
 from lightning_sp.devices import makes_host_wait, runtime
 from lightning_sp.errors import SequenceParallelError
 
@@ -26,9 +27,9 @@ def agree(error: str | None, group: ProcessGroup | None = None) -> None:
         if error:
             raise SequenceParallelError(error)
         return
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    whole = group or world()
+    assert whole is not None
+    device = torch.device("cpu") if takes_host_tensors(whole) else torch.device("cuda", torch.cuda.current_device())
     failed = torch.tensor([1 if error else 0], dtype=torch.int64, device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if not int(failed.item()):

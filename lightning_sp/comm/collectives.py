@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_sp.comm.groups import takes_host_tensors
+
 
 class Exchange:
     """An all-to-all in flight: `sent[i]` elements of a flat buffer, in order, go to rank i, and `received[i]` come from each rank i.
@@ -80,8 +82,9 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for the whole world. NCCL needs this rank's `device`, or it would guess one."""
-    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+    """Wait for the whole world. A backend for devices alone (NCCL) needs this rank's, or it would guess one."""
+    whole = dist.group.WORLD
+    dist.barrier(device_ids=None if whole is None or takes_host_tensors(whole) else [device.index])
 
 
 def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) -> Any:

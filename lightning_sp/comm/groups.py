@@ -95,7 +95,7 @@ def host_groups(sequence: ProcessGroup, timeout: timedelta) -> HostGroups:
         sequence: this rank's block of a partition of the world into blocks of consecutive ranks, on the device's backend.
         timeout: of the new groups' collectives.
     """
-    if dist.get_backend() != "nccl":
+    if takes_host_tensors(sequence):
         return HostGroups(None, sequence)
     world = dist.new_group(backend="gloo", timeout=timeout)
     size, own = dist.get_world_size(sequence), sequence
@@ -185,7 +185,12 @@ def rank_in(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def takes_host_tensors(group: ProcessGroup) -> bool:
+    """Return whether a group moves tensors of the host: NCCL's and others for one kind of device ("smddp") do not."""
+    return torch.device("cpu") in group._device_types
+
+
 def is_gloo_on_cpu(group: ProcessGroup) -> bool:
     """Return whether a group moves host tensors by gloo."""
     cpu = torch.device("cpu")
-    return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
+    return takes_host_tensors(group) and group._get_backend(cpu).name() == "gloo"

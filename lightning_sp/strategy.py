@@ -47,6 +47,7 @@ from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch, moves_batches
 from lightning_sp.trainer.features import check_precision, check_trainer_features
+from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 from lightning_sp.trainer.row_metrics import RowMetrics
 from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
@@ -151,6 +152,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             self._start_windows(refuses=self.sequence_parallel_size > 1)
             self._steps.context.sums_over_groups = None
             self.setup_optimizers(trainer)
+            if trainer.ckpt_path is None:
+                check_interrupted_saves(trainer, self._groups.world)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
         self._run.start(trainer, self.sequence_mesh, fitting=fitting)

@@ -12,6 +12,7 @@ from lightning_sp.checkpoint.frozen import (
 )
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
+from lightning_sp.checkpoint.replace import recover, remnants
 from lightning_sp.checkpoint.save import save_checkpoint
 from lightning_sp.checkpoint.state import (
     load_model_state,
@@ -41,6 +42,8 @@ __all__ = [
     "optimizer_state",
     "random_state",
     "read_checkpoint_folder",
+    "recover",
+    "remnants",
     "restore_random_state",
     "save_checkpoint",
     "sharded_like",

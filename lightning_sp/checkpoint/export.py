@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from lightning_sp.checkpoint.folder import MANIFEST, META, damage, local_path, partial_path, read_manifest
+from lightning_sp.checkpoint.folder import (
+    MANIFEST,
+    META,
+    damage,
+    first_failure,
+    local_path,
+    partial_path,
+    read_manifest,
+)
 from lightning_sp.checkpoint.frozen import refuse_part_of_model
+from lightning_sp.checkpoint.metadata import CheckedReader
 from lightning_sp.checkpoint.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
 
@@ -93,7 +102,10 @@ def read_model(source: Path, prefix: str = "") -> dict[str, Tensor]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp_load(wanted, storage_reader=FileSystemReader(source), no_dist=True)
+        try:
+            dcp_load(wanted, storage_reader=CheckedReader(source, metadata), no_dist=True)
+        except (Exception, CheckpointException) as error:  # of DCP's, a BaseException
+            raise SequenceParallelError(f"checkpoint {source} could not be read: {first_failure(error)}") from error
     return _strip(source, {name[len(key) :]: value for name, value in wanted.items()}, prefix)
 
 

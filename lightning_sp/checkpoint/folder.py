@@ -5,21 +5,20 @@
       meta.pt                         everything else, plain containers (Lightning's name for it)
       manifest.json                   written last: size and CRC-32 of every file; a folder without it is half-written
 
-It is written as NAME.partial and renamed when complete.
+It is written as NAME.partial, which takes its name at one moment when complete.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from lightning_sp.errors import SequenceParallelError
 
-META, MANIFEST, PARTIAL, REPLACED = "meta.pt", "manifest.json", ".partial", ".replaced"
+META, METADATA, MANIFEST, PARTIAL, REPLACED = "meta.pt", ".metadata", "manifest.json", ".partial", ".replaced"
 FORMAT = 1
 _CHUNK_BYTES = 1 << 24
 
@@ -36,6 +35,11 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"checkpoint path {text!r}: addresses are not supported, give a path that all nodes see"
         )
     return Path(text)
+
+
+def replaced_path(path: Path) -> Path:
+    """Return the path of an older checkpoint while another takes its name."""
+    return path.with_name(path.name + REPLACED)
 
 
 def partial_path(path: Path) -> Path:
@@ -88,18 +92,6 @@ def check_target(path: Path) -> None:
         )
 
 
-def put_in_place(written: Path, path: Path) -> None:
-    """Rename what was written to its own name, replacing an older checkpoint there."""
-    old = path.with_name(path.name + REPLACED)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    written.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def is_folder_checkpoint(path: Path) -> bool:
     """Return whether a folder holds a checkpoint, complete or not."""
     return any((path / name).exists() for name in (MANIFEST, META, ".metadata"))
@@ -129,14 +121,58 @@ def read_manifest(path: Path) -> dict[str, tuple[int, int]]:
         raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST})")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        number, files = manifest["format"], {name: (size, crc) for name, (size, crc) in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        number = manifest["format"]
+        files = {name: (int(size), int(crc)) for name, (size, crc) in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SequenceParallelError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({error})") from error
     if number != FORMAT:
         raise SequenceParallelError(
             f"checkpoint {path} is of format {number}, this version of lightning_sp reads {FORMAT}"
         )
+    _check_listed(path, files)
     return files
+
+
+def _check_listed(path: Path, files: dict[str, tuple[int, int]]) -> None:
+    """Refuse a manifest that does not list what a save writes, and files that it does not list."""
+    for name in files:
+        check_name(path, name)
+    if missing := [name for name in (META, METADATA) if name not in files]:
+        raise SequenceParallelError(
+            f"checkpoint {path} is damaged: its manifest lists {len(files)} files and no {missing[0]}; resume from another checkpoint"
+        )
+    # What systems leave in folders of their own accord has a hidden name.
+    others = [each.name for each in path.iterdir() if each.name not in (*files, MANIFEST) and each.name[0] != "."]
+    if others:
+        raise SequenceParallelError(
+            f"checkpoint {path} holds {len(others)} files that its manifest does not list ({sorted(others)[0]}): it is not as it was written; "
+            "move them elsewhere, or resume from another checkpoint"
+        )
+
+
+def check_name(folder: Path, name: str) -> None:
+    """Refuse a manifest's entry that is not a plain file of the folder itself.
+
+    Raises:
+        SequenceParallelError: a path, an absolute one or one of a parent among them, or a symbolic link.
+    """
+    if not name or name != PurePath(name).name or name in (".", "..") or "\\" in name or "\0" in name:
+        raise SequenceParallelError(
+            f"checkpoint {folder}: its manifest lists {name!r}: files lie in the folder itself; resume from another checkpoint"
+        )
+    if (folder / name).is_symlink():
+        raise SequenceParallelError(
+            f"checkpoint {folder}: {name} is a symbolic link, which may lead anywhere: it is not opened; put the file itself there"
+        )
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a folder holds a checkpoint with all its files, by its manifest."""
+    try:
+        files = read_manifest(path)
+    except SequenceParallelError:
+        return False
+    return all((path / name).is_file() and (path / name).stat().st_size == size for name, (size, _) in files.items())
 
 
 def damage(path: Path, files: dict[str, tuple[int, int]], names: Iterable[str]) -> str | None:

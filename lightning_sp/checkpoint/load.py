@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,8 +24,10 @@ from lightning_sp import comm
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
 from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, read_manifest
 from lightning_sp.checkpoint.frozen import excluded_shapes, include_frozen
+from lightning_sp.checkpoint.metadata import CheckedReader
 from lightning_sp.checkpoint.plain import STORED_AS, is_stored_elsewhere
 from lightning_sp.checkpoint.read import read_by, read_file, read_folder
+from lightning_sp.checkpoint.replace import recover
 from lightning_sp.checkpoint.state import model_state
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
@@ -46,7 +50,7 @@ def load_checkpoint(
         module: the resharded module: its tensors say which part this rank reads.
         optimizers: those that will take the stored state; None to read the model alone (evaluation).
         strict: refuse names that are only in the checkpoint or only in the model.
-        weights_only: given to `torch.load` for the part that is not tensors.
+        weights_only: given to `torch.load` of a file; of a folder nothing but plain values is loaded.
         read: of the user's, on every rank, for what is no folder of ours.
         group: the world, on a backend for host objects.
 
@@ -59,13 +63,14 @@ def load_checkpoint(
         SequenceParallelError: missing, half-written, damaged, of another model or base, or of other optimizers.
     """
     error, checkpoint, metadata = None, {}, None
+    _recover(path, group)
     try:
         if path.is_file() or (read is not None and not is_folder_checkpoint(path)):
             checkpoint = read_file(path, weights_only) if read is None else read_by(read, path, weights_only)
             checkpoint["state_dict"] = by_user_name(checkpoint["state_dict"])
             shapes = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         else:
-            checkpoint, metadata = read_folder(path, weights_only)
+            checkpoint, metadata = read_folder(path)
             shapes = stored_shapes(metadata)
         own = {name: tuple(t.shape) for name, t in model_state(module).items() if isinstance(t, Tensor)}
         check_model(path, {**shapes, **excluded_shapes(checkpoint)}, own, strict=strict)
@@ -79,6 +84,17 @@ def load_checkpoint(
         checkpoint = _read_tensors(path, checkpoint, metadata, module, optimizers, group)
     include_frozen(path, checkpoint, module, group)
     return checkpoint
+
+
+def _recover(path: Path, group: ProcessGroup | None) -> None:
+    """Let rank 0 give the checkpoint the name that a save was stopped in replacing."""
+    found = None
+    if comm.rank_in(group or comm.world()) == 0:
+        # Where it cannot, reading says on all ranks what is missing.
+        with suppress(OSError):
+            found = recover(path)
+    if said := comm.gather_objects(found, group)[0]:
+        rank_zero_warn(said)
 
 
 def _check_files(path: Path, group: ProcessGroup | None) -> None:
@@ -117,8 +133,8 @@ def _read_tensors(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            dcp_load(wanted, storage_reader=FileSystemReader(path), process_group=group)
-        except Exception as error:  # DCP raises on all ranks, with each rank's failure
+            dcp_load(wanted, storage_reader=CheckedReader(path, metadata), process_group=group)
+        except (Exception, CheckpointException) as error:  # DCP raises on all ranks, with each rank's failure
             raise SequenceParallelError(f"checkpoint {path} could not be read: {first_failure(error)}") from error
     checkpoint["state_dict"] = {**state, **checkpoint.pop("state_dict_objects")}
     return checkpoint

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_sp.checkpoint.folder import META, damage, read_manifest
+from lightning_sp.checkpoint.folder import META, METADATA, damage, read_manifest
+from lightning_sp.checkpoint.metadata import read_metadata
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -55,14 +55,26 @@ def _check_entries(checkpoint: Any, path: Path) -> None:
         )
 
 
-def read_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], Metadata]:
-    """Return what a checkpoint folder holds besides tensors, and DCP's description of these.
+def read_folder(path: Path) -> tuple[dict[str, Any], Metadata]:
+    """Return what a checkpoint folder holds besides tensors, and DCP's description of these. Nothing that is not plain is unpickled.
 
     Raises:
-        SequenceParallelError: the folder is missing, half-written or damaged.
+        SequenceParallelError: the folder is missing, half-written or damaged, or holds what a save of this strategy does not write.
     """
     files = read_manifest(path)
-    if wrong := damage(path, files, [name for name in (META, ".metadata") if name in files]):
+    if wrong := damage(path, files, (META, METADATA)):
         raise SequenceParallelError(wrong)
-    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
-    return checkpoint, FileSystemReader(path).read_metadata()
+    metadata = read_metadata(path, files)
+    try:
+        # Whatever a Trainer was told: a save writes plain values alone.
+        checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a damaged or foreign file any
+        reason = " ".join(str(error).split())
+        raise SequenceParallelError(
+            f"checkpoint {path}: {META} holds more than plain values, or is damaged; it is not loaded, for a pickle runs what it names: {reason}"
+        ) from error
+    if not isinstance(checkpoint, dict):
+        raise SequenceParallelError(
+            f"checkpoint {path}: {META} holds a {type(checkpoint).__name__}, not a Trainer's state"
+        )
+    return checkpoint, metadata

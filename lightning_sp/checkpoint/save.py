@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
@@ -24,10 +25,10 @@ from lightning_sp.checkpoint.folder import (
     checksum,
     first_failure,
     partial_path,
-    put_in_place,
     write_manifest,
 )
 from lightning_sp.checkpoint.plain import SHARDED, STORED_AS, plain_checkpoint
+from lightning_sp.checkpoint.replace import put_in_place
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -111,7 +112,7 @@ def _save_folder(
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
             dcp_save(tensors, storage_writer=FileSystemWriter(staging), process_group=group)
-        except Exception as error:  # DCP raises on all ranks, with each rank's failure
+        except (Exception, CheckpointException) as error:  # DCP raises on all ranks, with each rank's failure
             raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
     prefix = f"__{dist.get_rank() if dist.is_initialized() else 0}_"
     written = {file.name: checksum(file) for file in staging.iterdir() if file.name.startswith(prefix)}

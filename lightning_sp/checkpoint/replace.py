@@ -1,0 +1,83 @@
+"""One checkpoint in place of another: the name is of a whole one at any moment, and what a stop has left is found again."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from lightning_sp.checkpoint.folder import PARTIAL, REPLACED, is_complete, partial_path, replaced_path
+
+# fcntl.h and linux/fs.h.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Give what was written its own name, replacing an older checkpoint there, in one step: at any moment the name is of a whole one.
+
+    A folder cannot be renamed over another. Linux exchanges the two names; where the file system does not (NFS), the older one is renamed
+    first, and `recover` ends what a stop between the two has left.
+    """
+    if path.is_symlink() or not path.exists() or (path.is_file() and written.is_file()):
+        written.replace(path)
+        return
+    if exchange_names(written, path):
+        _remove(written)
+        return
+    old = replaced_path(path)
+    _remove(old)
+    path.rename(old)
+    written.rename(path)
+    _remove(old)
+
+
+def recover(path: Path) -> str | None:
+    """Give a checkpoint that a save was stopped in replacing its name again; return what was done, None where nothing was to be done.
+
+    Where its name is missing, one of its remnants is whole: the newer one if that was complete, else the older.
+
+    Args:
+        path: of the checkpoint, its remnants beside it.
+    """
+    for remnant in (partial_path(path), replaced_path(path)):
+        if not path.exists() and is_complete(remnant):
+            remnant.rename(path)
+            _remove(replaced_path(path))
+            return f"checkpoint {path} is {remnant.name}, which a save that was stopped had left beside it"
+    return None
+
+
+def remnants(folder: Path) -> list[Path]:
+    """Return the checkpoints whose names a folder has no more, but remnants of a save that was stopped."""
+    if not folder.is_dir():
+        return []
+    named = {
+        each.with_name(each.name.removesuffix(suffix))
+        for each in folder.iterdir()
+        for suffix in (PARTIAL, REPLACED)
+        if each.name.endswith(suffix) and is_complete(each)
+    }
+    return sorted(path for path in named if not path.exists())
+
+
+def exchange_names(a: Path, b: Path) -> bool:
+    """Exchange two names at one moment; return False where the system or its file system cannot. Source: renameat2(2), Linux 3.15."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(b))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,37 @@
+"""Checkpoints whose names a save that was stopped has left missing: a run that begins beside them would overwrite them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.checkpoint import recover, remnants
+
+
+def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
+    """Give checkpoints back the names that a save was stopped in replacing, and refuse to begin beside them. Every rank must call it.
+
+    Lightning has looked for `ckpt_path="last"` before: it has found none, and would begin at step 0.
+
+    Args:
+        trainer: of a fit without a checkpoint, its callbacks set up.
+        group: the world, on a backend for host objects.
+
+    Communicates: agreement on the error.
+
+    Raises:
+        SequenceParallelError: there were such checkpoints, which have their names again.
+    """
+    error = None
+    if comm.rank_in(group or comm.world()) == 0:
+        folders = {Path(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
+        said = [line for folder in sorted(folders) for path in remnants(folder) if (line := recover(path))]
+        if said:
+            error = (
+                f"a save that was stopped had left {len(said)} checkpoints without their names, and this run begins without one: "
+                f"{'; '.join(said)}; it has its name again: start once more, with ckpt_path='last' to go on from it"
+            )
+    comm.agree(error, group)

@@ -1,0 +1,120 @@
+"""Checkpoint folders that somebody else wrote or changed: nothing of them runs, no file outside is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from lightning_sp import SequenceParallelError, export_checkpoint
+from lightning_sp.checkpoint import read_checkpoint_folder, save_checkpoint
+from lightning_sp.checkpoint.folder import checksum
+from lightning_sp.checkpoint.metadata import read_metadata
+
+WEIGHT = torch.arange(6.0).reshape(2, 3)
+
+
+class Planted:
+    """What a pickle calls when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "last.ckpt"
+    save_checkpoint({"state_dict": {"weight": WEIGHT}, "loops": {}}, path, as_folder=True)
+    return path
+
+
+def write(folder: Path, name: str, data: bytes) -> None:
+    """Change a file, and its line of the manifest: nothing else is amiss."""
+    (folder / name).write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = list(checksum(folder / name))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def refused(folder: Path, match: str) -> None:
+    """Reading and exporting are refused alike."""
+    with pytest.raises(SequenceParallelError, match=match):
+        read_checkpoint_folder(folder)
+    with pytest.raises(SequenceParallelError, match=match):
+        export_checkpoint(folder, folder.parent / "out.pt")
+
+
+def test_an_honest_folder_is_read(folder):
+    assert torch.equal(read_checkpoint_folder(folder)["state_dict"]["weight"], WEIGHT)
+    plain, checked = FileSystemReader(folder).read_metadata(), read_metadata(folder, {"__0_0.distcp": (0, 0)})
+    assert checked.state_dict_metadata == plain.state_dict_metadata
+    assert checked.storage_data == plain.storage_data
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_what_a_pickle_calls_is_not_called(folder, name):
+    ran = folder.parent / "it_ran"
+    if name == "meta.pt":
+        torch.save({"loops": Planted(ran)}, folder / name)
+        data = (folder / name).read_bytes()
+    else:
+        metadata = FileSystemReader(folder).read_metadata()
+        metadata.planner_data = Planted(ran)
+        data = pickle.dumps(metadata)
+    write(folder, name, data)
+    refused(folder, r"posix\.system" if name == ".metadata" else "meta.pt holds more than plain values")
+    assert not ran.exists()
+
+
+def test_an_entry_that_is_no_tensor_is_not_unpickled(folder):
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.state_dict_metadata["state_dict.more"] = BytesStorageMetadata()
+    write(folder, ".metadata", pickle.dumps(metadata))
+    refused(folder, r"names torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04K\x01.", b"not a pickle", b"\x80\x04("])
+def test_a_damaged_description_is_named(folder, data):
+    write(folder, ".metadata", data)
+    refused(folder, r"\.metadata (cannot be read|is no description)")
+
+
+@pytest.mark.parametrize("path", ["../elsewhere.distcp", "/etc/hostname", "unlisted.distcp"])
+def test_tensors_elsewhere_are_not_opened(folder, path):
+    metadata = FileSystemReader(folder).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = path
+    write(folder, ".metadata", pickle.dumps(metadata))
+    refused(folder, f"places tensors in '{path}', which is no plain file that the manifest lists")
+
+
+@pytest.mark.parametrize("name", ["../meta.pt", "/etc/hostname", "a/b", "..", ""])
+def test_a_manifest_of_other_folders_is_refused(folder, name):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = [1, 1]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    refused(folder, "files lie in the folder itself")
+
+
+def test_links_strangers_and_an_empty_manifest_are_refused(folder):
+    (folder / "more.distcp").write_bytes(b"1")
+    refused(folder, r"holds 1 files that its manifest does not list \(more.distcp\)")
+    (folder / "more.distcp").unlink()
+    (folder / ".DS_Store").touch()
+    assert read_checkpoint_folder(folder)
+    data = folder / "__0_0.distcp"
+    data.rename(folder.parent / "elsewhere")
+    data.symlink_to(folder.parent / "elsewhere")
+    refused(folder, "__0_0.distcp is a symbolic link")
+    (folder / "manifest.json").write_text('{"format": 1, "files": {}}')
+    refused(folder, "its manifest lists 0 files and no meta.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +23,9 @@ class Dying(Plain):
         if batch_idx == 1 and os.environ.get("LOCAL_RANK") == "1":
             if self.how == "exit":
                 os._exit(3)
+            if self.how == "hang":
+                print("hangs", flush=True)
+                time.sleep(600)
             raise ValueError("boom on rank 1")
         return super().training_step(batch, batch_idx)
 

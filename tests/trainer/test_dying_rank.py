@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,37 @@ def test_a_rank_that_dies_ends_the_others(how, words):
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode != 0
     assert words in ended.stderr, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_ends_with_the_process_that_started_it(launcher):
+    """It hangs in its user's code, where no collective would tell it; the other is killed, and cannot."""
+    module = ["-W", "ignore", "-m", "tests.trainer.dying_rank", "hang"]
+    start = (
+        []
+        if launcher == "lightning"
+        else ["-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", sys.executable]
+    )
+    with subprocess.Popen([sys.executable, *start, *module], cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "hangs\n"
+        children = _children(started.pid)
+        assert len(children) == (1 if launcher == "lightning" else 2)
+        started.kill()
+        ended = time.monotonic()
+        while any(map(_is_running, children)) and time.monotonic() < ended + 30:
+            time.sleep(0.1)
+        assert time.monotonic() - ended < 5 + (launcher == "torchrun")
+        assert not any(map(_is_running, children))
+
+
+def _children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_rank_that_exits_is_an_error_on_the_others():

@@ -5,6 +5,7 @@ Where torchrun or SLURM has started the ranks, Lightning itself has no launcher.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_sp import comm
+from lightning_sp.trainer.processes.parent import STARTED_BY
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -21,6 +23,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        # The ranks get this environment.
+        os.environ[STARTED_BY] = str(os.getpid())
         return super().launch(_run, function, *args, trainer=trainer, **kwargs)
 
 

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.nodes import ranks_per_node
 from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher
+from lightning_sp.trainer.processes.parent import ParentWatch
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class ProcessStrategy(ParallelStrategy):
         self._start_timeout, self._timeout = timeouts
         self._starting = True
         self.num_nodes = 1
+        self._parent = ParentWatch()
         self._own_samplers: bool | None = None  # known when the first run is set up
 
     @property
@@ -81,6 +83,7 @@ class ProcessStrategy(ParallelStrategy):
         Random streams stay as they are, as on one device; Lightning's own strategies go back to the seed here.
         """
         self.set_world_ranks()
+        self._parent.start(os.environ)
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
@@ -156,6 +159,7 @@ class ProcessStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._parent.stop()
         # The sharded model stays where it is: a later fit or evaluation goes on with it.
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -1,0 +1,91 @@
+"""The process that started a rank: when it has ended, by whatever signal, a rank in a run ends too.
+
+A rank that waits for one that is gone, or hangs in its user's code, would otherwise stay, with its memory and its device.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import sys
+from collections.abc import Mapping
+from threading import Event, Thread
+
+# Set by `launchers.ScriptLauncher` for the ranks that it starts: its own process.
+STARTED_BY = "LIGHTNING_SP_STARTED_BY"
+# A rank may notice by itself that another is gone, and say so: it has this long.
+GRACE_S = 3.0
+_POLL_S = 0.5
+
+
+class ParentWatch:
+    """Ends this process when its launcher has ended; a class because a run starts and stops it."""
+
+    def __init__(self) -> None:
+        self._stopped = Event()
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Begin, if a launcher has started this rank: Lightning's, torchrun or `multiprocessing`."""
+        self.stop()
+        self._stopped = Event()
+        pid = launcher_pid(environment)
+        if pid is not None:
+            Thread(target=_watch, args=(pid, self._stopped), name="lightning_sp launcher watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End with the run: what a script does after it is its own."""
+        self._stopped.set()
+
+
+def launcher_pid(environment: Mapping[str, str]) -> int | None:
+    """Return the process that started this rank; None where a shell or a scheduler did, which may end before it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        return parent.pid
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return os.getppid()
+    # What rank 0's script starts besides, an evaluation say, inherits its environment, and may outlive it.
+    pid = environment.get(STARTED_BY, "") if environment.get("LOCAL_RANK", "0") != "0" else ""
+    return int(pid) if pid.isdigit() and int(pid) != os.getpid() else None
+
+
+def _watch(pid: int, stopped: Event) -> None:
+    if _wait(pid, stopped) and not stopped.wait(GRACE_S):
+        sys.stderr.write(
+            f"sequence_parallel: process {os.getpid()} ends, for process {pid}, which started it, has ended\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _wait(pid: int, stopped: Event) -> bool:
+    """Return True when a process has ended, False when the watch was stopped."""
+    try:
+        descriptor = os.pidfd_open(pid)  # Linux 5.3: it becomes readable at the process' end
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):
+        descriptor = -1
+    try:
+        while not stopped.is_set():
+            if descriptor < 0:
+                stopped.wait(_POLL_S)
+                if not _is_alive(pid):
+                    return True
+            elif select.select([descriptor], [], [], _POLL_S)[0]:
+                return True
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,9 +1,9 @@
 """FSDP2 over every rank: `fully_shard` of the model, for sequence parallelism always brings ZeRO with it.
 
-Blocks are one group each, then the models that the LightningModule holds, then the root, so that no parameter stays outside (it would never
-be synchronised, and ranks would drift silently). Layers that are the LightningModule's own children belong to the root: a step may use their
-weights directly, or change their outputs in place. So do modules that share a parameter with others. Gradients are averaged over the whole
-mesh; `loss` undoes exactly that factor.
+Blocks are one group each, and so are large embeddings and heads; then the models that the LightningModule holds, then the root, so that no
+parameter stays outside (it would never be synchronised, and ranks would drift silently). Layers that are the LightningModule's own children
+belong to the root: a step may use their weights directly, or change their outputs in place. Modules that share a parameter with others are no
+units. Gradients are averaged over the whole mesh; `loss` undoes exactly that factor.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
-from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
+from lightning_sp.parallelize.fsdp.optional_units import find_optional_units, optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
+from lightning_sp.parallelize.fsdp.vocabulary_units import (
+    heads_among,
+    needs_no_weight_in_backward,
+    stays_whole_until_backward,
+    vocabulary_layers,
+)
 from lightning_sp.parameter_names import user_name
 from lightning_sp.quantized_weights import quantized_parameters
 
@@ -106,11 +112,16 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
     """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place; quantized weights stay whole."""
     children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
+    of_own_dtype = units_of_own_dtype(root)
+    found = {model: vocabulary_layers(root, model, blocks) for model in models}
+    large = [layer for each in found.values() for layer in each if layer not in of_own_dtype]
     units = [
         unit
-        for unit in (*units_of_own_dtype(root), *blocks, *models)
+        for unit in dict.fromkeys((*of_own_dtype, *blocks, *large, *models))
         if any(True for _ in unit.parameters()) and not shares_parameters(root, unit)
     ]
+    heads = [head for model, each in found.items() for head in heads_among(model, each, blocks) if head in units]
+    lookups = [layer for layer in large if layer in units and needs_no_weight_in_backward(layer)]
     whole = set(quantized_parameters(root).values())
     for unit in units:
         fully_shard(unit, mesh=mesh, ignored_params=whole)
@@ -120,8 +131,12 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) 
     use_all_pairs_collectives(fsdp_modules(root), mesh)
     find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)
-    complete_gradients(root, fsdp_modules(root))
+    complete_gradients(root, fsdp_modules(root), [each for each in fsdp_modules(root) if each in heads])
     find_optional_units(root)
+    for head in set(heads) - set(optional_units(root).units):
+        stays_whole_until_backward(head)
+    for lookup in lookups:
+        lookup.set_unshard_in_backward(False)  # type: ignore[operator]
     for name in STEPS:
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.
         if callable(getattr(root, name, None)):

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from lightning_sp.config.checks import Size, check_size
+from lightning_sp.config.checks import Size, check_name, check_size
+from lightning_sp.errors import SequenceParallelError
+
+GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """What each rank holds of a model and its activations; nothing of it changes a result.
+    """What each rank holds of a model and its activations; of it `gradient_dtype` alone changes a result, by rounding.
 
     Args:
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
+        reshard_after_forward: Free a block's whole parameters after its forward, and gather them again for its backward (ZeRO-3); False: gather
+            them once for both, and hold all of them between (ZeRO-2). "auto": free all but a head's, whose backward comes next.
+        prefetch_blocks: Blocks whose parameters are gathered ahead of their use, forward and backward. "auto": what FSDP2 overlaps by itself.
+        gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
+            their own.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
 
     Raises:
@@ -20,7 +29,29 @@ class MemoryOptions:
     """
 
     shard_size: Size = "auto"
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    prefetch_blocks: Size = "auto"
+    gradient_dtype: str = "auto"
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)
+        check_size("prefetch_blocks", self.prefetch_blocks)
+        check_name("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
+        if self.reshard_after_forward != "auto" and not isinstance(self.reshard_after_forward, bool):
+            raise SequenceParallelError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"
+            )
+
+
+def check_memory_device(options: MemoryOptions, device_type: str) -> None:
+    """Refuse options that need another device than the ranks have. Equal on all ranks.
+
+    Raises:
+        SequenceParallelError: with the first such option.
+    """
+    if device_type == "cpu" and options.prefetch_blocks != "auto":
+        raise SequenceParallelError(
+            f"prefetch_blocks={options.prefetch_blocks} on CPU ranks: a gather over gloo has ended before its call returns, so one ahead of its "
+            "use hides nothing and holds another block's parameters; leave it 'auto'"
+        )

@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import note_built
-from lightning_sp.config import StrategyConfig, needless_exchange, resolve_degrees, resolve_shard_size, resolve_split
+from lightning_sp.config import (
+    StrategyConfig,
+    check_memory_device,
+    needless_exchange,
+    resolve_degrees,
+    resolve_shard_size,
+    resolve_split,
+)
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
@@ -78,8 +85,9 @@ def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> 
     Communicates: group creation.
 
     Raises:
-        SequenceParallelError: the degrees or the shard size do not divide the world.
+        SequenceParallelError: the degrees or the shard size do not divide the world, or the device lacks what an option needs.
     """
+    check_memory_device(config, device.type)
     degrees = resolve_degrees(config, world_size)
     resolve_shard_size(config, world_size)
     return build_device_mesh(
@@ -185,6 +193,9 @@ def lay_out_model(
     layout = ParameterLayout(
         world_size=world,
         shard_size=shard_size,
+        reshard_after_forward=config.reshard_after_forward,
+        prefetch_blocks=config.prefetch_blocks,
+        gradient_dtype=config.gradient_dtype,
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
     )
@@ -209,7 +220,7 @@ def lay_out_model(
         )
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
-    shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
+    shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size), config)
     broadcast_initial_weights(module, source, tied_parameters(module), device)
     module.to(device)
     make_fsdp_root(module)

@@ -83,6 +83,9 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ring_method: str = "auto",
         ulysses_stages: int = 1,
         activation_checkpointing: bool = False,
+        activation_offload: str = "none",
+        activation_loading_horizon: int = 4,
+        offload_folder: str | None = None,
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",
@@ -384,7 +387,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     def teardown(self) -> None:
         self._interceptions.close()
         if self._runner is not None:
-            self._runner.end()
+            self._runner.close()
         self._cursor.end_of_run()
         self._streams.end_of_run()
         self._averages.release()

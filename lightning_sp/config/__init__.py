@@ -20,7 +20,7 @@ from lightning_sp.config.degrees import (
     resolve_shard_size,
     resolve_split,
 )
-from lightning_sp.config.memory import GRADIENT_DTYPES, MemoryOptions, check_memory_device
+from lightning_sp.config.memory import GRADIENT_DTYPES, OFFLOAD_TIERS, MemoryOptions, check_memory_device
 from lightning_sp.config.strategy import BALANCES, StrategyConfig
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "BALANCES",
     "GRADIENT_DTYPES",
     "KERNELS",
+    "OFFLOAD_TIERS",
     "RING_METHODS",
     "RING_TRANSPORTS",
     "AttentionKeywords",

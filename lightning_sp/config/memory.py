@@ -9,6 +9,7 @@ from lightning_sp.config.checks import Size, check_name, check_size
 from lightning_sp.errors import SequenceParallelError
 
 GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
+OFFLOAD_TIERS = ("none", "host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,10 @@ class MemoryOptions:
         gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
             their own.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
+        activation_offload: Where the inputs of recomputed blocks are between forward and backward. "host": in its pinned memory, of a GPU.
+            "disk": in a file of each rank. "none": on the device.
+        activation_loading_horizon: Of these inputs, those in memory at once: one that is used, the others on their way out or back.
+        offload_folder: Of the files of "disk", on a disk of each node. None: the folder of temporary files.
 
     Raises:
         SequenceParallelError: a value that the option does not take.
@@ -33,14 +38,34 @@ class MemoryOptions:
     prefetch_blocks: Size = "auto"
     gradient_dtype: str = "auto"
     activation_checkpointing: bool = False
+    activation_offload: str = "none"
+    activation_loading_horizon: int = 4
+    offload_folder: str | None = None
 
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)
         check_size("prefetch_blocks", self.prefetch_blocks)
         check_name("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
+        check_name("activation_offload", self.activation_offload, OFFLOAD_TIERS)
         if self.reshard_after_forward != "auto" and not isinstance(self.reshard_after_forward, bool):
             raise SequenceParallelError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"
+            )
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        horizon, tier = self.activation_loading_horizon, self.activation_offload
+        if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
+            raise SequenceParallelError(f"activation_loading_horizon={horizon!r}: must be a positive integer")
+        if tier != "none" and not self.activation_checkpointing:
+            raise SequenceParallelError(
+                f"activation_offload={tier!r} without activation_checkpointing: the inputs of recomputed blocks are what leaves; set "
+                "activation_checkpointing=True"
+            )
+        if self.offload_folder is not None and tier != "disk":
+            raise SequenceParallelError(
+                f"offload_folder={self.offload_folder!r} with activation_offload={tier!r}: it is the folder of the files of 'disk'; set "
+                "activation_offload='disk', or leave it out"
             )
 
 
@@ -54,4 +79,14 @@ def check_memory_device(options: MemoryOptions, device_type: str) -> None:
         raise SequenceParallelError(
             f"prefetch_blocks={options.prefetch_blocks} on CPU ranks: a gather over gloo has ended before its call returns, so one ahead of its "
             "use hides nothing and holds another block's parameters; leave it 'auto'"
+        )
+    if device_type == "cpu" and options.activation_offload == "host":
+        raise SequenceParallelError(
+            "activation_offload='host' on CPU ranks: what they compute is in the host's memory already, so nothing would be saved; use "
+            "activation_offload='disk'"
+        )
+    if device_type != "cpu" and options.activation_offload == "disk":
+        raise SequenceParallelError(
+            f"activation_offload='disk' on {device_type} ranks: a file is written from the host's memory, and no copy to it is there; use "
+            "activation_offload='host'"
         )

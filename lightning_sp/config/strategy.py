@@ -82,6 +82,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
                 "let the strategy shard"
             )
+        if self.compile and self.activation_offload != "none":
+            raise SequenceParallelError(
+                f"activation_offload={self.activation_offload!r} with compile=True: torch.compile decides in its own graph what is saved for "
+                "the backward; use one of the two"
+            )
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size

@@ -43,6 +43,7 @@ from lightning_sp.parallelize import (
     compile_blocks,
     make_fsdp_root,
     materialize_meta,
+    offload_activations,
     own_checkpointing,
     parameter_layout,
     refuse_live_saves,
@@ -197,6 +198,9 @@ def lay_out_model(
         prefetch_blocks=config.prefetch_blocks,
         gradient_dtype=config.gradient_dtype,
         activation_checkpointing=config.activation_checkpointing,
+        activation_offload=config.activation_offload,
+        activation_loading_horizon=config.activation_loading_horizon,
+        offload_folder=config.offload_folder,
         compile=config.compile,
     )
     if (before := parameter_layout(module)) is not None:
@@ -212,7 +216,7 @@ def lay_out_model(
     source = _initial_state(module, rank)
     blocks = transformer_blocks(module)
     if config.activation_checkpointing:
-        checkpoint_blocks(module, blocks)
+        checkpoint_blocks(module, blocks, offload_activations(module, config, device, blocks))
     elif own := own_checkpointing(module):
         rank_zero_info(
             f"sequence_parallel: {type(own[0]).__name__} recomputes its blocks with their attention, whose kernels and messages run twice; "

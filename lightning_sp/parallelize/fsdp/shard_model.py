@@ -80,6 +80,9 @@ class ParameterLayout:
         prefetch_blocks: how many are gathered ahead.
         gradient_dtype: in which gradients are summed.
         activation_checkpointing: whether the blocks recompute themselves.
+        activation_offload: where their inputs are between forward and backward.
+        activation_loading_horizon: how many of these are in memory.
+        offload_folder: of their files.
         compile: whether the strategy compiled the blocks.
     """
 
@@ -89,6 +92,9 @@ class ParameterLayout:
     prefetch_blocks: int | str
     gradient_dtype: str
     activation_checkpointing: bool
+    activation_offload: str
+    activation_loading_horizon: int
+    offload_folder: str | None
     compile: bool
 
 

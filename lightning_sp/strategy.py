@@ -76,6 +76,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         shard_size: int | Literal["auto"] = "auto",
         reshard_after_forward: bool | Literal["auto"] = "auto",
         prefetch_blocks: int | Literal["auto"] = "auto",
+        cpu_offload: bool = False,
         gradient_dtype: str = "auto",
         kernel: str = "auto",
         ring_transport: str = "auto",
@@ -108,6 +109,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             timeouts=(timedelta(seconds=start_timeout_s), timedelta(seconds=timeout_s)),
             checkpoints_as_folders=self.config.save_distributed_checkpoint,
             exclude_frozen_parameters=self.config.exclude_frozen_parameters,
+            host_shards=self.config.cpu_offload,
         )
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None

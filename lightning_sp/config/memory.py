@@ -21,6 +21,8 @@ class MemoryOptions:
         reshard_after_forward: Free a block's whole parameters after its forward, and gather them again for its backward (ZeRO-3); False: gather
             them once for both, and hold all of them between (ZeRO-2). "auto": free all but a head's, whose backward comes next.
         prefetch_blocks: Blocks whose parameters are gathered ahead of their use, forward and backward. "auto": what FSDP2 overlaps by itself.
+        cpu_offload: Keep each rank's shards of the parameters, gradients and optimizer states in the host's memory, and step the optimizer
+            there; for GPUs.
         gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
             their own.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
@@ -36,6 +38,7 @@ class MemoryOptions:
     shard_size: Size = "auto"
     reshard_after_forward: bool | Literal["auto"] = "auto"
     prefetch_blocks: Size = "auto"
+    cpu_offload: bool = False
     gradient_dtype: str = "auto"
     activation_checkpointing: bool = False
     activation_offload: str = "none"
@@ -79,6 +82,10 @@ def check_memory_device(options: MemoryOptions, device_type: str) -> None:
         raise SequenceParallelError(
             f"prefetch_blocks={options.prefetch_blocks} on CPU ranks: a gather over gloo has ended before its call returns, so one ahead of its "
             "use hides nothing and holds another block's parameters; leave it 'auto'"
+        )
+    if device_type == "cpu" and options.cpu_offload:
+        raise SequenceParallelError(
+            "cpu_offload=True on CPU ranks: their shards are in the host's memory already, so nothing would be saved; leave it out"
         )
     if device_type == "cpu" and options.activation_offload == "host":
         raise SequenceParallelError(

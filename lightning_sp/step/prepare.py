@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import note_built
@@ -196,6 +197,7 @@ def lay_out_model(
         shard_size=shard_size,
         reshard_after_forward=config.reshard_after_forward,
         prefetch_blocks=config.prefetch_blocks,
+        cpu_offload=config.cpu_offload,
         gradient_dtype=config.gradient_dtype,
         activation_checkpointing=config.activation_checkpointing,
         activation_offload=config.activation_offload,
@@ -225,8 +227,14 @@ def lay_out_model(
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size), config)
-    broadcast_initial_weights(module, source, tied_parameters(module), device)
-    module.to(device)
+    host = torch.device("cpu")
+    broadcast_initial_weights(
+        module, source, tied_parameters(module), device, shards_on=host if config.cpu_offload else device
+    )
+    if config.cpu_offload:
+        module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))  # type: ignore[no-untyped-call]
+    else:
+        module.to(device)
     make_fsdp_root(module)
     if config.exclude_frozen_parameters:
         note_built(module, group)

@@ -69,7 +69,7 @@ def offload_activations(
         comm.agree(_why_not_written(folder))
         store = DiskStore(folder)
     else:
-        store = PinnedHostStore(device)
+        store = PinnedHostStore(device, pins=device.type == "cuda")
     offload = ActivationOffload(store, options.activation_loading_horizon, len(blocks))
     setattr(root, _ATTRIBUTE, offload)
     return offload

@@ -25,7 +25,7 @@ class PinnedHostStore:
         pins: whether its buffers are pinned: a device that is simulated pins none.
     """
 
-    def __init__(self, device: torch.device, *, pins: bool = True) -> None:
+    def __init__(self, device: torch.device, *, pins: bool) -> None:
         self.device, self.pins = device, pins
         self.runtime: Any = getattr(torch, device.type)
         self.out, self.back = self.runtime.Stream(device), self.runtime.Stream(device)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -78,6 +79,7 @@ class ParameterLayout:
         shard_size: of them, those over which parameters are split.
         reshard_after_forward: whether units are freed between forward and backward.
         prefetch_blocks: how many are gathered ahead.
+        cpu_offload: whether shards are in the host's memory.
         gradient_dtype: in which gradients are summed.
         activation_checkpointing: whether the blocks recompute themselves.
         activation_offload: where their inputs are between forward and backward.
@@ -90,6 +92,7 @@ class ParameterLayout:
     shard_size: int
     reshard_after_forward: bool | str
     prefetch_blocks: int | str
+    cpu_offload: bool
     gradient_dtype: str
     activation_checkpointing: bool
     activation_offload: str
@@ -143,6 +146,8 @@ def shard_model(
     given: dict[str, Any] = dict(mesh=mesh, ignored_params=set(quantized_parameters(root).values()))
     if options.gradient_dtype != "auto":
         given["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=getattr(torch, options.gradient_dtype))
+    if options.cpu_offload:
+        given["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in units:
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward is not False, **given)
     fully_shard(root, **given)

@@ -192,19 +192,7 @@ def lay_out_model(
     """
     world, rank = comm.size_of(comm.world()), comm.rank_in(comm.world())
     shard_size = resolve_shard_size(config, world)
-    layout = ParameterLayout(
-        world_size=world,
-        shard_size=shard_size,
-        reshard_after_forward=config.reshard_after_forward,
-        prefetch_blocks=config.prefetch_blocks,
-        cpu_offload=config.cpu_offload,
-        gradient_dtype=config.gradient_dtype,
-        activation_checkpointing=config.activation_checkpointing,
-        activation_offload=config.activation_offload,
-        activation_loading_horizon=config.activation_loading_horizon,
-        offload_folder=config.offload_folder,
-        compile=config.compile,
-    )
+    layout = _layout(config, world, shard_size)
     if (before := parameter_layout(module)) is not None:
         check_layout(before, layout)
         _use_group(module, group)
@@ -227,14 +215,9 @@ def lay_out_model(
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size), config)
-    host = torch.device("cpu")
-    broadcast_initial_weights(
-        module, source, tied_parameters(module), device, shards_on=host if config.cpu_offload else device
-    )
-    if config.cpu_offload:
-        module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))  # type: ignore[no-untyped-call]
-    else:
-        module.to(device)
+    shards_on = torch.device("cpu") if config.cpu_offload else device
+    broadcast_initial_weights(module, source, tied_parameters(module), device, shards_on=shards_on)
+    _to_device(module, device, shards_on)
     make_fsdp_root(module)
     if config.exclude_frozen_parameters:
         note_built(module, group)
@@ -242,6 +225,33 @@ def lay_out_model(
     remember_layout(module, layout)
     _use_group(module, group)
     _say_layout(config, mesh, world, len(blocks))
+
+
+def _to_device(module: nn.Module, device: torch.device, shards_on: torch.device) -> None:
+    """Move what a module holds to its device; shards may stay elsewhere."""
+    if shards_on == device:
+        module.to(device)
+        return
+    module._apply(lambda tensor: tensor.to(shards_on if isinstance(tensor, DTensor) else device))  # type: ignore[no-untyped-call]
+    for each in module.modules():
+        if isinstance(vars(each).get("_device"), torch.device):  # what Lightning's `to` notes
+            each._device = device  # type: ignore[assignment]
+
+
+def _layout(config: StrategyConfig, world: int, shard_size: int) -> ParameterLayout:
+    return ParameterLayout(
+        world_size=world,
+        shard_size=shard_size,
+        reshard_after_forward=config.reshard_after_forward,
+        prefetch_blocks=config.prefetch_blocks,
+        cpu_offload=config.cpu_offload,
+        gradient_dtype=config.gradient_dtype,
+        activation_checkpointing=config.activation_checkpointing,
+        activation_offload=config.activation_offload,
+        activation_loading_horizon=config.activation_loading_horizon,
+        offload_folder=config.offload_folder,
+        compile=config.compile,
+    )
 
 
 def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_blocks: int) -> None:

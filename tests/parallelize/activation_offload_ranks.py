@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import time
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,8 +100,6 @@ class Residents:
         put = store.put
 
         def counted(tensor: Tensor) -> Any:
-            import weakref
-
             stored = put(tensor)
             self._alive.append(weakref.ref(stored))
             self.num_put += 1
@@ -146,8 +147,6 @@ def written_to(folder: str) -> str:
     slow = DiskStore.write
 
     def write(store: DiskStore, source: Tensor, place: int) -> None:
-        import time
-
         time.sleep(0.3)
         slow(store, source, place)
 
@@ -159,10 +158,32 @@ def written_to(folder: str) -> str:
     return "NOT REFUSED"
 
 
+def leaving(folder: str, horizon: int) -> int:
+    """Return how many inputs are in memory at once in a forward, on a disk that is slow."""
+    root, offload = model(
+        dict(activation_offload="disk", activation_loading_horizon=horizon, offload_folder=folder), False
+    )
+    assert offload is not None
+    sources: list[Any] = []
+    most = [0]
+    put, write = offload._store.put, DiskStore.write
+
+    def counted(tensor: Tensor) -> Any:
+        sources.append(put(tensor))
+        most[0] = max(most[0], sum(each._source is not None for each in sources))
+        return sources[-1]
+
+    def slow(store: DiskStore, source: Tensor, place: int) -> None:
+        time.sleep(0.05)
+        write(store, source, place)
+
+    with mock.patch.object(DiskStore, "write", slow), mock.patch.object(offload._store, "put", counted):
+        root(torch.ones(2, 3, 8))
+    return most[0]
+
+
 def full_disk(folder: str) -> tuple[bool, str]:
     """A disk that is full in the middle of a forward: the gradients, and what is said."""
-    import warnings
-
     expected = gradients(model({}, False)[0], micro_batches=1)
     root, _ = model(dict(activation_offload="disk", offload_folder=folder, activation_loading_horizon=1), False)
     real, calls = os.pwrite, []

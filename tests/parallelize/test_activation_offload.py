@@ -22,6 +22,11 @@ def test_gradients_are_bitwise_equal_and_a_horizon_is_in_memory(pools, tmp_path,
         assert found["left"] == found["threads"] == []
 
 
+@pytest.mark.parametrize("horizon", [1, 3])
+def test_at_most_a_horizon_of_inputs_is_on_its_way_out(pools, tmp_path, horizon):
+    assert pools(1).run(ranks.leaving, str(tmp_path), horizon) == [horizon]
+
+
 def test_an_input_that_is_written_to_before_it_has_left_is_refused_as_by_torch(pools, tmp_path):
     for message in pools(1).run(ranks.written_to, str(tmp_path)):
         assert "modified by an inplace operation: the input (2, 3, 8) of a checkpointed block" in message

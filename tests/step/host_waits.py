@@ -1,4 +1,4 @@
-"""Prints what a step's host does, of a plain step, of one in which the user makes waits and of one with host memory: a process of its own, for torch keeps the device."""
+"""Prints what a step's host does, of a plain step, of one in which the user makes waits, of one with host memory: a process of its own."""
 
 from __future__ import annotations
 

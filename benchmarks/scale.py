@@ -59,6 +59,7 @@ class World:
         documents: packed into a sequence; 1 is a whole one.
         transformers: whether the model is that of transformers.
         plants: whether the user's step makes a wait of each kind.
+        host: whether shards and the inputs of recomputed blocks are in the host's memory.
     """
 
     size: int = 8
@@ -70,6 +71,7 @@ class World:
     documents: int = 1
     transformers: bool = False
     plants: bool = False
+    host: bool = False
 
 
 class _Device(Accelerator):
@@ -251,7 +253,9 @@ def count(world: World) -> dict[str, Any]:
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, store=FakeStore())
     counted = _Counted(device)
     strategy = SequenceParallelStrategy(
-        ulysses_size=world.ulysses, ring_size=world.ring, preflight=False, process_group_backend=backend, packed_documents=world.documents > 1
+        ulysses_size=world.ulysses, ring_size=world.ring, preflight=False, process_group_backend=backend, packed_documents=world.documents > 1,
+        cpu_offload=world.host, activation_checkpointing=world.host, activation_offload="host" if world.host else "none",
+        activation_loading_horizon=2,
     )  # fmt: skip
     trainer = pl.Trainer(
         accelerator=_Device(), devices=1, num_nodes=world.size, strategy=strategy, plugins=[_Environment(world)], logger=False,

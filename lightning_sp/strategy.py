@@ -70,6 +70,10 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ulysses_size: int | Literal["auto"] = "auto",
         ring_size: int | Literal["auto"] = "auto",
         shard_size: int | Literal["auto"] = "auto",
+        reshard_after_forward: bool | Literal["auto"] = "auto",
+        prefetch_blocks: int | Literal["auto"] = "auto",
+        cpu_offload: bool = False,
+        gradient_dtype: str = "auto",
         kernel: str = "auto",
         ring_transport: str = "auto",
         ring_saves_kv: bool = False,
@@ -77,6 +81,9 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ulysses_stages: int = 1,
         activation_checkpointing: bool = False,
         mlp_tile_tokens: int | Literal["auto"] | None = None,
+        activation_offload: str = "none",
+        activation_loading_horizon: int = 4,
+        offload_folder: str | None = None,
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",
@@ -99,6 +106,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             timeouts=(timedelta(seconds=start_timeout_s), timedelta(seconds=timeout_s)),
             checkpoints_as_folders=self.config.save_distributed_checkpoint,
             exclude_frozen_parameters=self.config.exclude_frozen_parameters,
+            host_shards=self.config.cpu_offload,
         )
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None
@@ -367,7 +375,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     def teardown(self) -> None:
         self._interceptions.close()
         if self._runner is not None:
-            self._runner.end()
+            self._runner.close()
         self._run.end()
         self._averages.release()
         self._row_metrics.follow(self._module, None)

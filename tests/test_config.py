@@ -11,6 +11,7 @@ from lightning_sp.config import (
     AttentionKeywords,
     AttentionOptions,
     StrategyConfig,
+    check_memory_device,
     resolve_degrees,
     resolve_shard_size,
     resolve_split,
@@ -23,6 +24,7 @@ DEGREES = [
     "ulysses_size",
     "ring_size",
     "shard_size",
+    "prefetch_blocks",
     "preflight_tokens",
 ]
 
@@ -219,3 +221,61 @@ def test_shard_size_divides_the_world():
     assert resolve_shard_size(StrategyConfig(shard_size=2), 8) == 2
     with refusal("shard_size=3 does not divide the world of 8 ranks; it can be one of [1, 2, 4, 8]"):
         resolve_shard_size(StrategyConfig(shard_size=3), 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(reshard_after_forward="yes"), "reshard_after_forward='yes': must be True, False or 'auto'"),
+        (dict(reshard_after_forward=4), "reshard_after_forward=4: must be True, False or 'auto'"),
+        (dict(gradient_dtype="fp32"), "gradient_dtype='fp32': must be one of auto, float32, bfloat16"),
+        (dict(cpu_offload="false"), "cpu_offload='false': must be True or False"),
+        (dict(activation_offload="cpu"), "activation_offload='cpu': must be one of none, host, disk"),
+        (dict(activation_loading_horizon=0), "activation_loading_horizon=0: must be a positive integer"),
+        (dict(activation_loading_horizon=True), "activation_loading_horizon=True: must be a positive integer"),
+        (
+            dict(activation_offload="host"),
+            "activation_offload='host' without activation_checkpointing: the inputs of recomputed blocks",
+        ),
+        (
+            dict(offload_folder="/scratch"),
+            "offload_folder='/scratch' with activation_offload='none': it is the folder of the files of 'disk'",
+        ),
+        (
+            dict(activation_checkpointing=True, activation_offload="disk", compile=True),
+            "activation_offload='disk' with compile=True: torch.compile decides in its own graph what is saved",
+        ),
+    ],
+    ids=str,
+)
+def test_a_memory_option_says_what_it_may_be(options, message):
+    with refusal(message):
+        StrategyConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "message"),
+    [
+        (
+            dict(prefetch_blocks=2),
+            "cpu",
+            "prefetch_blocks=2 on CPU ranks: a gather over gloo has ended before its call returns",
+        ),
+        (dict(cpu_offload=True), "cpu", "cpu_offload=True on CPU ranks: their shards are in the host's memory already"),
+        (
+            dict(activation_checkpointing=True, activation_offload="host"),
+            "cpu",
+            "activation_offload='host' on CPU ranks: what they compute",
+        ),
+        (
+            dict(activation_checkpointing=True, activation_offload="disk"),
+            "cuda",
+            "activation_offload='disk' on cuda ranks: a file is written",
+        ),
+    ],
+    ids=str,
+)
+def test_a_memory_option_needs_a_device(options, device, message):
+    with refusal(message):
+        check_memory_device(StrategyConfig(**options), device)
+    check_memory_device(StrategyConfig(**options), {"cpu": "cuda", "cuda": "cpu"}[device])

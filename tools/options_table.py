@@ -12,7 +12,9 @@ from typing import Any
 
 from lightning_sp.config import (
     BALANCES,
+    GRADIENT_DTYPES,
     KERNELS,
+    OFFLOAD_TIERS,
     RING_METHODS,
     RING_TRANSPORTS,
     AttentionOptions,
@@ -23,7 +25,10 @@ from lightning_sp.config import (
 from lightning_sp.strategy import SequenceParallelStrategy
 
 TARGET = Path(__file__).parents[1] / "docs" / "options.md"
-CHOICES = {"kernel": KERNELS, "ring_transport": RING_TRANSPORTS, "ring_method": RING_METHODS, "balance": BALANCES}
+CHOICES = {
+    "kernel": KERNELS, "ring_transport": RING_TRANSPORTS, "ring_method": RING_METHODS, "balance": BALANCES, "gradient_dtype": GRADIENT_DTYPES,
+    "activation_offload": OFFLOAD_TIERS,
+}  # fmt: skip
 HEAD = """# Options
 
 `SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and

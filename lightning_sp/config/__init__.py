@@ -20,13 +20,15 @@ from lightning_sp.config.degrees import (
     resolve_shard_size,
     resolve_split,
 )
-from lightning_sp.config.memory import MemoryOptions
+from lightning_sp.config.memory import GRADIENT_DTYPES, OFFLOAD_TIERS, MemoryOptions, check_memory_device
 from lightning_sp.config.strategy import BALANCES, StrategyConfig
 
 __all__ = [
     "ATTENTION_OPTIONS",
     "BALANCES",
+    "GRADIENT_DTYPES",
     "KERNELS",
+    "OFFLOAD_TIERS",
     "RING_METHODS",
     "RING_TRANSPORTS",
     "AttentionKeywords",
@@ -35,6 +37,7 @@ __all__ = [
     "MemoryOptions",
     "Size",
     "StrategyConfig",
+    "check_memory_device",
     "check_stages",
     "needless_exchange",
     "resolve_degrees",

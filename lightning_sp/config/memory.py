@@ -3,29 +3,102 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from lightning_sp.config.checks import Size, check_size
+from lightning_sp.config.checks import Size, check_name, check_size
+from lightning_sp.errors import SequenceParallelError
+
+GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
+OFFLOAD_TIERS = ("none", "host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """What each rank holds of a model and its activations; nothing of it changes a result.
+    """What each rank holds of a model and its activations; of it `gradient_dtype` alone changes a result, by rounding.
 
     Args:
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
+        reshard_after_forward: Free a block's whole parameters after its forward, and gather them again for its backward (ZeRO-3); False: gather
+            them once for both, and hold all of them between (ZeRO-2). "auto": free all but a head's, whose backward comes next.
+        prefetch_blocks: Blocks whose parameters are gathered ahead of their use, forward and backward. "auto": what FSDP2 overlaps by itself.
+        cpu_offload: Keep each rank's shards of the parameters, gradients and optimizer states in the host's memory, and step the optimizer
+            there; for GPUs.
+        gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
+            their own.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         mlp_tile_tokens: Tokens of a tile in which the MLPs of blocks are computed, and recomputed in the backward: of their wide activations one
             tile's are alive. "auto": as many as the MLP's input has features. None: whole.
+        activation_offload: Where the inputs of recomputed blocks are between forward and backward. "host": in its pinned memory, of a GPU.
+            "disk": in a file of each rank. "none": on the device.
+        activation_loading_horizon: Of these inputs, those in memory at once: one that is used, the others on their way out or back.
+        offload_folder: Of the files of "disk", on a disk of each node. None: the folder of temporary files.
 
     Raises:
         SequenceParallelError: a value that the option does not take.
     """
 
     shard_size: Size = "auto"
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    prefetch_blocks: Size = "auto"
+    cpu_offload: bool = False
+    gradient_dtype: str = "auto"
     activation_checkpointing: bool = False
     mlp_tile_tokens: Size | None = None
+    activation_offload: str = "none"
+    activation_loading_horizon: int = 4
+    offload_folder: str | None = None
 
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)
+        check_size("prefetch_blocks", self.prefetch_blocks)
         if self.mlp_tile_tokens is not None:
             check_size("mlp_tile_tokens", self.mlp_tile_tokens)
+        check_name("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
+        check_name("activation_offload", self.activation_offload, OFFLOAD_TIERS)
+        if self.reshard_after_forward != "auto" and not isinstance(self.reshard_after_forward, bool):
+            raise SequenceParallelError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"
+            )
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        horizon, tier = self.activation_loading_horizon, self.activation_offload
+        if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
+            raise SequenceParallelError(f"activation_loading_horizon={horizon!r}: must be a positive integer")
+        if tier != "none" and not self.activation_checkpointing:
+            raise SequenceParallelError(
+                f"activation_offload={tier!r} without activation_checkpointing: the inputs of recomputed blocks are what leaves; set "
+                "activation_checkpointing=True"
+            )
+        if self.offload_folder is not None and tier != "disk":
+            raise SequenceParallelError(
+                f"offload_folder={self.offload_folder!r} with activation_offload={tier!r}: it is the folder of the files of 'disk'; set "
+                "activation_offload='disk', or leave it out"
+            )
+
+
+def check_memory_device(options: MemoryOptions, device_type: str) -> None:
+    """Refuse options that need another device than the ranks have. Equal on all ranks.
+
+    Raises:
+        SequenceParallelError: with the first such option.
+    """
+    if device_type == "cpu" and options.prefetch_blocks != "auto":
+        raise SequenceParallelError(
+            f"prefetch_blocks={options.prefetch_blocks} on CPU ranks: a gather over gloo has ended before its call returns, so one ahead of its "
+            "use hides nothing and holds another block's parameters; leave it 'auto'"
+        )
+    if device_type == "cpu" and options.cpu_offload:
+        raise SequenceParallelError(
+            "cpu_offload=True on CPU ranks: their shards are in the host's memory already, so nothing would be saved; leave it out"
+        )
+    if device_type == "cpu" and options.activation_offload == "host":
+        raise SequenceParallelError(
+            "activation_offload='host' on CPU ranks: what they compute is in the host's memory already, so nothing would be saved; use "
+            "activation_offload='disk'"
+        )
+    if device_type != "cpu" and options.activation_offload == "disk":
+        raise SequenceParallelError(
+            f"activation_offload='disk' on {device_type} ranks: a file is written from the host's memory, and no copy to it is there; use "
+            "activation_offload='host'"
+        )

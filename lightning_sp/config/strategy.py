@@ -87,6 +87,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 f"mlp_tile_tokens={self.mlp_tile_tokens!r} with compile=True: a compiled block is one graph, in which each tile would be a copy "
                 "of the MLP; use activation_checkpointing, or leave compile=False"
             )
+        if self.compile and self.activation_offload != "none":
+            raise SequenceParallelError(
+                f"activation_offload={self.activation_offload!r} with compile=True: torch.compile decides in its own graph what is saved for "
+                "the backward; use one of the two"
+            )
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
@@ -95,6 +100,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 f"ulysses_size={ulysses} x ring_size={ring} = {ulysses * ring}, but sequence_parallel_size={sp}: "
                 "their product must be sequence_parallel_size; leave one of the three 'auto'"
             )
+
+    @property
+    def memory(self) -> MemoryOptions:
+        """The memory's options alone."""
+        return MemoryOptions(**{field.name: getattr(self, field.name) for field in fields(MemoryOptions)})
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

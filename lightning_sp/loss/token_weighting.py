@@ -83,4 +83,4 @@ def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                grad.mul_(factor.to(grad.dtype))
+                grad.mul_(factor.to(grad))  # a shard may be the host's

@@ -1,6 +1,7 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, own_checkpointing, without_checkpoints
+from lightning_sp.parallelize.activation_offload import activation_offload, offload_activations
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
@@ -12,6 +13,7 @@ from lightning_sp.parallelize.fsdp import (
     make_fsdp_root,
     optional_units,
     parameter_layout,
+    reduce_dtypes,
     remember_layout,
     reshard,
     run_with_whole_parameters,
@@ -38,6 +40,7 @@ __all__ = [
     "MetaDevice",
     "ParameterLayout",
     "RootUnit",
+    "activation_offload",
     "broadcast_initial_weights",
     "cast_as_in_forward",
     "check_hooks",
@@ -51,9 +54,11 @@ __all__ = [
     "is_compiled",
     "make_fsdp_root",
     "materialize_meta",
+    "offload_activations",
     "optional_units",
     "own_checkpointing",
     "parameter_layout",
+    "reduce_dtypes",
     "refuse_live_saves",
     "remember_layout",
     "reshard",

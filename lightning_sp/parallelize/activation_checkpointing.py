@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
+from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 
 
@@ -29,16 +30,21 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 _contexts = partial(create_selective_checkpoint_contexts, _policy)
 
 
-def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], offload: ActivationOffload | None = None) -> None:
     """Make each block recompute itself in the backward. The module tree and every name stay as they were.
 
     Hugging Face's own checkpointing, where it is on, is switched off: it would repeat the attention and its communication.
+
+    Args:
+        module: the model.
+        blocks: of it.
+        offload: takes the blocks' inputs away between forward and backward; None leaves them in memory.
     """
     for each in own_checkpointing(module):
         each.gradient_checkpointing_disable()  # type: ignore[operator]
     for block in map(without_compilation, blocks):
         # On the instance: a wrapper module would put its own name into every parameter's.
-        block.forward = partial(_checkpointed, block.forward)
+        block.forward = partial(_checkpointed, block.forward, offload)
 
 
 def own_checkpointing(module: nn.Module) -> list[nn.Module]:
@@ -51,10 +57,11 @@ def own_checkpointing(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], offload: ActivationOffload | None, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+    recomputed = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
+    return recomputed(forward, *args, **kwargs) if offload is None else offload.run(recomputed, forward, args, kwargs)
 
 
 @contextmanager

@@ -71,7 +71,12 @@ def tied_parameters(module: nn.Module) -> list[list[ParameterOwner]]:
 
 
 def broadcast_initial_weights(
-    module: nn.Module, source: dict[str, Tensor], ties: list[list[ParameterOwner]], device: torch.device
+    module: nn.Module,
+    source: dict[str, Tensor],
+    ties: list[list[ParameterOwner]],
+    device: torch.device,
+    *,
+    shards_on: torch.device,
 ) -> None:
     """Fill the sharded module of every rank with rank 0's parameters, buffers and metrics' states.
 
@@ -79,7 +84,8 @@ def broadcast_initial_weights(
         module: the sharded module; its parameters may be on the meta device on ranks other than 0.
         source: rank 0's `whole_state` from before sharding; ignored elsewhere.
         ties: `tied_parameters` from after sharding.
-        device: where buffers and shards live.
+        device: where buffers live.
+        shards_on: where shards of parameters do.
 
     Communicates: the names on rank 0; a broadcast of each parameter and buffer from rank 0.
 
@@ -92,7 +98,9 @@ def broadcast_initial_weights(
     states = [_MetricState.of(each) for each in metrics]
     states = comm.broadcast_object(states, None) if metrics else states
     if any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
-        move(module, lambda tensor: torch.empty_like(tensor, device=device))
+        move(
+            module, lambda tensor: torch.empty_like(tensor, device=shards_on if isinstance(tensor, DTensor) else device)
+        )
         for first, *others in ties:
             for other in others:
                 setattr(other.module, other.name, getattr(first.module, first.name))

@@ -48,7 +48,7 @@ def gradient_differences(
             continue
         zero = torch.zeros_like(a if a is not None else b)  # type: ignore[arg-type]
         a, b = (zero if a is None else a), (zero if b is None else b)
-        squares.append(torch.stack([_square(b - a), _square(a)]))
+        squares.append(torch.stack([_square(b - a), _square(a)]).to(reference.device))  # some may be the host's
     norms = comm.reduce_sum(torch.stack(squares)).sqrt().tolist()
     return {name: Difference(*pair) for name, pair in zip(pairs, norms, strict=True)}
 

@@ -18,7 +18,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
-from lightning_sp.parallelize import gathered, optional_units, without_checkpoints, without_tiles
+from lightning_sp.parallelize import gathered, optional_units, reduce_dtypes, without_checkpoints, without_tiles
 from lightning_sp.preflight.comparison import buffers_of, plain_name
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
@@ -123,7 +123,7 @@ class Trial:
                 loss=loss,
                 gradients=_backward(self.module, loss),
                 buffers=buffers_of(self.module),
-                dtypes=frozenset(watch.dtypes),
+                dtypes=frozenset(watch.dtypes | reduce_dtypes(self.module)),
                 draws=tuple(watch.all_draws()),
                 attention=tuple(calls),
             )

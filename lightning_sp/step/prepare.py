@@ -14,10 +14,18 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import note_built
-from lightning_sp.config import StrategyConfig, needless_exchange, resolve_degrees, resolve_shard_size, resolve_split
+from lightning_sp.config import (
+    StrategyConfig,
+    check_memory_device,
+    needless_exchange,
+    resolve_degrees,
+    resolve_shard_size,
+    resolve_split,
+)
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
@@ -36,6 +44,7 @@ from lightning_sp.parallelize import (
     compile_blocks,
     make_fsdp_root,
     materialize_meta,
+    offload_activations,
     own_checkpointing,
     parameter_layout,
     refuse_live_saves,
@@ -79,8 +88,9 @@ def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> 
     Communicates: group creation.
 
     Raises:
-        SequenceParallelError: the degrees or the shard size do not divide the world.
+        SequenceParallelError: the degrees or the shard size do not divide the world, or the device lacks what an option needs.
     """
+    check_memory_device(config, device.type)
     degrees = resolve_degrees(config, world_size)
     resolve_shard_size(config, world_size)
     return build_device_mesh(
@@ -182,14 +192,7 @@ def lay_out_model(
     Communicates: group creation for FSDP2's mesh; a broadcast of each parameter and buffer.
     """
     world, rank = comm.size_of(comm.world()), comm.rank_in(comm.world())
-    shard_size = resolve_shard_size(config, world)
-    layout = ParameterLayout(
-        world_size=world,
-        shard_size=shard_size,
-        activation_checkpointing=config.activation_checkpointing,
-        mlp_tile_tokens=config.mlp_tile_tokens,
-        compile=config.compile,
-    )
+    layout, shard_size = ParameterLayout.of(config, world), resolve_shard_size(config, world)
     if (before := parameter_layout(module)) is not None:
         check_layout(before, layout)
         _use_group(module, group)
@@ -205,7 +208,7 @@ def lay_out_model(
     if config.mlp_tile_tokens is not None:
         _tile(blocks, config.mlp_tile_tokens)
     if config.activation_checkpointing:
-        checkpoint_blocks(module, blocks)
+        checkpoint_blocks(module, blocks, offload_activations(module, config, device, blocks))
     elif own := own_checkpointing(module):
         rank_zero_info(
             f"sequence_parallel: {type(own[0]).__name__} recomputes its blocks with their attention, whose kernels and messages run twice; "
@@ -213,9 +216,10 @@ def lay_out_model(
         )
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
-    shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
-    broadcast_initial_weights(module, source, tied_parameters(module), device)
-    module.to(device)
+    shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size), config)
+    shards_on = torch.device("cpu") if config.cpu_offload else device
+    broadcast_initial_weights(module, source, tied_parameters(module), device, shards_on=shards_on)
+    _to_device(module, device, shards_on)
     make_fsdp_root(module)
     if config.exclude_frozen_parameters:
         note_built(module, group)
@@ -231,6 +235,17 @@ def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
         f"sequence_parallel: {num_mlps} MLPs of {len(blocks)} blocks run in tiles of tokens"
         + ("" if num_mlps >= len(blocks) else "; one with dropout, or written out in its block, runs whole")
     )
+
+
+def _to_device(module: nn.Module, device: torch.device, shards_on: torch.device) -> None:
+    """Move what a module holds to its device; shards may stay elsewhere."""
+    if shards_on == device:
+        module.to(device)
+        return
+    module._apply(lambda tensor: tensor.to(shards_on if isinstance(tensor, DTensor) else device))  # type: ignore[no-untyped-call]
+    for each in module.modules():
+        if isinstance(vars(each).get("_device"), torch.device):  # what Lightning's `to` notes
+            each._device = device  # type: ignore[assignment]
 
 
 def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_blocks: int) -> None:

@@ -24,6 +24,7 @@ from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import (
     RootUnit,
+    activation_offload,
     check_hooks,
     is_compiled,
     optional_units,
@@ -104,6 +105,8 @@ class StepRunner:
         with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext():
             output = run_with_whole_parameters(run)
         self._root_unit.keep_written()
+        if (offload := activation_offload(self.module)) is not None:
+            offload.check_room(self.groups.world)
         self._check_reached(step)
         output, counts = mean_of_returned_sum(output, None)
         if counts is not None:
@@ -193,6 +196,12 @@ class StepRunner:
         self.context.end()
         self._of_whole_rows.close()
         optional_units(self.module).release()
+
+    def close(self) -> None:
+        """End a run, whether it has succeeded or not."""
+        self.end()
+        if (offload := activation_offload(self.module)) is not None:
+            offload.close()
 
     def end_without_backward(self) -> None:
         """End a step of which no backward is to come: one of evaluation, or of manual optimization."""

@@ -58,8 +58,9 @@ class ShardedModelStrategy(ProcessStrategy):
         timeouts: tuple[timedelta, timedelta],
         checkpoints_as_folders: bool = True,
         exclude_frozen_parameters: bool = False,
+        host_shards: bool = False,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeouts=timeouts)
+        super().__init__(process_group_backend=process_group_backend, timeouts=timeouts, host_shards=host_shards)
         self._checkpoints_as_folders = checkpoints_as_folders
         self._excludes_frozen = exclude_frozen_parameters
         self._log_once = LogOnce()

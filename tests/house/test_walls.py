@@ -67,6 +67,10 @@ PLANTED = {
         "from lightning_sp.trainer.processes import sigterm",
     ),
     "Inside parallelize": ("parallelize/compilation.py", "from lightning_sp.parallelize import fsdp"),
+    "Inside parallelize.activation_offload": (
+        "parallelize/activation_offload/disk.py",
+        "from lightning_sp.parallelize.activation_offload import pinned_host",
+    ),
     "Inside parallelize.fsdp": (
         "parallelize/fsdp/gloo_collectives.py",
         "from lightning_sp.parallelize.fsdp import shard_model",

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="this torch cannot simulate a device",
 )
 ROOT = Path(__file__).parents[2]
-# Two layers; the head and the embedding are one unit of FSDP.
+# Two layers.
 OF_A_STEP = {
     # Attention: heads out and back, forward and backward, of each layer; keys to the next rank three times, in the backward with gradients.
     ("device collective", "alltoall_base", "comm/collectives.py"): 8,
@@ -60,12 +60,31 @@ def _is_of_fsdp(line: tuple[str, str, str]) -> bool:
 
 
 def test_a_step_waits_for_the_device_once(steps):
-    whole, _ = steps
+    whole, _, _ = steps
     assert {line: number for line, number in whole.items() if not _is_of_fsdp(line)} == OF_A_STEP
 
 
 def test_every_kind_of_wait_is_found_where_a_step_of_documents_makes_it(steps):
-    whole, planted = steps
+    whole, planted, _ = steps
     found = planted - whole
     assert {what for _, what, _ in found} == PLANTED
     assert {kind for kind, _, _ in found} == {"host wait"}
+
+
+def test_shards_and_inputs_of_blocks_in_the_hosts_memory_cost_copies_and_no_wait_but_for_gradients(steps):
+    whole, _, host = steps
+    found = host - whole
+    store = "parallelize/activation_offload/pinned_host.py"
+    # The inputs of two blocks leave; one is there still when its backward begins, and the other comes back ahead of its own.
+    assert found["copy", "copy to the host", store] == 2
+    assert found["copy", "copy to the device", store] == 1
+    # 21 parameters are gathered from the host for the forward, and again for the backward: all but the embedding's and the head's.
+    copied = [
+        each
+        for (kind, what, where), each in found.items()
+        if kind == "copy" and what == "copy to the device" and where != store
+    ]
+    assert sum(copied) == 21 + 19
+    # Gradients go to memory that is pinned on CUDA alone, where no copy of them is waited for.
+    waits = {where: each for (kind, _, where), each in found.items() if kind == "host wait"}
+    assert waits == {"parallelize/fsdp/unused_parameters.py": 21}

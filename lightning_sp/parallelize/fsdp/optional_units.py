@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,7 @@ class OptionalUnits:
         units = [each for each in root.modules() if isinstance(each, FSDPModule) and each is not root]
         self._root, self.units = root, [each for each in units if each in within or _holds_towers_alone(each)]
         self._syncs: list[bool] | None = None
+        self._after_forward: list[Any] = []  # of each group, FSDP2's word for what it does after a forward
 
     def gather(self) -> None:
         """Gather their parameters until `release`. Every rank must call it.
@@ -79,6 +81,7 @@ class OptionalUnits:
         self._syncs = [group.reduce_grads for group in groups]
         if (used := used_parameters(self._root)) is not None and torch.is_grad_enabled():
             used.expect(groups)
+        self._after_forward = [group.post_forward_mesh_info for group in groups]
         for unit in self.units:
             unit.unshard()
             self._keep_whole(unit, True)
@@ -107,6 +110,8 @@ class OptionalUnits:
         for unit in self.units:
             self._keep_whole(unit, False)
             unit.reshard()
+        for group, after_forward in zip(parameter_groups(self.units), self._after_forward, strict=True):
+            group.post_forward_mesh_info = after_forward
         self._syncs = None
 
     def _keep_whole(self, unit: FSDPModule, whole: bool) -> None:

@@ -82,6 +82,8 @@ class RootUnit:
 
     def _note_step(self, *_: Any) -> None:
         self._stale = True
+        for unit in fsdp_modules(self._root)[1:]:  # what stays whole between forward and backward, a head say
+            unit.reshard()
 
     def _gather(self, *_: Any) -> None:
         for group in self._groups:

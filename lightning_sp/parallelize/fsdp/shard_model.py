@@ -1,36 +1,46 @@
 """FSDP2 over every rank: `fully_shard` of the model, for sequence parallelism always brings ZeRO with it.
 
-Blocks are one group each, then the models that the LightningModule holds, then the root, so that no parameter stays outside (it would never
-be synchronised, and ranks would drift silently). Layers that are the LightningModule's own children belong to the root: a step may use their
-weights directly, or change their outputs in place. So do modules that share a parameter with others. Gradients are averaged over the whole
-mesh; `loss` undoes exactly that factor.
+Blocks are one group each, and so are large embeddings and heads; then the models that the LightningModule holds, then the root, so that no
+parameter stays outside (it would never be synchronised, and ranks would drift silently). Layers that are the LightningModule's own children
+belong to the root: a step may use their weights directly, or change their outputs in place. Modules that share a parameter with others are no
+units. Gradients are averaged over the whole mesh; `loss` undoes exactly that factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
+from lightning_sp.config import MemoryOptions, StrategyConfig, resolve_shard_size
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
-from lightning_sp.parallelize.fsdp.optional_units import find_optional_units
+from lightning_sp.parallelize.fsdp.optional_units import find_optional_units, optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
-from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
+from lightning_sp.parallelize.fsdp.vocabulary_units import (
+    heads_among,
+    needs_no_weight_in_backward,
+    stays_whole_until_backward,
+    vocabulary_layers,
+)
 from lightning_sp.parameter_names import user_name
 from lightning_sp.quantized_weights import quantized_parameters
 
@@ -66,17 +76,23 @@ class ParameterLayout:
 
     Args:
         world_size: ranks.
-        shard_size: of them, those over which parameters are split.
-        activation_checkpointing: whether the blocks recompute themselves.
-        mlp_tile_tokens: tokens of a tile of the blocks' MLPs, or as the option says it.
+        memory: where parameters lie and what of the activations is kept, the shard size in ranks.
         compile: whether the strategy compiled the blocks.
     """
 
     world_size: int
-    shard_size: int
-    activation_checkpointing: bool
-    mlp_tile_tokens: int | str | None
+    memory: MemoryOptions
     compile: bool
+
+    @classmethod
+    def of(cls, config: StrategyConfig, world_size: int) -> ParameterLayout:
+        """Return the layout that options ask for in a world."""
+        shard_size = resolve_shard_size(config, world_size)
+        return cls(world_size=world_size, memory=replace(config.memory, shard_size=shard_size), compile=config.compile)
+
+    def values(self) -> dict[str, Any]:
+        """Return what another Trainer must ask for too, by the options' names."""
+        return {"world_size": self.world_size, **asdict(self.memory), "compile": self.compile}
 
 
 def parameter_layout(root: nn.Module) -> ParameterLayout | None:
@@ -96,7 +112,8 @@ def check_layout(before: ParameterLayout, wanted: ParameterLayout) -> None:
     Raises:
         SequenceParallelError: with the options that differ.
     """
-    pairs = [(field.name, getattr(before, field.name), getattr(wanted, field.name)) for field in fields(before)]
+    asked = wanted.values()
+    pairs = [(name, was, asked[name]) for name, was in before.values().items()]
     if differing := [f"{name}={now}, before {was}" for name, was, now in pairs if was != now]:
         raise SequenceParallelError(
             f"an earlier Trainer of this process has sharded this model by other options than this one asks for ({'; '.join(differing)}): "
@@ -104,30 +121,67 @@ def check_layout(before: ParameterLayout, wanted: ParameterLayout) -> None:
         )
 
 
-def shard_model(root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def shard_model(
+    root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, options: MemoryOptions | None = None
+) -> None:
     """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place; quantized weights stay whole."""
+    options = options or MemoryOptions()
     children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
+    of_own_dtype = units_of_own_dtype(root)
+    found = {model: vocabulary_layers(root, model, blocks) for model in models}
+    large = [layer for each in found.values() for layer in each if layer not in of_own_dtype]
     units = [
         unit
-        for unit in (*units_of_own_dtype(root), *blocks, *models)
+        for unit in dict.fromkeys((*of_own_dtype, *blocks, *large, *models))
         if any(True for _ in unit.parameters()) and not shares_parameters(root, unit)
     ]
-    whole = set(quantized_parameters(root).values())
+    heads = [head for model, each in found.items() for head in heads_among(model, each, blocks) if head in units]
+    lookups = [layer for layer in large if layer in units and needs_no_weight_in_backward(layer)]
+    given: dict[str, Any] = dict(mesh=mesh, ignored_params=set(quantized_parameters(root).values()))
+    if options.gradient_dtype != "auto":
+        given["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=getattr(torch, options.gradient_dtype))
+    if options.cpu_offload:
+        given["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in units:
-        fully_shard(unit, mesh=mesh, ignored_params=whole)
-    fully_shard(root, mesh=mesh, ignored_params=whole)
+        fully_shard(unit, reshard_after_forward=options.reshard_after_forward is not False, **given)
+    fully_shard(root, **given)
     for model in set(models) & set(units):
         gather_for_parts(model, units)
     use_all_pairs_collectives(fsdp_modules(root), mesh)
     find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)
-    complete_gradients(root, fsdp_modules(root))
+    complete_gradients(root, fsdp_modules(root), [each for each in fsdp_modules(root) if each in set[Any](heads)])
     find_optional_units(root)
+    for head in set(heads) - set(optional_units(root).units) if options.reshard_after_forward == "auto" else ():
+        stays_whole_until_backward(head)
+    for lookup in lookups:
+        lookup.set_unshard_in_backward(False)  # type: ignore[operator]
+    if options.prefetch_blocks != "auto":
+        for model, layers in found.items():
+            order = [each for each in model.modules() if each in units and (each in blocks or each in layers)]
+            prefetch(order, options.prefetch_blocks)
     for name in STEPS:
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.
         if callable(getattr(root, name, None)):
             register_fsdp_forward_method(root, name)
+
+
+def prefetch(units: Sequence[Any], depth: int) -> None:
+    """Let each sharded module gather the next ones when its forward begins, and the ones before it when its backward begins.
+
+    Args:
+        units: in the order of the forward.
+        depth: how many.
+    """
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + depth]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - depth) : place])))
+
+
+def reduce_dtypes(root: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes in which a sharded module's gradients are summed, where they are not their own."""
+    return {each.mp_policy.reduce_dtype for each in parameter_groups(fsdp_modules(root)) if each.mp_policy.reduce_dtype}
 
 
 def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:

@@ -5,6 +5,9 @@ a hang, or gradients of different parameters are added up. Here a rank without a
 used has none, as on one device, where an optimizer leaves it as it is.
 
 A unit must run on all ranks or on none, for its parameters are gathered from all of them; `optional_units` are the exception.
+
+A head may run several times in a forward, for one part of the tokens after the other. FSDP2 would gather and reduce it for each. Here its
+gradients are reduced when the first of these calls has had its backward, which comes last.
 """
 
 from __future__ import annotations
@@ -25,14 +28,15 @@ from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
 _ATTRIBUTE = "_lightning_sp_unused_parameters"
 
 
-def complete_gradients(root: nn.Module, units: Sequence[FSDPModule]) -> None:
+def complete_gradients(root: nn.Module, units: Sequence[FSDPModule], heads: Sequence[FSDPModule] = ()) -> None:
     """Let each unit of FSDP reduce a gradient for every parameter, zeros where this rank has none.
 
     Args:
         root: of the units.
         units: the sharded modules.
+        heads: those of them that are reduced once, however often a forward calls them.
     """
-    setattr(root, _ATTRIBUTE, UsedParameters(units))
+    setattr(root, _ATTRIBUTE, UsedParameters(units, heads))
 
 
 def used_parameters(root: nn.Module) -> UsedParameters | None:
@@ -46,13 +50,14 @@ class UsedParameters:
 
     Args:
         units: the sharded modules.
+        heads: those of them that are reduced once, however often a forward calls them.
 
     Attributes:
         group: the world, on a backend for host tensors; None is torch's default group.
         before_end: called when a backward has ended, before it is asked what was used.
     """
 
-    def __init__(self, units: Sequence[FSDPModule]) -> None:
+    def __init__(self, units: Sequence[FSDPModule], heads: Sequence[FSDPModule] = ()) -> None:
         self.group: ProcessGroup | None = None
         self.before_end: Callable[[], None] = lambda: None
         self._groups = parameter_groups(units)
@@ -61,6 +66,9 @@ class UsedParameters:
         self._zeros: set[int] = set()
         self._ran: set[int] = set()
         self._asked: tuple[comm.Largest, int] | None = None
+        # Of each head, its calls that have had no backward.
+        self._calls = {number: 0 for number, each in enumerate(self._groups) if each in parameter_groups(heads)}
+        self._ending = False
         first = 0
         for number, each in enumerate(self._groups):
             each.pre_forward = partial(self._pre_forward, number, each.pre_forward)
@@ -80,9 +88,16 @@ class UsedParameters:
     def _pre_forward(self, number: int, pre_forward: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
             self._ran.add(number)
+            if (
+                number in self._calls and torch._C._current_graph_task_id() == -1
+            ):  # what a backward recomputes has no backward
+                self._calls[number] += 1
         return pre_forward(*args)
 
     def _post_backward(self, number: int, first: int, post_backward: Any, *args: Any) -> None:
+        if self._calls.get(number, 0) > 1 and not self._ending:
+            self._calls[number] -= 1
+            return
         group = self._groups[number]
         for index, each in enumerate(group.fsdp_params, first):
             if _gradient(each) is not None:
@@ -104,7 +119,11 @@ class UsedParameters:
         Raises:
             SequenceParallelError: a unit ran on some ranks only.
         """
-        end()
+        self._ending = True
+        try:
+            end()
+        finally:
+            self._ending, self._calls = False, dict.fromkeys(self._calls, 0)
         self.before_end()
         if not any(group.reduce_grads for group in self._groups):
             return

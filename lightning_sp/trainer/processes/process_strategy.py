@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.nodes import ranks_per_node
 from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher
 from lightning_sp.trainer.processes.parent import ParentWatch
@@ -38,10 +39,12 @@ class ProcessStrategy(ParallelStrategy):
     # Lightning reads it of strategies it does not know: without it there is neither a sampler nor sync_dist.
     is_distributed = True
 
-    def __init__(self, *, process_group_backend: str | None, timeouts: tuple[timedelta, timedelta]) -> None:
-        """Take the time limits of collectives: before the first batch of a run, and from it on."""
+    def __init__(
+        self, *, process_group_backend: str | None, timeouts: tuple[timedelta, timedelta], host_shards: bool = False
+    ) -> None:
+        """Take the time limits of collectives, before the first batch of a run and from it on; and whether the host's tensors travel too."""
         super().__init__()
-        self._process_group_backend = process_group_backend
+        self._process_group_backend, self._host_shards = process_group_backend, host_shards
         self._start_timeout, self._timeout = timeouts
         self._starting = True
         self.num_nodes = 1
@@ -84,9 +87,12 @@ class ProcessStrategy(ParallelStrategy):
         """
         self.set_world_ranks()
         self._parent.start(os.environ)
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
+        self._process_group_backend = self._process_group_backend or self._default_backend()
+        if self._host_shards and "cpu:" not in self._process_group_backend:
+            raise SequenceParallelError(
+                f"cpu_offload=True with process_group_backend={self._process_group_backend!r}: norms of shards in the host's memory are "
+                f"added up there; give {self._default_backend()!r}, or None"
+            )
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         if not _distributed_is_initialized():
@@ -96,6 +102,10 @@ class ProcessStrategy(ParallelStrategy):
             comm.own_timeouts()
         comm.set_timeouts(self._start_timeout)
         self._starting = True
+
+    def _default_backend(self) -> str:
+        own = str(_get_default_process_group_backend_for_device(self.root_device))
+        return f"cpu:gloo,{self.root_device.type}:{own}" if self._host_shards else own
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and Lightning's rank-zero helpers, which rank this is."""

@@ -1,0 +1,69 @@
+"""What the ranks of test_memory_options run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp.errors import SequenceParallelError
+from tests.trainer.tiny import HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
+
+
+def run(module: Plain, strategy: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    """Train for two steps of two micro-batches and return the weights."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = quiet_trainer(world, strategy=strategy, accumulate_grad_batches=2, **options)
+    trainer.fit(module, DataLoader(TokenDataset(8, 32), batch_size=2))
+    return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
+
+
+def build(lr: float = 0.01) -> Plain:
+    torch.manual_seed(3)
+    return Plain(HuggingFaceLlama, lr)
+
+
+def fits(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    """Run several fits; return their weights, and what is left in the folder of activations."""
+    runs = []
+    for strategy in cases:
+        chosen = dict(strategy, offload_folder=folder) if strategy.get("activation_offload") == "disk" else strategy
+        runs.append(run(build(), chosen))
+    return {"runs": runs, "left": os.listdir(folder)}
+
+
+def rounded(folder: str) -> dict[str, float]:
+    """Return how far gradients summed in bfloat16 are from those of the same run in their own dtype, relative to their norm."""
+    found = []
+    for gradient_dtype in ("auto", "bfloat16"):
+        module = build(lr=0.0)
+        run(module, dict(ulysses_size=2, gradient_dtype=gradient_dtype), precision="32-true")
+        found.append(module.raw_grads[0])
+    own, other = found
+    total = sum(float(each.pow(2).sum()) for each in own.values()) ** 0.5
+    return {"bfloat16": sum(float((own[n] - other[n]).pow(2).sum()) for n in own) ** 0.5 / total}
+
+
+def refusal(options: dict[str, Any]) -> str:
+    """Return why a fit is refused."""
+    try:
+        run(build(), dict(ulysses_size=2, **options))
+    except SequenceParallelError as error:
+        return str(error)
+    return "NOT REFUSED"
+
+
+def again(folder: str) -> str:
+    """Train a module a second time by other options."""
+    module = build()
+    run(module, dict(ulysses_size=2))
+    try:
+        run(module, dict(
+            ulysses_size=2, reshard_after_forward=False, activation_checkpointing=True, activation_offload="disk", offload_folder=folder,
+        ))  # fmt: skip
+    except SequenceParallelError as error:
+        return str(error)
+    return "NOT REFUSED"

@@ -1,0 +1,62 @@
+"""The options that trade memory for time, alone and in pairs, through the real Trainer: bitwise a run without, where only placement changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainer import memory_options_ranks as ranks
+
+CHECKPOINTED = dict(activation_checkpointing=True)
+DISK = dict(**CHECKPOINTED, activation_offload="disk")
+# Of each run without an option those with it.
+RUNS = [
+    (dict(), [dict(reshard_after_forward=False), dict(reshard_after_forward=True)]),
+    (
+        CHECKPOINTED,
+        [
+            dict(DISK, activation_loading_horizon=1),
+            dict(DISK, reshard_after_forward=False, activation_loading_horizon=2),
+        ],
+    ),
+    (dict(CHECKPOINTED, shard_size=1), [dict(DISK, shard_size=1)]),
+]
+
+
+@pytest.mark.parametrize("layout", [dict(ulysses_size=2), dict(ring_size=2, preflight=False)], ids=str)
+def test_a_fit_is_bitwise_the_same_wherever_things_lie(pools, layout, tmp_path):
+    """Two steps of two micro-batches of Hugging Face's Llama with an untied head; the preflight of one tries all options."""
+    runs = RUNS if "preflight" not in layout else RUNS[1:2]
+    cases = [dict(layout, **{"preflight": False, **each}) for plain, others in runs for each in (plain, *others)]
+    cases[-1]["preflight"] = layout.get("preflight", True)
+    [alone] = pools(1).run(ranks.fits, [{}], str(tmp_path))
+    for found in pools(2).run(ranks.fits, cases, str(tmp_path)):
+        assert found["left"] == []
+        for own in found["runs"]:
+            for name, weight in alone["runs"][0].items():
+                assert (own[name] - weight).abs().max() <= 1e-10, name
+        weights = iter(found["runs"])
+        for _, others in runs:
+            plain = next(weights)
+            for own in (next(weights) for _ in others):
+                assert all(torch.equal(own[name], weight) for name, weight in plain.items())
+
+
+def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_path):
+    """In bfloat16 the preflight allows for its rounding; in float32 a bfloat16 model's micro-batches lose none of their sum."""
+    for found in pools(2).run(ranks.rounded, str(tmp_path)):
+        assert found["bfloat16"] < 2**-7
+        assert found["bfloat16"] > 0
+
+
+def test_options_that_do_nothing_on_cpu_ranks_are_refused_by_all(pools):
+    for message in pools(2).run(ranks.refusal, dict(prefetch_blocks=2)):
+        assert message.startswith(
+            "prefetch_blocks=2 on CPU ranks: a gather over gloo has ended before its call returns"
+        )
+
+
+def test_another_trainer_with_other_options_is_refused(pools, tmp_path):
+    for message in pools(2).run(ranks.again, str(tmp_path)):
+        assert "reshard_after_forward=False, before auto" in message
+        assert "activation_offload=disk, before none" in message

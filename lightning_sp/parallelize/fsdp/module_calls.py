@@ -63,14 +63,17 @@ def _plain(function: Any) -> Any:
 
 
 def _run_by_forward(kind: type) -> set[Callable[..., Any]]:
-    """Return a class' `forward` and the methods that it calls on itself, at any depth, those of its bases among them."""
+    """Return a class' `forward`, its properties, and the methods that these call on itself, at any depth; those of its bases among them."""
     found: set[Callable[..., Any]] = set()
-    names, seen = ["forward"], {"forward"}
+    own = [each for each in kind.__mro__ if not _is_torch(each)]
+    seen = {"forward", *(name for each in own for name, value in vars(each).items() if isinstance(value, property))}
+    names = list(seen)
     while names:
         name = names.pop()
-        for each in kind.__mro__:
-            method = _plain(vars(each).get(name))
-            if inspect.isfunction(method) and not _is_torch(each) and method not in found:
+        for each in own:
+            value = vars(each).get(name)
+            method = _plain(value.fget if isinstance(value, property) else value)
+            if inspect.isfunction(method) and method not in found:
                 found.add(method)
                 new = set(_methods_called(method)) - seen
                 seen |= new

@@ -19,6 +19,17 @@ def parameter_groups(units: Iterable[FSDPModule]) -> list[Any]:
     return [group for unit in units for group in _groups(unit)]
 
 
+def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
+    """Return whether a parameter of `unit` is also reached another way: in FSDP2 each belongs to one group."""
+    own = {parameter for each in unit.modules() for parameter in each.parameters(recurse=False)}
+    elsewhere, found = [root], {root}
+    while elsewhere:
+        new = {child for child in elsewhere.pop().children() if child is not unit} - found
+        found |= new
+        elsewhere.extend(new)
+    return any(parameter in own for each in found for parameter in each.parameters(recurse=False))
+
+
 def _groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

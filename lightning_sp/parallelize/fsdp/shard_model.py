@@ -33,7 +33,7 @@ from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.optional_units import find_optional_units, optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
-from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
 from lightning_sp.parallelize.fsdp.vocabulary_units import (
     heads_among,
@@ -182,17 +182,6 @@ def prefetch(units: Sequence[Any], depth: int) -> None:
 def reduce_dtypes(root: nn.Module) -> set[torch.dtype]:
     """Return the dtypes in which a sharded module's gradients are summed, where they are not their own."""
     return {each.mp_policy.reduce_dtype for each in parameter_groups(fsdp_modules(root)) if each.mp_policy.reduce_dtype}
-
-
-def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
-    """Return whether a parameter of `unit` is also reached another way: in FSDP2 each belongs to one group."""
-    own = {parameter for each in unit.modules() for parameter in each.parameters(recurse=False)}
-    elsewhere, found = [root], {root}
-    while elsewhere:
-        new = {child for child in elsewhere.pop().children() if child is not unit} - found
-        found |= new
-        elsewhere.extend(new)
-    return any(parameter in own for each in found for parameter in each.parameters(recurse=False))
 
 
 def run_with_whole_parameters(run: Callable[[], Any]) -> Any:

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from lightning_sp.parallelize.fsdp.module_calls import is_only_called
-from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
+from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups, shares_parameters
 from lightning_sp.quantized_weights import is_quantized
 
 
 def vocabulary_layers(root: nn.Module, model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the layers of a model that are to be units, outermost first: what `root` calls as modules alone.
+    """Return the layers of a model that are to be units, outermost first: what `root` calls as modules alone, and what shares no
+    parameter.
 
     They are what Hugging Face's `get_input_embeddings` and `get_output_embeddings` give, with an adapter around it, and any `nn.Embedding` or
     `nn.Linear` outside of the blocks with as many numbers as the smallest block. None where the model has no blocks.
@@ -37,20 +38,19 @@ def vocabulary_layers(root: nn.Module, model: nn.Module, blocks: Sequence[nn.Mod
         return []
     within = {part for block in own for part in block.modules()}
     size, named = min(map(_numel, own)), _hugging_face(model)
-    found: dict[nn.Module, None] = {}
+    found: list[nn.Module] = []
+    tried: set[nn.Module] = set()  # with what lies within: of an adapter that is no unit its layer is none either
     for layer in model.modules():
         large = isinstance(layer, (nn.Embedding, nn.Linear)) and _numel(layer) >= size
         parts = set(layer.modules())
-        if (
-            not (layer in named or large)
-            or parts & within
-            or any(part in each.modules() for each in found for part in parts)
-        ):
+        if not (layer in named or large) or parts & within or parts & tried:
             continue
+        tried |= parts
         holds_table = any(isinstance(part, (nn.Embedding, nn.Linear)) for part in parts)
-        if holds_table and not any(map(is_quantized, layer.parameters())) and is_only_called(root, layer):
-            found[layer] = None
-    return list(found)
+        whole = any(map(is_quantized, layer.parameters())) or shares_parameters(root, layer)
+        if holds_table and not whole and is_only_called(root, layer):
+            found.append(layer)
+    return found
 
 
 def heads_among(model: nn.Module, layers: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -89,3 +89,34 @@ def test_a_layer_is_a_unit_where_the_source_shows_that_it_is_called_alone(use, f
     if use is print:
         model.forward = print  # without a source
     assert len(vocabulary_layers(nn.ModuleList([model]), model, transformer_blocks(model))) == found
+
+
+class Wrapped(nn.Module):
+    """A layer as an adapter holds it, whose weight is read as if it were the adapter's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 64)
+
+    @property
+    def weight(self):
+        return self.inner.weight
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("use", "found"), [(called, 0), (weight, 0)])
+def test_a_layer_whose_weight_a_property_hands_on_is_no_unit(use, found):
+    model = Held(use)
+    model.layer = Wrapped()
+    assert len(vocabulary_layers(nn.ModuleList([model]), model, transformer_blocks(model))) == found
+
+
+def test_an_adapter_is_a_unit_with_its_layer_and_one_that_is_used_otherwise_leaves_it_in_the_models():
+    for use, names in ((called, ["layer"]), (weight, [])):
+        model = Held(use)
+        model.layer = Wrapped()
+        model.get_output_embeddings = lambda model=model: model.layer
+        layers = vocabulary_layers(nn.ModuleList([model]), model, transformer_blocks(model))
+        assert [name for name, each in model.named_modules() if each in layers] == names

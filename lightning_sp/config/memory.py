@@ -13,6 +13,8 @@ class MemoryOptions:
 
     Args:
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
+        loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them, 64
+            tokens at least. None: the logits of all tokens, in the copies that torch makes.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
 
     Raises:
@@ -20,7 +22,10 @@ class MemoryOptions:
     """
 
     shard_size: Size = "auto"
+    loss_chunk_tokens: Size | None = "auto"
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)
+        if self.loss_chunk_tokens is not None:
+            check_size("loss_chunk_tokens", self.loss_chunk_tokens)

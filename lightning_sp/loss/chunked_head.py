@@ -59,10 +59,17 @@ class Autocast:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWeights:
-    """What a head multiplies with, whole, in the dtype of the product. Shapes: (V, E), (V,)."""
+    """What a head multiplies with, whole, in the dtype of the product. Shapes: (V, E), (V,).
+
+    Args:
+        weight: of the head.
+        bias: likewise; None where it has none.
+        is_copy: whether the numbers stay when FSDP frees the head's own.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    is_copy: bool = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return those of a chunk. Shapes: (c, E) -> (c, V)."""
@@ -134,15 +141,17 @@ class _SumOverTokens(torch.autograd.Function):
             del logits, part
             gradients.add(d_logits, hidden[first:last], whole, first)
         # Saved, and not attributes: a checkpoint around this makes them anew in place of having them wait.
-        ctx.save_for_backward(*gradients.finished())
+        ctx.save_for_backward(*gradients.wide())
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_order()
         once = not torch._C._autograd._get_current_graph_task_keep_graph()
         d_hidden, d_weight, d_bias = ctx.saved_tensors
-        return (*(_scaled(each, upstream, in_place=once) for each in (d_hidden, d_weight, d_bias)), None, None, None)
+        scaled = (_scaled(each, upstream, in_place=once) for each in (d_hidden, d_weight, d_bias))
+        return (*map(_cast, scaled, ctx.dtypes), None, None, None)
 
 
 class _EachToken(torch.autograd.Function):
@@ -158,16 +167,17 @@ class _EachToken(torch.autograd.Function):
     ) -> Tensor:
         chunks = _chunks(len(hidden), chunk_tokens)
         found = torch.cat([of_tokens(whole.logits(hidden[a:b]), a, b) for a, b in chunks])
-        # The parameters and not `whole`: FSDP has them whole again in the backward.
-        ctx.save_for_backward(hidden, weight, bias)
+        # The parameters, where there is no copy: FSDP has them whole again in the backward.
+        ctx.save_for_backward(hidden, *((whole.weight, whole.bias) if whole.is_copy else (weight, bias)))
         ctx.of_tokens, ctx.chunks, ctx.dtype = of_tokens, chunks, whole.weight.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.autocast = Autocast.now(hidden.device.type)
         if not found.is_floating_point():
             ctx.mark_non_differentiable(found)
         return found
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_order()
         hidden, weight, bias = ctx.saved_tensors
         whole = cast_weights(weight, bias, ctx.dtype)
@@ -179,14 +189,13 @@ class _EachToken(torch.autograd.Function):
             (d_logits,) = torch.autograd.grad(found, logits, upstream[first:last])
             del logits, found
             gradients.add(d_logits, hidden[first:last], whole, first)
-        return (*gradients.finished(), None, None, None)
+        return (*map(_cast, gradients.wide(), ctx.dtypes), None, None, None)
 
 
 class _Gradients:
     """The gradients of a head, chunk by chunk; a class because they add up in float32 or more, where there are any."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
-        self._weight_dtype, self._bias_dtype = weight.dtype, None if bias is None else bias.dtype
         self._hidden = torch.empty_like(hidden) if needed[0] else None
         shape, wide = weight.shape, torch.promote_types(weight.dtype, torch.float32)
         # Not zeros of the parameter's kind: it may be a shard whose numbers are elsewhere.
@@ -200,19 +209,17 @@ class _Gradients:
                 self._hidden[first : first + len(hidden)] = d_logits @ whole.weight
             if self._bias is not None:
                 self._bias += d_logits.sum(0, dtype=self._bias.dtype)
-            if self._weight is not None and self._weight.dtype == d_logits.dtype:
-                self._weight.addmm_(d_logits.t(), hidden.to(d_logits.dtype))
-            elif self._weight is not None:
+            if self._weight is None:
+                return
+            if d_logits.device.type == "cpu" or d_logits.dtype == self._weight.dtype:
+                # A bfloat16 product would be rounded, chunk by chunk.
+                self._weight.addmm_(d_logits.to(self._weight.dtype).t(), hidden.to(self._weight.dtype))
+            else:
                 self._weight += d_logits.t() @ hidden.to(d_logits.dtype)
 
-    def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return those of hidden states, weight and bias, in their dtypes."""
-        weight, bias = self._weight, self._bias
-        return (
-            self._hidden,
-            None if weight is None else weight.to(self._weight_dtype),
-            None if bias is None else bias.to(self._bias_dtype),
-        )
+    def wide(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return those of hidden states, and of weight and bias in float32 or more."""
+        return self._hidden, self._weight, self._bias
 
 
 def cast_weights(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadWeights:
@@ -233,6 +240,10 @@ def _zero(hidden: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
 
 
+def _cast(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if gradient is None or dtype is None else gradient.to(dtype)
+
+
 def _scaled(gradient: Tensor | None, upstream: Tensor, *, in_place: bool) -> Tensor | None:
     """Return a gradient times a number; a bfloat16 one in float32, a few rows at a time: rounded, the number would be off by 0.4%."""
     if gradient is None:
@@ -242,8 +253,8 @@ def _scaled(gradient: Tensor | None, upstream: Tensor, *, in_place: bool) -> Ten
     if gradient.dtype == wide:
         return torch.mul(gradient, upstream.to(wide), out=scaled)
     rows = max(1, 2**22 // max(1, gradient[:1].numel()))
-    for source, target in zip(gradient.split(rows), scaled.split(rows), strict=True):
-        target.copy_(source.to(wide) * upstream)
+    for first in range(0, len(gradient), rows):
+        scaled[first : first + rows] = gradient[first : first + rows].to(wide) * upstream
     return scaled
 
 

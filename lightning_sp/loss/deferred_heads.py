@@ -42,7 +42,7 @@ class DeferredHeads(AbstractContextManager[None]):
         if self._chunk_tokens is None:
             return
         for head, unit in _output_heads(self._root):
-            head.forward = MethodType(_deferring(self, unit), head)
+            head.forward = MethodType(_deferring(self, unit), head)  # type: ignore[method-assign]
             self._undo.callback(vars(head).pop, "forward")
             if unit is not None and unit not in self._running:
                 self._running[unit] = 0
@@ -122,7 +122,7 @@ def _output_heads(root: nn.Module) -> Iterator[tuple[nn.Linear, nn.Module | None
         above = [modules[".".join(parts[:length])] for length in range(len(parts) + 1)]
         if any(isinstance(each, OptimizedModule) or getattr(each, "_compiled_call_impl", None) for each in above):
             continue
-        units = [each for each in above[1:] if isinstance(each, FSDPModule)]
+        units: list[Any] = [each for each in above[1:] if isinstance(each, FSDPModule)]
         yield head, units[-1] if units else None
 
 

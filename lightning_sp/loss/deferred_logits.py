@@ -10,7 +10,7 @@ Legend: B rows, s tokens of this rank, n tokens in all, E model dim, V vocabular
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_map
 
-from lightning_sp.loss.head_call import HeadCall
+from lightning_sp.loss.head_call import HeadCall, LaterHeadCall
 from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Recorded
 
 # From the logits (c, V) of some tokens, and their rows of other tensors, to something for each of them.
 OfRows = Callable[..., Tensor]
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class DeferredLogits(Tensor):
@@ -57,15 +58,13 @@ class DeferredLogits(Tensor):
         shape = [*hidden.shape[:-1]]
         shape.insert(len(shape) if class_dim == -1 else class_dim, len(call.weight))
         has_graph = call.requires_grad and torch.is_grad_enabled() and (parent is None or parent[0].has_graph)
-        empty = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            DeferredLogits, shape, dtype=dtype or call.dtype, device=hidden.device
-        )
+        empty = Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype or call.dtype, device=hidden.device)
         empty.call, empty.hidden, empty.functions, empty.class_dim = call, hidden, functions, class_dim
         empty.has_graph, empty._parent, empty._made = has_graph, parent, None
-        if has_graph:
+        if has_graph and not isinstance(call, LaterHeadCall):
             empty = _WithGraph.apply(hidden, *call.parameters, [empty])  # type: ignore[no-untyped-call]
         call.add(empty)
-        return cast(DeferredLogits, empty)
+        return empty
 
     def make(self) -> Tensor:
         """Return the logits themselves, made once; a part of the tokens alone where the others' are not there."""
@@ -102,10 +101,12 @@ class DeferredLogits(Tensor):
         return function if dim == -1 else lambda made: function(made.movedim(dim, -1)).movedim(-1, dim)
 
     def _hook(self, hook: Recorded) -> None:
-        """Gather a unit of FSDP for the backward of whatever is made of this."""
-        self.call.hook(hook, self._made)
-        with torch._C.DisableTorchFunctionSubclass():
-            self.register_hook(hook)
+        """Gather a unit of FSDP for the backward of what made the hidden states; what is made of these has weights of its own.
+
+        It gathers at one moment of the backward, whatever a rank asks of its logits: ranks must agree on the order of their collectives.
+        """
+        if self.hidden.requires_grad:
+            self.hidden.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def summed(self, of_rows: OfRows, *others: Tensor) -> Tensor:
         """Return the sum over tokens of a function of their logits (c, V) and rows of other tensors (n, ...); in float32 or more."""
@@ -138,7 +139,7 @@ class DeferredLogits(Tensor):
                     return function(*args, **kwargs)
             if function is Tensor.register_hook and _is_of_fsdp(args[1]):
                 return own._hook(args[1])
-            if function == Tensor.grad_fn.__get__:  # type: ignore[attr-defined]
+            if function == _GRAD_FN:
                 return own.hidden.grad_fn
             for known in (VIEWS, RECORDED, AGGREGATES):
                 found = known.get(function)
@@ -151,7 +152,7 @@ class DeferredLogits(Tensor):
         return function(*made_args, **made_kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Make the logits where torch looks below its functions."""
@@ -166,21 +167,23 @@ class _WithGraph(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, made: list[DeferredLogits]) -> Tensor:
         (empty,) = made  # in a list: a tensor that comes in and goes out would be a view of itself
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.autocast, ctx.functions, ctx.class_dim = empty.call.autocast, empty.functions, empty.class_dim
+        ctx.call, ctx.functions, ctx.class_dim = empty.call, empty.functions, empty.class_dim
         return empty
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[:3]
-        given = [
+        saved, whole = ctx.saved_tensors, ctx.call.whole()
+        values = (saved[0].to(whole.weight.dtype), whole.weight, whole.bias)
+        given: list[Any] = [
             None if each is None else each.detach().requires_grad_(need)
-            for each, need in zip(ctx.saved_tensors, needed, strict=True)
+            for each, need in zip(values, needed, strict=True)
         ]
-        with torch.enable_grad(), ctx.autocast.again():
+        with torch.enable_grad():
             logits = _finished(F.linear(*given), ctx.functions, ctx.class_dim)
         wanted = [each for each, need in zip(given, needed, strict=True) if need]
         found = iter(torch.autograd.grad(logits, wanted, gradient))
-        return (*(next(found) if need else None for need in needed), None)
+        return (*(next(found).to(saved[i].dtype) if need else None for i, need in enumerate(needed)), None)
 
 
 def _finished(logits: Tensor, functions: tuple[Recorded, ...], class_dim: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -44,8 +45,6 @@ class HeadCall:
         self.requires_grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
         self._versions = [(each, each._version) for each in (hidden,) if not each.is_inference()]
         self._kept: HeadWeights | None = None
-        # FSDP's, of the outputs of units: they gather for the backward.
-        self._hooks: list[Callable[[Tensor], Tensor]] = []
         self._logits: list[weakref.ref[Any]] = []
 
     def add(self, logits: Any) -> None:
@@ -68,43 +67,34 @@ class HeadCall:
         if self._kept is None:
             copied = [None if p is None else p.detach().to(self.dtype, copy=True) for p in self.parameters]
             assert copied[0] is not None
-            self._kept = HeadWeights(weight=copied[0], bias=copied[1])
-
-    def hook(self, hook: Callable[[Tensor], Tensor], *made: Tensor | None) -> None:
-        """Call a hook of FSDP for the gradient of whatever is made of the logits."""
-        self._hooks.append(hook)
-        for each in made:
-            if each is not None and each.requires_grad:
-                each.register_hook(hook)
+            self._kept = HeadWeights(weight=copied[0], bias=copied[1], is_copy=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits. Shapes: (..., E) -> (..., V)."""
         self._check_unchanged()
         if self._kept is not None and torch.is_grad_enabled():
-            return self._hooked(_Logits.apply(hidden, *self.parameters, self._kept))  # type: ignore[no-untyped-call]
+            made: Tensor = _Logits.apply(hidden, *self.parameters, self._kept)  # type: ignore[no-untyped-call]
+            return made
         if self._kept is not None:
             return self._kept.logits(hidden)
         with self.autocast.again():
-            return self._hooked(F.linear(hidden, self.weight, self.bias))
+            return F.linear(hidden, self.weight, self.bias)
 
     def summed(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         """Return the sum of a function of each token's logits. Shapes: (n, E) -> ()."""
-        self._check_unchanged()
-        return self._hooked(summed(hidden, self.parameters, self._whole(), of_tokens, self.chunk_tokens))
+        return self._over_chunks(summed, hidden, of_tokens)
 
     def each_token(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         """Return a function of each token's logits. Shapes: (n, E) -> (n, ...)."""
+        return self._over_chunks(each_token, hidden, of_tokens)
+
+    def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         self._check_unchanged()
-        return self._hooked(each_token(hidden, self.parameters, self._whole(), of_tokens, self.chunk_tokens))
+        return compute(hidden, self.parameters, self.whole(), of_tokens, self.chunk_tokens)
 
-    def _whole(self) -> HeadWeights:
+    def whole(self) -> HeadWeights:
+        """Return the weights, whole while the unit's forward runs or as they were copied at its end."""
         return cast_weights(*self.parameters, self.dtype) if self._kept is None else self._kept
-
-    def _hooked(self, made: Tensor) -> Tensor:
-        if made.requires_grad:
-            for each in self._hooks:
-                made.register_hook(each)
-        return made
 
     def _check_unchanged(self) -> None:
         if any(each._version != version for each, version in self._versions):
@@ -114,23 +104,51 @@ class HeadCall:
             )
 
 
+class LaterHeadCall(HeadCall):
+    """A call that is made when something asks for the logits: its weights are whole in the head's own forward alone."""
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, chunk_tokens: int | str) -> None:
+        super().__init__(head, hidden, chunk_tokens)
+        self._head = head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits. Shapes: (..., E) -> (..., V)."""
+        made: Tensor = self._head(hidden)
+        return made
+
+    def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
+        def forward(head: nn.Linear, given: Tensor) -> Tensor:
+            parameters = head.weight, head.bias
+            return compute(given, parameters, cast_weights(*parameters, self.dtype), of_tokens, self.chunk_tokens)
+
+        before = vars(self._head).get("forward")
+        self._head.forward = MethodType(forward, self._head)  # type: ignore[method-assign]
+        try:
+            made: Tensor = self._head(hidden)
+        finally:
+            del self._head.forward
+            if before is not None:
+                self._head.forward = before  # type: ignore[method-assign]
+        return made
+
+
 class _Logits(torch.autograd.Function):
-    """The linear layer, by a copy of its weights in the forward; the parameters themselves are whole again in the backward."""
+    """The linear layer, by a copy of its weights."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: HeadWeights) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.dtype = kept.weight.dtype
+        ctx.save_for_backward(hidden, kept.weight)
+        ctx.dtype = weight.dtype
         return kept.logits(hidden)
 
     @staticmethod
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         rows = d_logits.flatten(0, -2)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
-            (d_logits @ weight.to(ctx.dtype)).to(hidden.dtype) if needs_hidden else None,
-            (rows.t() @ hidden.flatten(0, -2).to(ctx.dtype)).to(weight.dtype) if needs_weight else None,
-            rows.sum(0).to(weight.dtype) if needs_bias else None,
+            (d_logits @ weight).to(hidden.dtype) if needs_hidden else None,
+            (rows.t() @ hidden.flatten(0, -2).to(weight.dtype)).to(ctx.dtype) if needs_weight else None,
+            rows.sum(0).to(ctx.dtype) if needs_bias else None,
             None,
         )

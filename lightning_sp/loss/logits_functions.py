@@ -5,7 +5,6 @@ A function that is not here makes the logits. So does one that is, where its arg
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,25 +19,31 @@ Recorded = Callable[[Tensor], Tensor]
 # (deferred logits, function, args, kwargs) -> the result, NotImplemented where the logits are needed.
 Handler = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_ASKED = (
-    "shape dtype device ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu is_nested layout itemsize "
-    "_base _is_view is_leaf grad _grad"
-).split()
-_CALLED = (
-    "size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference get_device stride is_contiguous "
-    "__len__ is_same_size __hash__ retains_grad"
-).split()
+
+def _named(names: str, *holders: Any) -> list[Any]:
+    """Return the functions of these names that torch has, in each of several places."""
+    return [getattr(holder, name) for name in names.split() for holder in holders if hasattr(holder, name)]
 
 
-def _getters(names: list[str]) -> list[Any]:
-    return [
-        getattr(found, "__get__", found)
-        for name in names
-        if (found := vars(torch._C.TensorBase).get(name) or vars(Tensor).get(name))
+def _getters(names: str) -> list[Any]:
+    """Return what torch calls for attributes of a tensor."""
+    return [vars(torch._C.TensorBase)[name].__get__ for name in names.split() if name in vars(torch._C.TensorBase)]
+
+
+# Answered by the shape alone.
+QUERIES = frozenset(
+    [
+        *_getters(
+            "shape dtype device ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu is_nested layout "
+            "itemsize _base is_leaf grad _grad"
+        ),
+        *_named(
+            "size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference get_device stride "
+            "is_contiguous __len__ __hash__ _is_view",
+            Tensor,
+        ),
     ]
-
-
-QUERIES = frozenset([*_getters(_ASKED), *(getattr(Tensor, name) for name in _CALLED if hasattr(Tensor, name))])
+)
 
 
 def _last(own: Any, dim: Any) -> bool:
@@ -134,10 +139,7 @@ def _of_tokens(own: Any, take: Callable[[Tensor], Any]) -> Any:
         return own.like(taken, take) if taken.ndim > 1 else NotImplemented
     if any(each.ndim < 2 for each in taken):
         return NotImplemented
-    return tuple(
-        own.like(each, lambda made, i=i: take(made)[i])
-        for i, each in enumerate(taken)  # type: ignore[misc]
-    )
+    return tuple(own.like(each, lambda made, i=i: take(made)[i]) for i, each in enumerate(taken))
 
 
 def _move(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,10 +255,6 @@ def _table(handler: Handler, *functions: Any) -> dict[Any, Handler]:
     return {each: handler for each in functions}
 
 
-def _named(names: str, *holders: Any) -> list[Any]:
-    return [getattr(holder, name) for name in names.split() for holder in holders if hasattr(holder, name)]
-
-
 VIEWS: dict[Any, Handler] = {
     **_table(_reshape, Tensor.view, Tensor.reshape, torch.reshape),
     **_table(_flatten, Tensor.flatten, torch.flatten),
@@ -274,7 +272,6 @@ RECORDED: dict[Any, Handler] = {
         _pointwise,
         *_named("mul div true_divide add sub subtract multiply divide neg tanh clamp", Tensor, torch),
         *_named("__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__", Tensor),
-        operator.neg,
     ),
 }
 AGGREGATES: dict[Any, Handler] = {

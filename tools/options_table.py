@@ -51,6 +51,8 @@ def type_of(name: str, hint: Any) -> str:
     """Return an option's type as a reader knows it."""
     if hint is str:
         return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
+    if hint == Size | None:
+        return '`int` or `"auto"` or `None`'
     if hint == Size:
         return '`int` or `"auto"`'
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]

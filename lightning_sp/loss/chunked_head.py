@@ -28,6 +28,42 @@ OfTokens = Callable[[Tensor, int, int], Tensor]
 CHUNK_BYTES, _MIN_TOKENS = 32 * 2**20, 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyOfTokens:
+    """The cross entropy of each token and one class; its gradient by formula, in the place of the logits.
+
+    Args:
+        targets: classes, (n,).
+        ignore_index: the target that does not count.
+        dtype: in which the logits are read.
+    """
+
+    targets: Tensor
+    ignore_index: int
+    dtype: torch.dtype
+
+    def __call__(self, logits: Tensor, first: int, last: int) -> Tensor:
+        """Return each token's, 0 where it does not count. Shapes: (c, V) -> (c,)."""
+        logits, targets = logits.to(self.dtype), self.targets[first:last]
+        ignored = targets == self.ignore_index
+        chosen = logits.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+        return (logits.logsumexp(-1) - chosen).masked_fill(ignored, 0)
+
+    def with_gradient(self, logits: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the sum over tokens and softmax(logits) - 1 at the target, each row 0 that does not count; overwrites the logits."""
+        given, targets = logits.dtype, self.targets[first:last]
+        ignored = (targets == self.ignore_index).unsqueeze(-1)
+        logits = logits.to(self.dtype)
+        place = targets.unsqueeze(-1).masked_fill(ignored, 0)
+        chosen, largest = logits.gather(-1, place), logits.amax(-1, keepdim=True)
+        exponents = logits.sub_(largest).exp_()
+        sums = exponents.sum(-1, keepdim=True)
+        losses = (sums.log() + largest - chosen).masked_fill(ignored, 0)
+        probabilities = exponents.mul_(sums.reciprocal().masked_fill(ignored, 0))
+        probabilities.scatter_add_(-1, place, ignored.to(self.dtype) - 1)
+        return _sum(losses), probabilities.to(given)
+
+
 def auto_chunk_tokens(vocabulary: int) -> int:
     """Return how many tokens' logits in float32 are about 32 MiB, 64 at least."""
     return max(_MIN_TOKENS, CHUNK_BYTES // (4 * vocabulary))
@@ -133,12 +169,8 @@ class _SumOverTokens(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         total = _zero(hidden)
         for first, last in _chunks(len(hidden), chunk_tokens):
-            logits = whole.logits(hidden[first:last]).requires_grad_()
-            with torch.enable_grad():
-                part = _sum(of_tokens(logits, first, last))
-            total = total + part.detach()
-            (d_logits,) = torch.autograd.grad(part, logits)
-            del logits, part
+            part, d_logits = _sum_and_gradient(of_tokens, whole.logits(hidden[first:last]), first, last)
+            total = total + part
             gradients.add(d_logits, hidden[first:last], whole, first)
         # Saved, and not attributes: a checkpoint around this makes them anew in place of having them wait.
         ctx.save_for_backward(*gradients.wide())
@@ -230,6 +262,16 @@ def cast_weights(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Hea
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     """Return the first token of each chunk and the one after its last; one chunk where there is no token."""
     return [(a, min(a + chunk_tokens, num_tokens)) for a in range(0, max(num_tokens, 1), chunk_tokens)]
+
+
+def _sum_and_gradient(of_tokens: OfTokens, logits: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return the sum over a chunk's tokens and its gradient for their logits, which may be overwritten."""
+    if isinstance(of_tokens, CrossEntropyOfTokens):
+        return of_tokens.with_gradient(logits, first, last)
+    logits.requires_grad_()
+    with torch.enable_grad():
+        part = _sum(of_tokens(logits, first, last))
+    return part.detach(), torch.autograd.grad(part, logits)[0]
 
 
 def _sum(each: Tensor) -> Tensor:

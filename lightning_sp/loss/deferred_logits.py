@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_map
 
+from lightning_sp.loss.chunked_head import CrossEntropyOfTokens
 from lightning_sp.loss.head_call import HeadCall, LaterHeadCall
-from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Recorded
+from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Cast, Recorded
 
 # From the logits (c, V) of some tokens, and their rows of other tensors, to something for each of them.
 OfRows = Callable[..., Tensor]
@@ -117,6 +118,16 @@ class DeferredLogits(Tensor):
         """Return a function of each token's logits, as `summed`. Shapes: (n, ...)."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_graph):
             return self.call.each_token(self.hidden.flatten(0, -2), self._of_tokens(of_rows, others))
+
+    def cross_entropy(self, targets: Tensor, ignore_index: int) -> Tensor | None:
+        """Return the sum of the cross entropies of classes (n,), by formula; None where more was done than a cast to float32."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        casts = [each.dtype for each in self.functions if isinstance(each, Cast)]
+        if self.dtype != wide or casts not in ([], [wide]) or len(casts) != len(self.functions):
+            return None
+        of_tokens = CrossEntropyOfTokens(targets=targets, ignore_index=ignore_index, dtype=wide)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_graph):
+            return self.call.summed(self.hidden.flatten(0, -2), of_tokens)
 
     def _of_tokens(self, of_rows: OfRows, others: tuple[Tensor, ...]) -> Callable[[Tensor, int, int], Tensor]:
         def of_tokens(logits: Tensor, first: int, last: int) -> Tensor:

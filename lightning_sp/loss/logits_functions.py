@@ -6,6 +6,7 @@ A function that is not here makes the logits. So does one that is, where its arg
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from lightning_sp.loss.chunked_head import Autocast
 
 # A function of the logits of some tokens, (..., V) -> (..., V).
 Recorded = Callable[[Tensor], Tensor]
+_OWN_DTYPE = {Tensor.float: torch.float32, Tensor.double: torch.float64, Tensor.bfloat16: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Logits in another dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Cast."""
+        return logits.to(self.dtype)
+
+
 # (deferred logits, function, args, kwargs) -> the result, NotImplemented where the logits are needed.
 Handler = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -195,13 +210,12 @@ def _cast(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.keys() - {"dtype"} or len(args) > 2:
         return NotImplemented
     wanted = _argument(args, kwargs, 1, "dtype")
-    if function is not Tensor.to and wanted is None and function is not Tensor.type:
-        return _record(own, function)
+    wanted = _OWN_DTYPE.get(function, wanted)
     if isinstance(wanted, (str, torch.device)) and torch.device(wanted) == own.device:
         return own
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         return NotImplemented
-    return own if wanted == own.dtype else _record(own, lambda logits: logits.to(wanted))
+    return own if wanted == own.dtype else own.then(Cast(wanted), wanted)
 
 
 def _softmax(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -14,6 +15,7 @@ from lightning_sp import comm
 from lightning_sp.loss.deferred_logits import DeferredLogits
 
 CrossEntropy = Callable[..., Tensor]
+_TORCHS = F.cross_entropy  # during a step it is another
 
 
 def reduce_loss(total: Tensor, count: Tensor, group: ProcessGroup | None, reduction: str = "mean") -> Tensor:
@@ -64,7 +66,10 @@ def sum_and_count(
         count = valid.sum() if weight is None else weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
     losses = partial(original, weight=weight, ignore_index=ignore_index, reduction="none")
     if isinstance(input, DeferredLogits):
-        return input.summed(partial(_counted, losses), rows_of(target), valid.flatten()).to(dtype), count.to(dtype)
+        total = input.cross_entropy(rows_of(target), ignore_index) if _is_plain(original, target, weight) else None
+        if total is None:
+            total = input.summed(partial(_counted, losses), rows_of(target), valid.flatten())
+        return total.to(dtype), count.to(dtype)
     each = losses(input, target)
     if target.is_floating_point():
         each = torch.where(valid, each, torch.zeros_like(each))
@@ -90,6 +95,12 @@ def rows_of(target: Tensor) -> Tensor:
     if not target.is_floating_point():
         return target.reshape(-1)
     return target.movedim(1, -1).flatten(0, -2)
+
+
+def _is_plain(original: CrossEntropy, target: Tensor, weight: Tensor | None) -> bool:
+    """Return whether a function is torch's cross entropy of classes, without an option."""
+    function, options = (original.func, original.keywords) if isinstance(original, partial) else (original, {})
+    return function is _TORCHS and not any(options.values()) and weight is None and not target.is_floating_point()
 
 
 def _counted(losses: CrossEntropy, logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:

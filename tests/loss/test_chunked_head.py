@@ -46,10 +46,6 @@ def gradients(loss, head, hidden, weights=None, **options):
     return [loss.detach(), *torch.autograd.grad(loss, wanted, **options)]
 
 
-def _losses(options, logits, target, weight=None, **others):
-    return F.cross_entropy(logits, target, **others, **options)
-
-
 CLASSES = torch.linspace(0.1, 1.0, VOCAB, dtype=torch.float64)
 TARGETS = ["tokens", "ignored", "probabilities"]
 OPTIONS = [{}, dict(label_smoothing=0.2), dict(weight=CLASSES), dict(weight=CLASSES, label_smoothing=0.1)]
@@ -68,7 +64,13 @@ def test_sums_and_losses_of_tokens_are_those_of_the_logits(kind, chunk_tokens):
         head, hidden = head_and_hidden(bias=bias, frozen=frozen)
         each = F.cross_entropy(function(head(hidden)).flatten(0, 1), target, reduction="none", **options)
         logits = function(deferred(head, hidden, chunk_tokens)).flatten(0, 1)
-        total, _ = sum_and_count(partial(_losses, options), logits, target, None, -100)
+        total, _ = sum_and_count(
+            partial(F.cross_entropy, **{n: v for n, v in options.items() if n != "weight"}),
+            logits,
+            target,
+            options.get("weight"),
+            -100,
+        )
         for own, wanted, weights in (
             (total, each.sum(), None),
             (

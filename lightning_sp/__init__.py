@@ -13,6 +13,7 @@ from lightning_sp.data.batch.sharding import shard_batch, unshard
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.loss.cross_entropy import sharded_cross_entropy
+from lightning_sp.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.registration import register_strategy
 from lightning_sp.strategy import SequenceParallelStrategy
@@ -28,6 +29,7 @@ __all__ = [
     "ShardOptions",
     "build_device_mesh",
     "export_checkpoint",
+    "linear_cross_entropy",
     "register_strategy",
     "sequence_parallel_attention",
     "shard",

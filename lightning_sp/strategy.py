@@ -79,6 +79,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ring_saves_kv: bool = False,
         ring_method: str = "auto",
         ulysses_stages: int = 1,
+        loss_chunk_tokens: int | Literal["auto"] | None = "auto",
         activation_checkpointing: bool = False,
         mlp_tile_tokens: int | Literal["auto"] | None = None,
         activation_offload: str = "none",
@@ -151,7 +152,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         datamodule = getattr(trainer, "datamodule", None)
         self._shard_options = shard_options(self._module, datamodule, self.config, self.root_device)
         self._interceptions.close()
-        self._interceptions.enter_context(interceptions(self._steps.context, self._module))
+        self._interceptions.enter_context(interceptions(self._steps.context, self._module, self.config))
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._steps.start_run()

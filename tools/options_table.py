@@ -56,6 +56,8 @@ def type_of(name: str, hint: Any) -> str:
     """Return an option's type as a reader knows it."""
     if hint is str:
         return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
+    if hint == Size | None:
+        return '`int` or `"auto"` or `None`'
     if hint == Size:
         return '`int` or `"auto"`'
     if hint == Size | None:

@@ -25,6 +25,8 @@ class MemoryOptions:
             there; for GPUs.
         gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
             their own.
+        loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them, 64
+            tokens at least. None: the logits of all tokens, in the copies that torch makes.
         activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
         mlp_tile_tokens: Tokens of a tile in which the MLPs of blocks are computed, and recomputed in the backward: of their wide activations one
             tile's are alive. "auto": as many as the MLP's input has features. None: whole.
@@ -42,6 +44,7 @@ class MemoryOptions:
     prefetch_blocks: Size = "auto"
     cpu_offload: bool = False
     gradient_dtype: str = "auto"
+    loss_chunk_tokens: Size | None = "auto"
     activation_checkpointing: bool = False
     mlp_tile_tokens: Size | None = None
     activation_offload: str = "none"
@@ -51,8 +54,9 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)
         check_size("prefetch_blocks", self.prefetch_blocks)
-        if self.mlp_tile_tokens is not None:
-            check_size("mlp_tile_tokens", self.mlp_tile_tokens)
+        for name in ("loss_chunk_tokens", "mlp_tile_tokens"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
         check_name("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
         check_name("activation_offload", self.activation_offload, OFFLOAD_TIERS)
         if self.reshard_after_forward != "auto" and not isinstance(self.reshard_after_forward, bool):

@@ -102,6 +102,10 @@ class SequenceContext:
         self.last_attention_patterns: tuple[AttentionPattern, ...] = ()
         # What gives a model back its own attention while a reference runs.
         self.in_reference: list[Callable[[], AbstractContextManager[None]]] = []
+        # Called when the user's step has returned, before its backward.
+        self.at_step_end: list[Callable[[], None]] = []
+        # Whether output heads may give logits that are made when they are read.
+        self.defers_logits = True
 
     def begin(self, step: Step) -> None:
         """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""
@@ -208,6 +212,15 @@ class SequenceContext:
             yield
         finally:
             self._record = None
+
+    @contextmanager
+    def logits_made_at_once(self) -> Iterator[None]:
+        """Have output heads give their logits, for what looks at each function that is called."""
+        self.defers_logits = False
+        try:
+            yield
+        finally:
+            self.defers_logits = True
 
     def note_reference_attention(self, queries: int, keys: int) -> None:
         """Tell of an attention call of a reference run."""

@@ -23,7 +23,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
-from lightning_sp.loss.reduction import CrossEntropy, nonzero_count, reduce_loss, sum_and_count
+from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, nonzero_count, reduce_loss, sum_and_count
 from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_of_targets
 
 # Binds the names of a model's files that are bound to the first function to the second, until the stack closes.
@@ -135,7 +135,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             )
         target = _without_fillers(target, ignore_index)
         if reduction == "none":
-            return original(input, target, weight=weight, ignore_index=ignore_index, reduction="none", **options)
+            losses = partial(original, weight=weight, ignore_index=ignore_index, reduction="none", **options)
+            return losses_of_tokens(losses, input, target, weight)
         each = partial(original, **{name: value for name, value in options.items() if value is not None})
         return self.reduce(
             input, target, None, weight, each=each, name=name, ignore_index=ignore_index, reduction=reduction

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
+from lightning_sp.loss.deferred_logits import DeferredLogits
 
 CrossEntropy = Callable[..., Tensor]
+_TORCHS = F.cross_entropy  # during a step it is another
 
 
 def reduce_loss(total: Tensor, count: Tensor, group: ProcessGroup | None, reduction: str = "mean") -> Tensor:
@@ -47,14 +51,62 @@ def sum_and_count(
         real: of class probabilities, which count; None for all.
     """
     dtype = torch.promote_types(input.dtype, torch.float32)
-    each = original(input, target, weight=weight, ignore_index=ignore_index, reduction="none")
+    if isinstance(input, DeferredLogits) and not can_wait(input, target, weight):
+        input = input.make()
     if target.is_floating_point():
-        valid = torch.ones_like(each, dtype=torch.bool) if real is None else real.to(each.device).view(each.shape)
-        each, count = torch.where(valid, each, torch.zeros_like(each)), valid.sum()
+        shape = [size for dim, size in enumerate(target.shape) if dim != min(1, target.dim() - 1)]
+        valid = (
+            torch.ones(shape, dtype=torch.bool, device=input.device)
+            if real is None
+            else real.to(input.device).view(shape)
+        )
+        count = valid.sum()
     else:
         valid = target != ignore_index
         count = valid.sum() if weight is None else weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
+    losses = partial(original, weight=weight, ignore_index=ignore_index, reduction="none")
+    if isinstance(input, DeferredLogits):
+        total = input.cross_entropy(rows_of(target), ignore_index) if _is_plain(original, target, weight) else None
+        if total is None:
+            total = input.summed(partial(_counted, losses), rows_of(target), valid.flatten())
+        return total.to(dtype), count.to(dtype)
+    each = losses(input, target)
+    if target.is_floating_point():
+        each = torch.where(valid, each, torch.zeros_like(each))
     return each.to(dtype).sum(), count.to(dtype)
+
+
+def losses_of_tokens(losses: CrossEntropy, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the loss of each token, of logits that may be deferred."""
+    if not isinstance(input, DeferredLogits) or not can_wait(input, target, weight):
+        return losses(input, target)
+    dims = (*input.shape[:1], *input.shape[2:]) if input.class_dim == 1 else input.shape[:-1]
+    return input.each_token(losses, rows_of(target)).view(dims)
+
+
+def can_wait(logits: DeferredLogits, target: Tensor, weight: Tensor | None) -> bool:
+    """Return whether a cross entropy of deferred logits is one of each token's logits, and only they have a gradient."""
+    is_of_tokens = logits.ndim == (2 if logits.class_dim == -1 else 3)
+    return is_of_tokens and not target.requires_grad and (weight is None or not weight.requires_grad)
+
+
+def rows_of(target: Tensor) -> Tensor:
+    """Return the targets of tokens. Shapes: (...) -> (n,); class probabilities (n, V) or (B, V, s) -> (n, V)."""
+    if not target.is_floating_point():
+        return target.reshape(-1)
+    return target.movedim(1, -1).flatten(0, -2)
+
+
+def _is_plain(original: CrossEntropy, target: Tensor, weight: Tensor | None) -> bool:
+    """Return whether a function is torch's cross entropy of classes, without an option."""
+    function, options = (original.func, original.keywords) if isinstance(original, partial) else (original, {})
+    return function is _TORCHS and not any(options.values()) and weight is None and not target.is_floating_point()
+
+
+def _counted(losses: CrossEntropy, logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
+    """Return the losses of tokens, 0 where one does not count."""
+    each = losses(logits, target)
+    return torch.where(valid, each, torch.zeros_like(each))
 
 
 def mean_of_returned_sum(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Tensor] | None]:

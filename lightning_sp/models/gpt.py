@@ -112,6 +112,10 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.dim)
         self.head = NormalLinear(config.dim, config.vocab_size, std=config.init_std)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output head, as Hugging Face's models do."""
+        return self.head
+
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the next token's logits at every position.
 

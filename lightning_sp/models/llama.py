@@ -157,6 +157,10 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = NormalLinear(config.dim, config.vocab_size, std=config.head_std)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output head, as Hugging Face's models do."""
+        return self.head
+
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the next token's logits at every position.
 

@@ -215,6 +215,7 @@ class Trial:
                 isolated(self.module, self.device),
                 gathered(self.module, self.own.uneven_entries),
                 traced(self.module, trace),
+                self.context.logits_made_at_once(),
             ):
                 output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output

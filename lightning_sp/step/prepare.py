@@ -30,6 +30,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.nodes import Placement, common_ranks_per_node
@@ -312,13 +313,14 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
 
 
 @contextmanager
-def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]:
+def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
     names = BoundNames(module)
     with (
         used_as_whole(module),
         ReductionScope(context),
         CrossEntropyInterception(context, names.rebind_to),
+        DeferredHeads(context, module, config.loss_chunk_tokens),
         RowDropoutInterception(context, names),
         SdpaInterception(context, names),
         FlexInterception(context, names),

@@ -13,6 +13,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
@@ -20,6 +21,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossCheck, check_sums
+from lightning_sp.loss.deferred_logits import is_deferred, make_logits
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import (
@@ -103,7 +105,7 @@ class StepRunner:
             self._gather_optional()
         by_hand = not getattr(self.module, "automatic_optimization", True)
         with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext():
-            output = run_with_whole_parameters(run)
+            output = self._run(run)
         self._root_unit.keep_written()
         if (offload := activation_offload(self.module)) is not None:
             offload.check_room(self.groups.world)
@@ -113,6 +115,12 @@ class StepRunner:
             step.token_counts = counts
         self._check_loss(step, output)
         return output
+
+    def _run(self, run: Callable[[], Any]) -> Any:
+        output = run_with_whole_parameters(run)
+        for each in self.context.at_step_end:
+            each()
+        return tree_map(make_logits, output) if any(map(is_deferred, tree_leaves(output))) else output
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Check a loss of manual optimization, inside its step, and return it ready for its backward. Every rank must call it."""
@@ -145,7 +153,7 @@ class StepRunner:
             if batch.uneven_entries:
                 self._gather_optional()
             with apart, self._counted(step):
-                output = run_with_whole_parameters(run)
+                output = self._run(run)
                 self._root_unit.keep_written()
         finally:
             self.end_without_backward()
@@ -185,7 +193,7 @@ class StepRunner:
             if batch.uneven_entries:
                 self._gather_optional()
             with torch.compiler.set_stance("force_eager"):
-                output, _ = mean_of_returned_sum(run_with_whole_parameters(run), None)
+                output, _ = mean_of_returned_sum(self._run(run), None)
         finally:
             self.end_without_backward()
         loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output

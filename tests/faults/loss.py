@@ -4,7 +4,37 @@ from __future__ import annotations
 
 from tests.faults.fault import FITS, LOSSES, REWRITTEN, fault
 
+_CHUNKS, _WAITING = "tests/loss/test_chunked_head.py", "tests/loss/test_deferred_heads.py"
+
 LOSS = (
+    fault(
+        "ignored tokens in the gradient of a loss in chunks",
+        "loss/chunked_head.py",
+        "exponents.mul_(sums.reciprocal().masked_fill(ignored, 0))",
+        "exponents.mul_(sums.reciprocal())",
+        f"{_CHUNKS}::test_sums_and_losses_of_tokens_are_those_of_the_logits[5-tokens]",
+    ),
+    fault(
+        "a second backward scaled by the first one's factor too",
+        "loss/chunked_head.py",
+        "        once = not torch._C._autograd._get_current_graph_task_keep_graph()\n",
+        "        once = True\n",
+        f"{_CHUNKS}::test_a_second_backward_finds_the_same_and_one_of_second_order_is_refused",
+    ),
+    fault(
+        "logits that outlive a step, of the weights after it",
+        "loss/deferred_heads.py",
+        "            each.make_all()\n",
+        "            pass\n",
+        f"{_WAITING}::test_losses_and_gradients_are_those_of_logits_that_are_made",
+    ),
+    fault(
+        "logits made of weights that FSDP has freed",
+        "loss/deferred_heads.py",
+        "                if call.weight in weights:\n",
+        "                if False:\n",
+        f"{_WAITING}::test_losses_and_gradients_are_those_of_logits_that_are_made",
+    ),
     fault(
         "labels shifted after sharding",
         "data/batch/shard_sequence.py",

@@ -48,6 +48,8 @@ from lightning_sp.quantized_weights import quantized_parameters
 _LAYOUT = "_lightning_sp_layout"
 # Wrappers that do what the strategy does.
 _REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+# Options of memory that change nothing of a model.
+_OF_EACH_RUN = ("loss_chunk_tokens",)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -92,7 +94,8 @@ class ParameterLayout:
 
     def values(self) -> dict[str, Any]:
         """Return what another Trainer must ask for too, by the options' names."""
-        return {"world_size": self.world_size, **asdict(self.memory), "compile": self.compile}
+        memory = {name: value for name, value in asdict(self.memory).items() if name not in _OF_EACH_RUN}
+        return {"world_size": self.world_size, **memory, "compile": self.compile}
 
 
 def parameter_layout(root: nn.Module) -> ParameterLayout | None:

@@ -1,0 +1,154 @@
+"""One call of an output head whose logits wait: what it was given, and how its weights are had when something asks for them.
+
+FSDP frees a head's weights when the forward of its unit ends. Logits that are still asked for afterwards are made of a copy: no rank then waits
+for another, so a step may look at logits on one rank alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.chunked_head import (
+    Autocast,
+    HeadWeights,
+    OfTokens,
+    auto_chunk_tokens,
+    cast_weights,
+    each_token,
+    summed,
+)
+
+
+class HeadCall:
+    """A head and the state of autocast at its call; a class because its weights may leave between the call and the loss.
+
+    Args:
+        head: the layer, while its weights are whole.
+        hidden: what it was given, (..., E).
+        chunk_tokens: how many tokens' logits exist at a time in a loss.
+    """
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, chunk_tokens: int | str) -> None:
+        self.weight, self.bias = head.weight, head.bias
+        self.autocast = Autocast.now(hidden.device.type)
+        self.dtype = self.autocast.product_dtype(hidden, head.weight)
+        self.chunk_tokens = auto_chunk_tokens(len(head.weight)) if chunk_tokens == "auto" else int(chunk_tokens)
+        parameters = (hidden, *self.parameters)
+        self.requires_grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
+        self._versions = [(each, each._version) for each in (hidden,) if not each.is_inference()]
+        self._kept: HeadWeights | None = None
+        self._logits: list[weakref.ref[Any]] = []
+
+    def add(self, logits: Any) -> None:
+        """Note deferred logits of this call."""
+        self._logits.append(weakref.ref(logits))
+
+    def make_all(self) -> None:
+        """Make those that somebody holds."""
+        for each in self._logits:
+            if (logits := each()) is not None:
+                logits.make()
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """What gets the gradient."""
+        return self.weight, self.bias
+
+    def keep(self) -> None:
+        """Copy the weights, for those in use are about to be freed."""
+        if self._kept is None:
+            copied = [None if p is None else p.detach().to(self.dtype, copy=True) for p in self.parameters]
+            assert copied[0] is not None
+            self._kept = HeadWeights(weight=copied[0], bias=copied[1], is_copy=True)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits. Shapes: (..., E) -> (..., V)."""
+        self._check_unchanged()
+        if self._kept is not None and torch.is_grad_enabled():
+            made: Tensor = _Logits.apply(hidden, *self.parameters, self._kept)  # type: ignore[no-untyped-call]
+            return made
+        if self._kept is not None:
+            return self._kept.logits(hidden)
+        with self.autocast.again():
+            return F.linear(hidden, self.weight, self.bias)
+
+    def summed(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
+        """Return the sum of a function of each token's logits. Shapes: (n, E) -> ()."""
+        return self._over_chunks(summed, hidden, of_tokens)
+
+    def each_token(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
+        """Return a function of each token's logits. Shapes: (n, E) -> (n, ...)."""
+        return self._over_chunks(each_token, hidden, of_tokens)
+
+    def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
+        self._check_unchanged()
+        return compute(hidden, self.parameters, self.whole(), of_tokens, self.chunk_tokens)
+
+    def whole(self) -> HeadWeights:
+        """Return the weights, whole while the unit's forward runs or as they were copied at its end."""
+        return cast_weights(*self.parameters, self.dtype) if self._kept is None else self._kept
+
+    def _check_unchanged(self) -> None:
+        if any(each._version != version for each, version in self._versions):
+            raise SequenceParallelError(
+                "the hidden states that an output head was given were changed in place before its logits were asked for: they are made of them "
+                "when a loss or a metric reads them; write `hidden = hidden * 2`, not `hidden *= 2`, or loss_chunk_tokens=None"
+            )
+
+
+class LaterHeadCall(HeadCall):
+    """A call that is made when something asks for the logits: its weights are whole in the head's own forward alone."""
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, chunk_tokens: int | str) -> None:
+        super().__init__(head, hidden, chunk_tokens)
+        self._head = head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits. Shapes: (..., E) -> (..., V)."""
+        made: Tensor = self._head(hidden)
+        return made
+
+    def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
+        def forward(head: nn.Linear, given: Tensor) -> Tensor:
+            parameters = head.weight, head.bias
+            return compute(given, parameters, cast_weights(*parameters, self.dtype), of_tokens, self.chunk_tokens)
+
+        before = vars(self._head).get("forward")
+        self._head.forward = MethodType(forward, self._head)  # type: ignore[method-assign]
+        try:
+            made: Tensor = self._head(hidden)
+        finally:
+            del self._head.forward
+            if before is not None:
+                self._head.forward = before  # type: ignore[method-assign]
+        return made
+
+
+class _Logits(torch.autograd.Function):
+    """The linear layer, by a copy of its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: HeadWeights) -> Tensor:
+        ctx.save_for_backward(hidden, kept.weight)
+        ctx.dtype = weight.dtype
+        return kept.logits(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        rows = d_logits.flatten(0, -2)
+        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            (d_logits @ weight).to(hidden.dtype) if needs_hidden else None,
+            (rows.t() @ hidden.flatten(0, -2).to(weight.dtype)).to(ctx.dtype) if needs_weight else None,
+            rows.sum(0).to(ctx.dtype) if needs_bias else None,
+            None,
+        )

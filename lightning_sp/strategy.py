@@ -80,6 +80,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ring_method: str = "auto",
         ulysses_stages: int = 1,
         activation_checkpointing: bool = False,
+        delayed_init: bool = True,
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",
@@ -102,6 +103,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             timeouts=(timedelta(seconds=start_timeout_s), timedelta(seconds=timeout_s)),
             checkpoints_as_folders=self.config.save_distributed_checkpoint,
             exclude_frozen_parameters=self.config.exclude_frozen_parameters,
+            delayed_init=self.config.delayed_init,
         )
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None

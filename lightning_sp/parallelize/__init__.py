@@ -2,6 +2,7 @@
 
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, own_checkpointing, without_checkpoints
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
+from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     RootUnit,
@@ -22,6 +23,7 @@ from lightning_sp.parallelize.fsdp import (
     write_counts,
 )
 from lightning_sp.parallelize.initial_weights import (
+    InitialState,
     broadcast_initial_weights,
     materialize_meta,
     tied_parameters,
@@ -34,6 +36,8 @@ from lightning_sp.parallelize.supported_parameters import check_hooks, check_opt
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
+    "DelayedWeights",
+    "InitialState",
     "MetaDevice",
     "ParameterLayout",
     "RootUnit",
@@ -53,6 +57,7 @@ __all__ = [
     "optional_units",
     "own_checkpointing",
     "parameter_layout",
+    "recorded",
     "refuse_live_saves",
     "remember_layout",
     "reshard",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchmetrics import Metric
 
 from lightning_sp import comm
@@ -194,11 +194,23 @@ def _receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None
     if whole.numel():
         comm.broadcast(whole.reshape(-1).view(torch.uint8))
     if isinstance(tensor, DTensor):
-        # src_data_rank=None: every rank holds the whole and keeps its part.
-        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.to_local().copy_(part.to_local())
+        tensor.to_local().copy_(_part(whole, tensor))
     elif tensor.data_ptr() != whole.data_ptr():
         tensor.data.copy_(whole)
+
+
+def _part(whole: Tensor, like: DTensor) -> Tensor:
+    """Return this rank's part of a whole that it has, in the whole's memory where each placement is a split into equal parts."""
+    if any(type(placement) not in (Shard, Replicate) for placement in like.placements):
+        # src_data_rank=None: every rank holds the whole and keeps its part.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    part = whole
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            parts = part.chunk(like.device_mesh.size(axis), dim=placement.dim)
+            rank = like.device_mesh.get_local_rank(axis)
+            part = parts[rank] if rank < len(parts) else part.narrow(placement.dim, 0, 0)
+    return part
 
 
 class _MetricState(NamedTuple):

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp.errors import SequenceParallelError
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
 
     def new(self, like: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Return a tensor of the host that `function` will make, with the shape and dtype of one on the meta device."""
-        with self._fake:
+        with _disable_current_modes(), self._fake:
             tensor = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=CPU)
         self._note_outputs([tensor], Call(function=function, args=args, kwargs={}))
         return tensor
@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):
         """Return a tensor with values, as of now: a large one is not copied before somebody writes to it."""
         if tensor.is_meta or tensor.nbytes < MIN_BYTES:
             return Held(tensor.detach().clone())
-        held = Held(tensor.detach())
+        held = Held(tensor)  # itself: a detached one would not count what is written
         self._held.setdefault(_key(tensor), []).append(ref(held))
         return held
 

@@ -6,16 +6,19 @@ dict of those, in the place of the files' names. Pickles, quantized models and m
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.delayed_init.recorder import Recorder
 
 _LOAD = "_load_pretrained_model"
@@ -70,13 +73,9 @@ class PretrainedFiles:
         return load
 
     def _tensors(self, file: str) -> Iterator[tuple[str, Tensor]]:
-        from safetensors import safe_open  # noqa: PLC0415
-
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                part = opened.get_slice(name)
-                like = torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
-                yield name, self._recorder.new(like, read_tensor, file, name)
+        for name, stored in stored_tensors(file).items():
+            like = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="meta")
+            yield name, self._recorder.new(like, read_tensor, file, stored)
 
 
 # safetensors' names.
@@ -87,13 +86,46 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def read_tensor(file: str, name: str) -> Tensor:
-    """Read one tensor of a file into memory of its own: what safetensors gives is a part of the mapped file."""
-    from safetensors import safe_open  # noqa: PLC0415
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where in a safetensors file a tensor's bytes are."""
 
-    with safe_open(file, framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(name)
-        return tensor.clone(memory_format=torch.contiguous_format)
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def stored_tensors(file: str) -> dict[str, StoredTensor]:
+    """Return what the header of a safetensors file says: 8 bytes with its length, then JSON."""
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    start = 8 + length
+    return {
+        name: StoredTensor(
+            dtype=each["dtype"], shape=tuple(each["shape"]), begin=start + each["data_offsets"][0], end=start + each["data_offsets"][1]
+        )
+        for name, each in header.items()
+    }
+
+
+def read_tensor(file: str, stored: StoredTensor) -> Tensor:
+    """Read one tensor's bytes. Not by mapping the file: its pages would be in this process' memory beside the tensor.
+
+    Raises:
+        SequenceParallelError: the file is shorter than its header says.
+    """
+    tensor = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="cpu")
+    with open(file, "rb") as opened:
+        opened.seek(stored.begin)
+        read = opened.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0
+    if read != tensor.nbytes or stored.end - stored.begin != tensor.nbytes:
+        raise SequenceParallelError(
+            f"{file} ends within a tensor {stored.shape} of {stored.dtype}: {read} of {tensor.nbytes} bytes are there; fetch it again"
+        )
+    return tensor
 
 
 def _why_whole(state_dict: Any, checkpoint_files: Any, load_config: Any) -> str | None:
@@ -111,13 +143,10 @@ def _why_whole(state_dict: Any, checkpoint_files: Any, load_config: Any) -> str 
     for file in map(str, checkpoint_files):
         if not file.endswith(".safetensors"):
             return f"{os.path.basename(file)} is no safetensors file"
-    from safetensors import safe_open  # noqa: PLC0415
-
-    for file in checkpoint_files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if (dtype := opened.get_slice(name).get_dtype()) not in _DTYPES:
-                    return f"{name} is of dtype {dtype}"
+    for file in map(str, checkpoint_files):
+        for name, stored in stored_tensors(file).items():
+            if stored.dtype not in _DTYPES:
+                return f"{name} is of dtype {stored.dtype}"
     return None
 
 

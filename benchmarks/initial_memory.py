@@ -95,7 +95,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         Model().build().save_pretrained(folder, max_shard_size="100MB")  # type: ignore[operator]
-        print("| weights | delayed_init | peak of rank 0, MiB | largest of the others | shard | largest tensor | whole |")
+        print(
+            "| weights | delayed_init | peak of rank 0, MiB | largest of the others | shard | largest tensor | whole |"
+        )
         print("|---|---|---|---|---|---|---|")
         for name, model in (("drawn", Model()), ("read", Model(folder=folder))):
             for delayed in (False, True):

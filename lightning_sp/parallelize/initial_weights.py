@@ -1,7 +1,7 @@
 """Initial weights: rank 0's are broadcast to every rank, bit for bit, for any degrees; the others may be on the meta device.
 
-Rank 0 builds the model as a single process would, with the same draws of the same generator. What is built in `configure_model` has no memory
-(`delayed_init`): rank 0 makes it tensor by tensor, the others receive it on the meta device, and each keeps its shard. No rank ever has the whole.
+Rank 0 builds the model as a single process would, with the same draws of the same generator. What is built in `configure_model` has no
+memory (`delayed_init`): rank 0 makes it tensor by tensor, and each rank keeps its shard. No rank ever has the whole.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class InitialState:
 
     @property
     def names(self) -> set[str]:
+        """Return all of them."""
         return set(self._whole)
 
     def take(self, name: str) -> Tensor:
+        """Return a whole tensor; it is not asked for again."""
         return self._delayed.take(name) if name in self._delayed.names else self._whole[name]
 
 

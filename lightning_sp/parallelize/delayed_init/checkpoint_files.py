@@ -58,7 +58,9 @@ class PretrainedFiles:
             setattr(kind, _LOAD, own)
 
     def _loads_by(self, own: Any) -> Callable[..., Any]:
-        def load(cls: type, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any, **named: Any) -> Any:
+        def load(
+            cls: type, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any, **named: Any
+        ) -> Any:
             read = own.__get__(None, cls)
             if reason := _why_whole(state_dict, checkpoint_files, load_config):
                 rank_zero_info(
@@ -105,7 +107,10 @@ def stored_tensors(file: str) -> dict[str, StoredTensor]:
     start = 8 + length
     return {
         name: StoredTensor(
-            dtype=each["dtype"], shape=tuple(each["shape"]), begin=start + each["data_offsets"][0], end=start + each["data_offsets"][1]
+            dtype=each["dtype"],
+            shape=tuple(each["shape"]),
+            begin=start + each["data_offsets"][0],
+            end=start + each["data_offsets"][1],
         )
         for name, each in header.items()
     }
@@ -120,7 +125,7 @@ def read_tensor(file: str, stored: StoredTensor) -> Tensor:
     tensor = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="cpu")
     with open(file, "rb") as opened:
         opened.seek(stored.begin)
-        read = opened.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0
+        read = opened.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
     if read != tensor.nbytes or stored.end - stored.begin != tensor.nbytes:
         raise SequenceParallelError(
             f"{file} ends within a tensor {stored.shape} of {stored.dtype}: {read} of {tensor.nbytes} bytes are there; fetch it again"

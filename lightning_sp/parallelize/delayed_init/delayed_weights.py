@@ -1,7 +1,7 @@
 """`DelayedWeights`: what a module holds in the place of its large tensors once it is built, and how each of them is made.
 
-While `configure_model` runs the module has fake tensors. When it ends they become parameters and buffers of the meta device, as on the ranks that
-receive them, and their recipes are kept beside them until the module is sharded.
+While `configure_model` runs the module has fake tensors. When it ends they become parameters and buffers of the meta device, as on the ranks
+that receive them, and their recipes are kept beside them until the module is sharded.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class DelayedWeights:
 
     @property
     def names(self) -> Collection[str]:
+        """Return which are still to be made."""
         return self._recipes.keys()
 
     def note_dtypes(self, module: nn.Module) -> None:
@@ -118,7 +119,8 @@ def _settled(root: nn.Module, recorder: Recorder, *, keeps: bool) -> DelayedWeig
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
     replace = partial(_replaced, recorder=recorder, known=replaced)
     for module in root.modules():
-        for tensors in (module._parameters, module._buffers):
+        of_module: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in of_module:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = replace(tensor, make_real=False)
@@ -151,12 +153,14 @@ def _replace_attribute(module: nn.Module, name: str, value: Any, replace: Callab
         vars(module)[name] = new
 
 
-def _replaced(tensor: Tensor, *, recorder: Recorder, known: dict[int, tuple[Tensor, Tensor]], make_real: bool) -> Tensor:
+def _replaced(
+    tensor: Tensor, *, recorder: Recorder, known: dict[int, tuple[Tensor, Tensor]], make_real: bool
+) -> Tensor:
     """Return what stands for a tensor from now on: itself, if it has memory."""
     if id(tensor) in known:
         return known[id(tensor)][1]
     new: Tensor
-    if is_traceable_wrapper_subclass(tensor):
+    if _is_made_of_others(tensor):
         new = _with_real_parts(tensor, recorder)
     elif not recorder.is_recorded(tensor):
         values = real_values(tensor) if isinstance(tensor, FakeTensor) else None
@@ -171,6 +175,10 @@ def _replaced(tensor: Tensor, *, recorder: Recorder, known: dict[int, tuple[Tens
         new = _as_parameter(new, tensor, recorder.own_attributes)
     known[id(tensor)] = (tensor, new)  # alive, so that no other has its id
     return new
+
+
+def _is_made_of_others(tensor: Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _as_parameter(values: Tensor, like: nn.Parameter, of_torch: Collection[str]) -> nn.Parameter:

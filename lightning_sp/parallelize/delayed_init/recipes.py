@@ -34,12 +34,14 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
+        """Return where a tensor's elements are."""
         return cls(
-            size=tuple(tensor.size()), stride=tensor.stride(), offset=tensor.storage_offset(), dtype=tensor.dtype
+            size=tuple(tensor.size()), stride=tensor.stride(), offset=int(tensor.storage_offset()), dtype=tensor.dtype
         )
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype, device=CPU).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        """Return the tensor that looks at them."""
+        return torch.empty(0, dtype=self.dtype, device=CPU).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,6 +107,11 @@ class Held:
         self.__init__(self.tensor.detach().clone())  # type: ignore[misc]
 
     def read(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            SequenceParallelError: it was written to.
+        """
         if self.tensor._version != self.version:
             raise SequenceParallelError(
                 f"a tensor {tuple(self.tensor.shape)} that configure_model copied into a parameter was written to after configure_model had "
@@ -166,7 +173,7 @@ class _Replay:
         while at is not None and at not in self._contents:
             writes.append(at)
             at = at.previous
-        storage = None if at is None else self._contents[at].clone()
+        storage: torch.UntypedStorage | None = None if at is None else self._contents[at].clone()  # type: ignore[no-untyped-call]
         for each in reversed(writes):
             if each.previous is None:
                 storage = self._made(each)
@@ -192,7 +199,7 @@ class _Replay:
             version.num_bytes,
         )
         if len(outputs) > 1 or not as_recorded:
-            storage = torch.UntypedStorage(version.num_bytes, device=CPU)
+            storage = torch.UntypedStorage(version.num_bytes, device=CPU)  # type: ignore[no-untyped-call]
             made.on(storage).copy_(tensor)
         return storage
 

@@ -40,7 +40,8 @@ from lightning_sp.parallelize.delayed_init.recipes import (
 
 # Smaller tensors are real: norms, biases, tables of frequencies. A recipe of numbers that are drawn holds 5 KiB, the generator's state.
 MIN_BYTES = 1 << 16
-# The attribute of a fake tensor that lives as long as it. A reference to the tensor itself, a weak one too, keeps `module.to(dtype)` from working.
+# The attribute of a fake tensor that lives as long as it. A reference to the tensor itself, a weak one too, would keep `module.to(dtype)`
+# from working.
 _ALIVE = "_lightning_sp_alive"
 _aten = torch.ops.aten
 _LIKE = {
@@ -76,7 +77,7 @@ class _Alive:
         return _Alive(self._among)
 
 
-class _FakeMode(FakeTensorMode):
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A copy of a fake tensor is of the same mode."""
 
     def __deepcopy__(self, memo: Any) -> _FakeMode:
@@ -84,7 +85,7 @@ class _FakeMode(FakeTensorMode):
         return self
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes how large tensors of the host come about, in place of making them.
 
     Args:
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, *, draws: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self._fake = _FakeMode(allow_non_fake_inputs=True)
         self._versions: dict[int, Version] = {}
@@ -292,10 +293,12 @@ def real_values(tensor: Tensor) -> Tensor | None:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
-def _without_values(function: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_values(
+    function: Any, args: Iterable[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of what makes a tensor like another: the other's shape alone, and its device."""
     args = tuple(args)
     if function.overloadpacket not in _LIKE or not isinstance(args[0], Tensor):

@@ -1,4 +1,4 @@
-"""What each rank runs in test_delayed_init.py: a model built where a user builds it, its weights when training would start, and the peak until then."""
+"""What each rank runs in test_delayed_init.py: models built where users build them, until training would start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parallelize.delayed_init.reading import llama
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import _full
 
-__all__ = ["several", "set_up"]
+__all__ = ["set_up", "several"]
 WIDTH = 160
 
 
@@ -43,7 +43,9 @@ class Built(pl.LightningModule):
     def configure_model(self) -> None:
         if self.late is not None:
             return
-        late = nn.ModuleDict({"embedding": nn.Embedding(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WIDTH, bias=False), "router": Router()})
+        late = nn.ModuleDict(
+            {"embedding": nn.Embedding(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WIDTH, bias=False), "router": Router()}
+        )
         late["head"].weight = late["embedding"].weight
         late.register_buffer("table", torch.rand(WIDTH, WIDTH))
         late.register_buffer("unsaved", torch.rand(WIDTH, WIDTH), persistent=False)
@@ -78,5 +80,3 @@ def first_weights(strategy: dict[str, Any] | None, world: int, kind: str, **opti
 def several(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """Run several in one call."""
     return [first_weights(**case) for case in cases]
-
-

@@ -9,7 +9,11 @@ from benchmarks.initial_memory import Model
 from lightning_sp.testing import RankPool
 from tests.parallelize.delayed_init import delayed_ranks as ranks
 
-BUILT = [("all in configure_model", "32-true"), ("begun in __init__", "64-true"), ("all in configure_model", "bf16-true")]
+BUILT = [
+    ("all in configure_model", "32-true"),
+    ("begun in __init__", "64-true"),
+    ("all in configure_model", "bf16-true"),
+]
 # Options of the strategy, and which of these is built.
 CASES = [({}, 0), ({"shard_size": 1}, 0), ({"delayed_init": False}, 0), ({}, 1), ({}, 2)]
 
@@ -43,4 +47,7 @@ def test_no_rank_holds_more_than_its_shard_and_a_block(read, tmp_path):
         # Slack: what libraries make resident, and messages in transit.
         bound = found["shard"] + block + 16 * 2**20
         assert found["whole"] > 360 * 2**20 > 1.5 * bound
-        assert found["shard"] <= found["peak"] < bound, (rank, {name: f"{value / 2**20:.0f} MiB" for name, value in found.items()})
+        assert found["shard"] <= found["peak"] < bound, (
+            rank,
+            {name: f"{value / 2**20:.0f} MiB" for name, value in found.items()},
+        )

@@ -137,7 +137,11 @@ def test_parameters_and_buffers_are_of_the_meta_device_and_all_else_has_values()
     assert held.recurrent._flat_weights[0] is held.recurrent.weight_ih_l0
     assert (held.frozen.requires_grad, held.frozen.keep_me) == (False, True)
     assert "unsaved" not in held.state_dict()
-    for values, others in ((held.plain, plain.plain), (held.listed[0], plain.listed[0]), (held.named["a"], plain.named["a"])):
+    for values, others in (
+        (held.plain, plain.plain),
+        (held.listed[0], plain.listed[0]),
+        (held.named["a"], plain.named["a"]),
+    ):
         assert type(values) is torch.Tensor
         assert torch.equal(values, others)
     for name, tensor in (*expected.named_parameters(), *expected.named_buffers()):
@@ -180,7 +184,9 @@ def test_a_tensor_that_no_module_holds_is_refused():
         outside.tensor = root.head.weight.detach()
     refusal = DelayedWeights.of(root).refusal
     assert refusal is not None
-    assert refusal.startswith("1 large tensors that configure_model has made (64 KiB and more) are held by something that is no module")
+    assert refusal.startswith(
+        "1 large tensors that configure_model has made (64 KiB and more) are held by something that is no module"
+    )
 
 
 def test_a_tensor_that_is_written_to_after_configure_model_is_refused():
@@ -190,5 +196,8 @@ def test_a_tensor_that_is_written_to_after_configure_model_is_refused():
         root.head.load_state_dict({"weight": values, "bias": torch.zeros(N)})
     weights = DelayedWeights.of(root)
     values.mul_(2)
-    with pytest.raises(SequenceParallelError, match=r"a tensor \(160, 160\) that configure_model copied into a parameter was written to"):
+    with pytest.raises(
+        SequenceParallelError,
+        match=r"a tensor \(160, 160\) that configure_model copied into a parameter was written to",
+    ):
         weights.take("head.weight")

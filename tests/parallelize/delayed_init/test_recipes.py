@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.parallelize import DelayedWeights, recorded
+from lightning_sp.parallelize import DelayedWeights, materialize_meta, recorded
 
 N = 160  # 160 x 160 float32 are 100 KiB: more than what stays real
 
@@ -201,3 +201,28 @@ def test_a_tensor_that_is_written_to_after_configure_model_is_refused():
         match=r"a tensor \(160, 160\) that configure_model copied into a parameter was written to",
     ):
         weights.take("head.weight")
+
+
+def test_what_the_user_puts_on_meta_is_reset_and_recipes_stay():
+    def build(root: nn.Module) -> None:
+        root.embedding, root.head = nn.Embedding(N, N), nn.Linear(N, N, bias=False)
+        root.head.weight = root.embedding.weight
+        with torch.device("meta"):
+            root.deferred = nn.Linear(N, N)
+
+    torch.manual_seed(1)
+    expected, actual = nn.Module(), nn.Module()
+    build(expected)
+    materialize_meta(expected, torch.device("cpu"))
+    torch.manual_seed(1)
+    with recorded(actual, draws=True):
+        build(actual)
+    weights = DelayedWeights.of(actual)
+    with recorded(actual, draws=True):
+        materialize_meta(actual, torch.device("cpu"), weights.names)
+    weights.add(DelayedWeights.of(actual))
+    assert actual.head.weight is actual.embedding.weight
+    assert set(weights.names) == {"embedding.weight", "deferred.weight"}
+    for name, value in expected.named_parameters():
+        own = weights.take(name) if name in weights.names else actual.get_parameter(name)
+        assert torch.equal(own, value), name

@@ -23,6 +23,7 @@ def changed(weight: torch.Tensor) -> torch.Tensor:
         weight[0].bernoulli_(0.5)
         weight[:, 1] = other[1] * float(other[2, 3])
         weight[2].copy_(weight[3])
+        weight[4].normal_()
     return weight
 
 

@@ -85,6 +85,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         activation_offload: str = "none",
         activation_loading_horizon: int = 4,
         offload_folder: str | None = None,
+        delayed_init: bool = True,
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",
@@ -108,6 +109,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             checkpoints_as_folders=self.config.save_distributed_checkpoint,
             exclude_frozen_parameters=self.config.exclude_frozen_parameters,
             host_shards=self.config.cpu_offload,
+            delayed_init=self.config.delayed_init,
         )
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None

@@ -34,6 +34,8 @@ class MemoryOptions:
             "disk": in a file of each rank. "none": on the device.
         activation_loading_horizon: Of these inputs, those in memory at once: one that is used, the others on their way out or back.
         offload_folder: Of the files of "disk", on a disk of each node. None: the folder of temporary files.
+        delayed_init: Give what `configure_model` draws or reads memory tensor by tensor, when it is sharded. False: rank 0 builds the whole
+            model in its memory, and each rank reads the whole of a pretrained one.
 
     Raises:
         SequenceParallelError: a value that the option does not take.
@@ -50,6 +52,7 @@ class MemoryOptions:
     activation_offload: str = "none"
     activation_loading_horizon: int = 4
     offload_folder: str | None = None
+    delayed_init: bool = True
 
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)

@@ -3,6 +3,7 @@
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, own_checkpointing, without_checkpoints
 from lightning_sp.parallelize.activation_offload import activation_offload, offload_activations
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
+from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     RootUnit,
@@ -24,6 +25,7 @@ from lightning_sp.parallelize.fsdp import (
     write_counts,
 )
 from lightning_sp.parallelize.initial_weights import (
+    InitialState,
     broadcast_initial_weights,
     materialize_meta,
     tied_parameters,
@@ -37,6 +39,8 @@ from lightning_sp.parallelize.tiled_mlp import tile_mlps, without_tiles
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
+    "DelayedWeights",
+    "InitialState",
     "MetaDevice",
     "ParameterLayout",
     "RootUnit",
@@ -58,6 +62,7 @@ __all__ = [
     "optional_units",
     "own_checkpointing",
     "parameter_layout",
+    "recorded",
     "reduce_dtypes",
     "refuse_live_saves",
     "remember_layout",

@@ -1,34 +1,42 @@
 """Initial weights: rank 0's are broadcast to every rank, bit for bit, for any degrees; the others may be on the meta device.
 
-Rank 0 builds the model as a single process would, with the same draws of the same generator. The others build it on the meta device where
-they can (`configure_model`) and receive only their shards, tensor by tensor: no rank but 0 ever has the whole model in memory.
+Rank 0 builds the model as a single process would, with the same draws of the same generator. What is built in `configure_model` has no
+memory (`delayed_init`): rank 0 makes it tensor by tensor, and each rank keeps its shard. No rank ever has the whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchmetrics import Metric
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.delayed_init import DelayedWeights
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.quantized_weights import check_same_quantized, move, quantized_parameters
 
 
-def materialize_meta(module: nn.Module, device: torch.device) -> None:
+def materialize_meta(module: nn.Module, device: torch.device, delayed: Collection[str] = ()) -> None:
     """Give a single process's meta parameters memory and their modules' own initialisation, in construction order.
+
+    Args:
+        module: in which they are.
+        device: on which they are made.
+        delayed: names of those that have recipes.
 
     Raises:
         SequenceParallelError: a module holds meta parameters and has no `reset_parameters`.
     """
+    known = {id(tensor) for name, tensor in _named_tensors(module) if name in delayed}  # a tied one has other names too
     for name, each in module.named_modules():
         own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
-        if not any(t.is_meta for t in own):
+        if not any(tensor.is_meta and id(tensor) not in known for tensor in own):
             continue
         reset = getattr(each, "reset_parameters", None)
         if reset is None:
@@ -40,6 +48,22 @@ def materialize_meta(module: nn.Module, device: torch.device) -> None:
         reset()
 
 
+class InitialState:
+    """Rank 0's weights by name; a class because what is delayed is made when it is asked for, once."""
+
+    def __init__(self, whole: Mapping[str, Tensor], delayed: DelayedWeights) -> None:
+        self._whole, self._delayed = whole, delayed
+
+    @property
+    def names(self) -> set[str]:
+        """Return all of them."""
+        return set(self._whole)
+
+    def take(self, name: str) -> Tensor:
+        """Return a whole tensor; it is not asked for again."""
+        return self._delayed.take(name) if name in self._delayed.names else self._whole[name]
+
+
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """Return references to the memory of all whole parameters and buffers, by name: made before sharding, broadcast after it.
 
@@ -49,9 +73,13 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_bytes_elsewhere(module: nn.Module) -> int:
-    """Return the bytes of the parameters that a rank other than 0 holds whole, the most of all. Communicates: one number of each rank."""
-    held = sum(p.numel() * p.element_size() for p in module.parameters() if not p.is_meta)
-    return max(comm.gather_objects(held)[1:], default=0)
+    """Return the bytes of a model that a rank other than 0 holds whole, the most of all; 0 where that is less than half of it.
+
+    Communicates: two numbers of each rank.
+    """
+    sizes = [(0 if each.is_meta else each.nbytes, each.nbytes) for each in module.parameters()]
+    held, num_bytes = (sum(each) for each in zip(*sizes, strict=True)) if sizes else (0, 0)
+    return max(comm.gather_objects(held if 2 * held >= num_bytes else 0)[1:], default=0)
 
 
 class ParameterOwner(NamedTuple):
@@ -72,7 +100,7 @@ def tied_parameters(module: nn.Module) -> list[list[ParameterOwner]]:
 
 def broadcast_initial_weights(
     module: nn.Module,
-    source: dict[str, Tensor],
+    source: InitialState,
     ties: list[list[ParameterOwner]],
     device: torch.device,
     *,
@@ -82,7 +110,7 @@ def broadcast_initial_weights(
 
     Args:
         module: the sharded module; its parameters may be on the meta device on ranks other than 0.
-        source: rank 0's `whole_state` from before sharding; ignored elsewhere.
+        source: rank 0's weights from before sharding; ignored elsewhere.
         ties: `tied_parameters` from after sharding.
         device: where buffers live.
         shards_on: where shards of parameters do.
@@ -110,7 +138,7 @@ def broadcast_initial_weights(
     is_source = dist.get_rank() == 0
     with torch.no_grad():
         for name, tensor in _sent_tensors(module):
-            _receive(tensor, source[name] if is_source else None, device)
+            _receive(tensor, source.take(name) if is_source else None, device)
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -123,11 +151,11 @@ def _sent_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in _named_tensors(module) if name not in whole]
 
 
-def _check_same_model(module: nn.Module, source: dict[str, Tensor]) -> None:
+def _check_same_model(module: nn.Module, source: InitialState) -> None:
     """Refuse ranks whose parameters and buffers are not those of rank 0, name by name. Every rank must call it."""
     own = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _named_tensors(module)}
     first = comm.broadcast_object(own, None)
-    assert dist.get_rank() or set(source) == set(own), "sharding has changed names"
+    assert dist.get_rank() or source.names == set(own), "sharding has changed names"
     parts = []
     for where, names in (("only here", own.keys() - first.keys()), ("only on rank 0", first.keys() - own.keys())):
         if names:
@@ -176,11 +204,23 @@ def _receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None
     if whole.numel():
         comm.broadcast(whole.reshape(-1).view(torch.uint8))
     if isinstance(tensor, DTensor):
-        # src_data_rank=None: every rank holds the whole and keeps its part.
-        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.to_local().copy_(part.to_local())
+        tensor.to_local().copy_(_part(whole, tensor))
     elif tensor.data_ptr() != whole.data_ptr():
         tensor.data.copy_(whole)
+
+
+def _part(whole: Tensor, like: DTensor) -> Tensor:
+    """Return this rank's part of a whole that it has, in the whole's memory where each placement is a split into equal parts."""
+    if any(type(placement) not in (Shard, Replicate) for placement in like.placements):
+        # src_data_rank=None: every rank holds the whole and keeps its part.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    part = whole
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            parts = part.chunk(like.device_mesh.size(axis), dim=placement.dim)
+            rank = like.device_mesh.get_local_rank(axis)
+            part = parts[rank] if rank < len(parts) else part.narrow(placement.dim, 0, 0)
+    return part
 
 
 class _MetricState(NamedTuple):

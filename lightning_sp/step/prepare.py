@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, cast
 
 import torch
@@ -35,6 +35,8 @@ from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
 from lightning_sp.nodes import Placement, common_ranks_per_node
 from lightning_sp.parallelize import (
+    DelayedWeights,
+    InitialState,
     ParameterLayout,
     broadcast_initial_weights,
     cast_as_in_forward,
@@ -48,6 +50,7 @@ from lightning_sp.parallelize import (
     offload_activations,
     own_checkpointing,
     parameter_layout,
+    recorded,
     refuse_live_saves,
     remember_layout,
     shard_model,
@@ -198,13 +201,14 @@ def lay_out_model(
         check_layout(before, layout)
         _use_group(module, group)
         return
-    comm.agree(_materialized(module) if rank == 0 else None)
+    delayed = DelayedWeights.of(module)
+    comm.agree(delayed.refusal or (_materialized(module, delayed, config) if rank == 0 else None))
     if num_bytes := whole_bytes_elsewhere(module):
         rank_zero_info(
             f"sequence_parallel: each of {world} ranks holds the whole model ({num_bytes / 2**20:.1f} MiB) until it is sharded, for it is built "
-            "in __init__ or setup, or read by from_pretrained; what configure_model builds is held whole by rank 0 alone"
+            "in __init__ or setup, or read from files that are no safetensors; of what configure_model builds no rank holds more than its shard"
         )
-    source = _initial_state(module, rank)
+    source = _initial_state(module, rank, delayed)
     blocks = transformer_blocks(module)
     if config.mlp_tile_tokens is not None:
         _tile(blocks, config.mlp_tile_tokens)
@@ -258,10 +262,12 @@ def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_bloc
     )
 
 
-def _initial_state(module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+def _initial_state(module: nn.Module, rank: int, delayed: DelayedWeights) -> InitialState:
     """Return rank 0's weights, of the dtypes that they are trained in; nothing elsewhere."""
+    delayed.note_dtypes(module)
     cast_as_in_forward(module)
-    return whole_state(module) if rank == 0 else {}
+    delayed.note_dtypes(module)
+    return InitialState(whole_state(module) if rank == 0 else {}, delayed)
 
 
 def _use_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -269,13 +275,15 @@ def _use_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         used.group = group
 
 
-def _materialized(module: nn.Module) -> str | None:
-    """Give rank 0's meta parameters memory; return why that is not possible, for all ranks."""
+def _materialized(module: nn.Module, delayed: DelayedWeights, config: StrategyConfig) -> str | None:
+    """Give rank 0's meta parameters memory, or recipes; return why that is not possible, for all ranks."""
     try:
-        materialize_meta(module, torch.device("cpu"))
+        with recorded(module, draws=True) if config.delayed_init else nullcontext():
+            materialize_meta(module, torch.device("cpu"), delayed.names)
     except SequenceParallelError as refusal:
         return str(refusal)
-    return None
+    delayed.add(DelayedWeights.of(module))
+    return delayed.refusal
 
 
 def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig, device: torch.device) -> ShardOptions:

@@ -37,7 +37,7 @@ from lightning_sp.checkpoint import (
 )
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import MetaDevice, reshard, without_gradient_sync
+from lightning_sp.parallelize import MetaDevice, recorded, reshard, without_gradient_sync
 from lightning_sp.trainer.agreed_numbers import watch_numbers
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
@@ -59,10 +59,12 @@ class ShardedModelStrategy(ProcessStrategy):
         checkpoints_as_folders: bool = True,
         exclude_frozen_parameters: bool = False,
         host_shards: bool = False,
+        delayed_init: bool = True,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeouts=timeouts, host_shards=host_shards)
         self._checkpoints_as_folders = checkpoints_as_folders
         self._excludes_frozen = exclude_frozen_parameters
+        self._delays_init = delayed_init
         self._log_once = LogOnce()
         self._averages = WeightAverages()
         self._sigterm = Sigterm()
@@ -129,10 +131,12 @@ class ShardedModelStrategy(ProcessStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Rank 0 draws the initial weights as a single process would; the others receive their shards, and none of them the whole.
+        # Rank 0 draws the initial weights as a single process would; the others receive their shards, and none has the whole.
         elsewhere = self.global_rank != 0 if empty_init is None else empty_init
+        delayed = self._delays_init and empty_init is None and self._host_groups is not None and self.world_size > 1
         precise = nullcontext() if self._averages.are_of_float32 else self.precision_plugin.tensor_init_context()
-        with MetaDevice() if elsewhere else nullcontext(), precise:
+        recorder = recorded(self._module, draws=not elsewhere) if delayed else nullcontext()
+        with recorder, MetaDevice() if elsewhere else nullcontext(), precise:
             yield
 
     @override

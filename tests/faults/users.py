@@ -8,8 +8,45 @@ COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
 OPTIONS = "tests/trainer/test_lightning_options.py"
+RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
+MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
 
 USERS = (
+    fault(
+        "initial numbers drawn again from where the generator is by then",
+        "parallelize/delayed_init/recipes.py",
+        "                torch.set_rng_state(call.generator_state)\n",
+        "                pass\n",
+        f"{MADE}[uniform]",
+    ),
+    fault(
+        "a write to a part of a tensor that forgets the rest of it",
+        "parallelize/delayed_init/recorder.py",
+        "            and written.nbytes == version.num_bytes\n",
+        "",
+        f"{MADE}[changed]",
+    ),
+    fault(
+        "the user's own tensor copied as it is later",
+        "parallelize/delayed_init/recorder.py",
+        "                    found.copy()\n",
+        "                    found.version = -1\n",
+        f"{MADE}[the user's]",
+    ),
+    fault(
+        "a cast of the whole module that is forgotten",
+        "parallelize/delayed_init/delayed_weights.py",
+        "            tensor = tensor.to(dtype)\n",
+        "            tensor = tensor if tensor.dtype == dtype else tensor.float()\n",
+        f"{RECIPES}::test_a_cast_of_the_module_is_noted_and_nothing_that_it_loses_comes_back",
+    ),
+    fault(
+        "tied weights that are initialised apart",
+        "parallelize/initial_weights.py",
+        "id(tensor) not in known for tensor in own",
+        "each is not None for tensor in own",
+        f"{RECIPES}::test_what_the_user_puts_on_meta_is_reset_and_recipes_stay",
+    ),
     fault(
         "virtual tokens at each rank's first tokens",
         "rewrite/hugging_face/virtual_tokens.py",

@@ -66,6 +66,10 @@ PLANTED = {
         "trainer/processes/launchers.py",
         "from lightning_sp.trainer.processes import sigterm",
     ),
+    "Inside parallelize.delayed_init": (
+        "parallelize/delayed_init/recipes.py",
+        "from lightning_sp.parallelize.delayed_init import recorder",
+    ),
     "Inside parallelize": ("parallelize/compilation.py", "from lightning_sp.parallelize import fsdp"),
     "Inside parallelize.activation_offload": (
         "parallelize/activation_offload/disk.py",

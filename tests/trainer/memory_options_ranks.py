@@ -21,17 +21,25 @@ def run(module: Plain, strategy: dict[str, Any], **options: Any) -> dict[str, Te
     return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
 
 
-def build(lr: float = 0.01) -> Plain:
+def build(lr: float = 0.01, tied: bool = False) -> Plain:
     torch.manual_seed(3)
-    return Plain(HuggingFaceLlama, lr)
+    return Plain(TiedLlama if tied else HuggingFaceLlama, lr)
 
 
-def fits(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+class TiedLlama(HuggingFaceLlama):
+    """Whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.lm_head.weight = self.inner.model.embed_tokens.weight
+
+
+def fits(cases: list[dict[str, Any]], folder: str, tied: bool = False) -> dict[str, Any]:
     """Run several fits; return their weights, and what is left in the folder of activations."""
     runs = []
     for strategy in cases:
         chosen = dict(strategy, offload_folder=folder) if strategy.get("activation_offload") == "disk" else strategy
-        runs.append(run(build(), chosen))
+        runs.append(run(build(tied=tied), chosen))
     return {"runs": runs, "left": os.listdir(folder)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,6 +42,24 @@ def fits(cases: list[dict[str, Any]], folder: str, tied: bool = False) -> dict[s
         chosen = dict(strategy, offload_folder=folder) if strategy.get("activation_offload") == "disk" else strategy
         runs.append(run(build(tied=tied), chosen))
     return {"runs": runs, "left": os.listdir(folder)}
+
+
+def resumed(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of a run, and of one that goes on from a checkpoint in which embedding and head were of the model's unit."""
+    strategy, data = dict(ulysses_size=2, preflight=False), DataLoader(TokenDataset(8, 32), batch_size=2)
+    weights = []
+    for as_one in (False, True):
+        module = build()
+        if as_one:
+            with mock.patch("lightning_sp.parallelize.fsdp.shard_model.vocabulary_layers", return_value=[]):
+                trainer = quiet_trainer(2, strategy=strategy, max_steps=2)
+                trainer.fit(module, data)
+                trainer.save_checkpoint(f"{folder}/older")
+            module = build()
+        path = f"{folder}/older" if as_one else None
+        quiet_trainer(2, strategy=strategy, max_steps=4).fit(module, data, ckpt_path=path)
+        weights.append({name: _full(each.detach()).clone() for name, each in module.named_parameters()})
+    return weights[0], weights[1]
 
 
 def rounded(folder: str) -> dict[str, float]:

@@ -52,6 +52,11 @@ def test_a_fit_on_four_ranks_is_one_process(pools, tied, tmp_path):
             assert (found["runs"][0][name] - weight).abs().max() <= 1e-10, name
 
 
+def test_a_checkpoint_of_other_units_is_resumed_from(pools, tmp_path):
+    for whole, resumed in pools(2).run(ranks.resumed, str(tmp_path)):
+        assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+
+
 def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_path):
     """In bfloat16 the preflight allows for its rounding; in float32 a bfloat16 model's micro-batches lose none of their sum."""
     for found in pools(2).run(ranks.rounded, str(tmp_path)):

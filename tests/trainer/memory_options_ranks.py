@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -60,6 +61,41 @@ def resumed(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         quiet_trainer(2, strategy=strategy, max_steps=4).fit(module, data, ckpt_path=path)
         weights.append({name: _full(each.detach()).clone() for name, each in module.named_parameters()})
     return weights[0], weights[1]
+
+
+class Manual(Plain):
+    """Runs a forward between a backward and its update, and one after it: a head that is whole then has the weights from before."""
+
+    def __init__(self) -> None:
+        super().__init__(HuggingFaceLlama)
+        self.automatic_optimization = False
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        self.loss(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(strategies: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Return the weights of runs of two steps by hand."""
+    found = []
+    for strategy in strategies:
+        torch.manual_seed(3)
+        module = Manual()
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        quiet_trainer(world, strategy=dict(strategy, preflight=False), max_steps=4).fit(
+            module, DataLoader(TokenDataset(8, 32), batch_size=2)
+        )
+        found.append({name: _full(each.detach()).clone() for name, each in module.named_parameters()})
+    return found
 
 
 def rounded(folder: str) -> dict[str, float]:

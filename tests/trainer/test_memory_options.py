@@ -57,6 +57,15 @@ def test_a_checkpoint_of_other_units_is_resumed_from(pools, tmp_path):
         assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
 
 
+def test_units_that_stay_whole_have_the_weights_after_an_update_by_hand(pools):
+    [[alone]] = pools(1).run(ranks.by_hand, [{}])
+    strategies = [dict(ulysses_size=2), dict(ulysses_size=2, reshard_after_forward=False)]
+    for found in pools(2).run(ranks.by_hand, strategies):
+        for own in found:
+            for name, weight in alone.items():
+                assert (own[name] - weight).abs().max() <= 1e-10, name
+
+
 def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_path):
     """In bfloat16 the preflight allows for its rounding; in float32 a bfloat16 model's micro-batches lose none of their sum."""
     for found in pools(2).run(ranks.rounded, str(tmp_path)):

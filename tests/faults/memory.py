@@ -26,6 +26,13 @@ MEMORY = (
         f"{ONCE}[handed]",
     ),
     fault(
+        "a head that is whole through an update by hand, with the weights from before",
+        "parallelize/fsdp/root_unit.py",
+        "for unit in fsdp_modules(self._root)[1:]:  # what stays",
+        "for unit in fsdp_modules(self._root)[:0]:  # what stays",
+        "tests/trainer/test_memory_options.py::test_units_that_stay_whole_have_the_weights_after_an_update_by_hand",
+    ),
+    fault(
         "gradients that are summed in their own dtype whatever is asked for",
         "parallelize/fsdp/shard_model.py",
         'if options.gradient_dtype != "auto":',

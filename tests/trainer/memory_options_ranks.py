@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -21,18 +23,79 @@ def run(module: Plain, strategy: dict[str, Any], **options: Any) -> dict[str, Te
     return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
 
 
-def build(lr: float = 0.01) -> Plain:
+def build(lr: float = 0.01, tied: bool = False) -> Plain:
     torch.manual_seed(3)
-    return Plain(HuggingFaceLlama, lr)
+    return Plain(TiedLlama if tied else HuggingFaceLlama, lr)
 
 
-def fits(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+class TiedLlama(HuggingFaceLlama):
+    """Whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.lm_head.weight = self.inner.model.embed_tokens.weight
+
+
+def fits(cases: list[dict[str, Any]], folder: str, tied: bool = False) -> dict[str, Any]:
     """Run several fits; return their weights, and what is left in the folder of activations."""
     runs = []
     for strategy in cases:
         chosen = dict(strategy, offload_folder=folder) if strategy.get("activation_offload") == "disk" else strategy
-        runs.append(run(build(), chosen))
+        runs.append(run(build(tied=tied), chosen))
     return {"runs": runs, "left": os.listdir(folder)}
+
+
+def resumed(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of a run, and of one that goes on from a checkpoint in which embedding and head were of the model's unit."""
+    strategy, data = dict(ulysses_size=2, preflight=False), DataLoader(TokenDataset(8, 32), batch_size=2)
+    weights = []
+    for as_one in (False, True):
+        module = build()
+        if as_one:
+            with mock.patch("lightning_sp.parallelize.fsdp.shard_model.vocabulary_layers", return_value=[]):
+                trainer = quiet_trainer(2, strategy=strategy, max_steps=2)
+                trainer.fit(module, data)
+                trainer.save_checkpoint(f"{folder}/older")
+            module = build()
+        path = f"{folder}/older" if as_one else None
+        quiet_trainer(2, strategy=strategy, max_steps=4).fit(module, data, ckpt_path=path)
+        weights.append({name: _full(each.detach()).clone() for name, each in module.named_parameters()})
+    return weights[0], weights[1]
+
+
+class Manual(Plain):
+    """Runs a forward between a backward and its update, and one after it: a head that is whole then has the weights from before."""
+
+    def __init__(self) -> None:
+        super().__init__(HuggingFaceLlama)
+        self.automatic_optimization = False
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        self.loss(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(strategies: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Return the weights of runs of two steps by hand."""
+    found = []
+    for strategy in strategies:
+        torch.manual_seed(3)
+        module = Manual()
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        quiet_trainer(world, strategy=dict(strategy, preflight=False), max_steps=4).fit(
+            module, DataLoader(TokenDataset(8, 32), batch_size=2)
+        )
+        found.append({name: _full(each.detach()).clone() for name, each in module.named_parameters()})
+    return found
 
 
 def rounded(folder: str) -> dict[str, float]:

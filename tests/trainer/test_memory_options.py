@@ -42,6 +42,30 @@ def test_a_fit_is_bitwise_the_same_wherever_things_lie(pools, layout, tmp_path):
                 assert all(torch.equal(own[name], weight) for name, weight in plain.items())
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_fit_on_four_ranks_is_one_process(pools, tied, tmp_path):
+    """Ulysses 2 x ring 2, parameters over two ranks and twice, with all that lies elsewhere."""
+    cases = [dict(DISK, ulysses_size=2, ring_size=2, shard_size=2, reshard_after_forward=tied, preflight=False)]
+    [alone] = pools(1).run(ranks.fits, [{}], str(tmp_path), tied)
+    for found in pools(4).run(ranks.fits, cases, str(tmp_path), tied):
+        for name, weight in alone["runs"][0].items():
+            assert (found["runs"][0][name] - weight).abs().max() <= 1e-10, name
+
+
+def test_a_checkpoint_of_other_units_is_resumed_from(pools, tmp_path):
+    for whole, resumed in pools(2).run(ranks.resumed, str(tmp_path)):
+        assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+
+
+def test_units_that_stay_whole_have_the_weights_after_an_update_by_hand(pools):
+    [[alone]] = pools(1).run(ranks.by_hand, [{}])
+    strategies = [dict(ulysses_size=2), dict(ulysses_size=2, reshard_after_forward=False)]
+    for found in pools(2).run(ranks.by_hand, strategies):
+        for own in found:
+            for name, weight in alone.items():
+                assert (own[name] - weight).abs().max() <= 1e-10, name
+
+
 def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_path):
     """In bfloat16 the preflight allows for its rounding; in float32 a bfloat16 model's micro-batches lose none of their sum."""
     for found in pools(2).run(ranks.rounded, str(tmp_path)):

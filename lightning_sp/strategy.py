@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -102,15 +101,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         **unknown: Any,
     ) -> None:
         given = locals()
-        self.config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
-        super().__init__(
-            process_group_backend=process_group_backend,
-            timeouts=(timedelta(seconds=start_timeout_s), timedelta(seconds=timeout_s)),
-            checkpoints_as_folders=self.config.save_distributed_checkpoint,
-            exclude_frozen_parameters=self.config.exclude_frozen_parameters,
-            host_shards=self.config.cpu_offload,
-            delayed_init=self.config.delayed_init,
-        )
+        config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
+        super().__init__(process_group_backend=process_group_backend, config=config)
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None
         self._runner: StepRunner | None = None

@@ -29,18 +29,26 @@ class DeferredHeads(AbstractContextManager[None]):
         context: of the steps.
         root: the model.
         chunk_tokens: how many tokens' logits exist at a time in a loss, or "auto"; None leaves the heads alone.
+        is_freed: whether FSDP frees a unit's weights when its forward ends.
     """
 
-    def __init__(self, context: SequenceContext, root: nn.Module, chunk_tokens: int | str | None) -> None:
-        self._context, self._root, self._chunk_tokens = context, root, chunk_tokens
+    def __init__(
+        self,
+        context: SequenceContext,
+        root: nn.Module,
+        chunk_tokens: int | str | None,
+        is_freed: Callable[[FSDPModule], bool] = lambda _: True,
+    ) -> None:
+        self._context, self._root, self._chunk_tokens, self._is_freed = context, root, chunk_tokens, is_freed
         self._undo = ExitStack()
         self._calls: list[weakref.ref[HeadCall]] = []
         # Of each head's unit how many of its forwards are running: until its end the weights are whole.
-        self._running: dict[nn.Module, int] = {}
+        self._running: dict[FSDPModule, int] = {}
 
     def __enter__(self) -> None:
         if self._chunk_tokens is None:
             return
+        unit: Any
         for head, unit in _output_heads(self._root):
             head.forward = MethodType(_deferring(self, unit), head)  # type: ignore[method-assign]
             self._undo.callback(vars(head).pop, "forward")
@@ -71,7 +79,7 @@ class DeferredHeads(AbstractContextManager[None]):
             and (hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type))
         )
 
-    def call(self, head: nn.Linear, hidden: Tensor, unit: nn.Module | None) -> DeferredLogits:
+    def call(self, head: nn.Linear, hidden: Tensor, unit: FSDPModule | None) -> DeferredLogits:
         """Return the logits of a call."""
         assert self._chunk_tokens is not None
         call = HeadCall(head, hidden, self._chunk_tokens)
@@ -91,19 +99,20 @@ class DeferredHeads(AbstractContextManager[None]):
     def _alive(self) -> Iterator[HeadCall]:
         yield from (call for each in self._calls if (call := each()) is not None)
 
-    def _enter(self, unit: nn.Module, args: Any) -> None:
+    def _enter(self, unit: FSDPModule, args: Any) -> None:
         self._running[unit] += 1
 
-    def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, unit: FSDPModule, args: Any, output: Any) -> None:
         self._running[unit] -= 1
-        if not self._running[unit]:
-            weights = {parameter for module in unit.modules() for parameter in module.parameters(recurse=False)}
+        if not self._running[unit] and self._is_freed(unit):
+            inside: Any = unit
+            weights = {parameter for module in inside.modules() for parameter in module.parameters(recurse=False)}
             for call in self._alive():
                 if call.weight in weights:
                     call.keep()
 
 
-def _deferring(heads: DeferredHeads, unit: nn.Module | None) -> Callable[[nn.Linear, Tensor], Tensor]:
+def _deferring(heads: DeferredHeads, unit: FSDPModule | None) -> Callable[[nn.Linear, Tensor], Tensor]:
     # Bound as a method, and of this name: a copy of the head has it for the copy, a pickle for its class.
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         return heads.call(self, input, unit) if heads.defers(self, input) else nn.Linear.forward(self, input)
@@ -111,7 +120,7 @@ def _deferring(heads: DeferredHeads, unit: nn.Module | None) -> Callable[[nn.Lin
     return forward
 
 
-def _output_heads(root: nn.Module) -> Iterator[tuple[nn.Linear, nn.Module | None]]:
+def _output_heads(root: nn.Module) -> Iterator[tuple[nn.Linear, FSDPModule | None]]:
     """Yield each output head that can wait, and the unit of FSDP that frees its weights; None where they stay whole in a step."""
     names, modules = {each: name for name, each in root.named_modules()}, dict(root.named_modules())
     heads = {head: None for each in modules.values() if (head := _output_embeddings(each)) is not None}

@@ -35,6 +35,7 @@ from lightning_sp.checkpoint import (
     save_checkpoint,
     whole_state_dict,
 )
+from lightning_sp.config import StrategyConfig
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import MetaDevice, recorded, reshard, without_gradient_sync
@@ -51,20 +52,10 @@ from lightning_sp.trainer.processes.sigterm import Sigterm
 class ShardedModelStrategy(ProcessStrategy):
     """A LightningModule sharded over a mesh that has an axis ``data_parallel``. Lightning asks a strategy for these hooks."""
 
-    def __init__(
-        self,
-        *,
-        process_group_backend: str | None,
-        timeouts: tuple[timedelta, timedelta],
-        checkpoints_as_folders: bool = True,
-        exclude_frozen_parameters: bool = False,
-        host_shards: bool = False,
-        delayed_init: bool = True,
-    ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeouts=timeouts, host_shards=host_shards)
-        self._checkpoints_as_folders = checkpoints_as_folders
-        self._excludes_frozen = exclude_frozen_parameters
-        self._delays_init = delayed_init
+    def __init__(self, *, process_group_backend: str | None, config: StrategyConfig) -> None:
+        limits = timedelta(seconds=config.start_timeout_s), timedelta(seconds=config.timeout_s)
+        super().__init__(process_group_backend=process_group_backend, timeouts=limits, host_shards=config.cpu_offload)
+        self.config = config
         self._log_once = LogOnce()
         self._averages = WeightAverages()
         self._sigterm = Sigterm()
@@ -133,7 +124,9 @@ class ShardedModelStrategy(ProcessStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # Rank 0 draws the initial weights as a single process would; the others receive their shards, and none has the whole.
         elsewhere = self.global_rank != 0 if empty_init is None else empty_init
-        delayed = self._delays_init and empty_init is None and self._host_groups is not None and self.world_size > 1
+        delayed = (
+            self.config.delayed_init and empty_init is None and self._host_groups is not None and self.world_size > 1
+        )
         precise = nullcontext() if self._averages.are_of_float32 else self.precision_plugin.tensor_init_context()
         recorder = recorded(self._module, draws=not elsewhere) if delayed else nullcontext()
         with recorder, MetaDevice() if elsewhere else nullcontext(), precise:
@@ -218,11 +211,11 @@ class ShardedModelStrategy(ProcessStrategy):
     ) -> None:
         io, group = given_checkpoint_io(self), self._groups.world
         exclude_quantized(checkpoint, self._module)
-        if self._excludes_frozen:
+        if self.config.exclude_frozen_parameters:
             self._exclude_frozen(checkpoint)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()
         write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
-        as_folder = self._checkpoints_as_folders
+        as_folder = self.config.save_distributed_checkpoint
         if described := save_checkpoint(checkpoint, path, as_folder=as_folder, write=write, group=group):
             self._log_once(
                 f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"

@@ -2,6 +2,7 @@
 
 from lightning_sp.parallelize.fsdp.optional_units import gathered, optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
+from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward
 from lightning_sp.parallelize.fsdp.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.shard_model import (
     ParameterLayout,
@@ -26,6 +27,7 @@ __all__ = [
     "check_layout",
     "check_unsharded",
     "gathered",
+    "is_freed_after_forward",
     "make_fsdp_root",
     "optional_units",
     "parameter_layout",

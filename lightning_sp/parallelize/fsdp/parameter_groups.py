@@ -19,6 +19,11 @@ def parameter_groups(units: Iterable[FSDPModule]) -> list[Any]:
     return [group for unit in units for group in _groups(unit)]
 
 
+def is_freed_after_forward(unit: FSDPModule) -> bool:
+    """Return whether a unit's whole parameters are freed when its forward ends, and not only after its backward."""
+    return any(group._reshard_after_forward for group in parameter_groups([unit]))
+
+
 def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
     """Return whether a parameter of `unit` is also reached another way: in FSDP2 each belongs to one group."""
     own = {parameter for each in unit.modules() for parameter in each.parameters(recurse=False)}

@@ -12,13 +12,13 @@ GROUPS = (
         (
             Change(
                 "strategy.py",
-                "interceptions(self._steps.context, self._module)",
+                "interceptions(self._steps.context, self._module, self.config)",
                 'interceptions(self._steps.context, self._module, self.config.shard_size == "auto")',
             ),
             Change(
                 "step/prepare.py",
-                "def interceptions(context: SequenceContext, module: nn.Module) -> Iterator[None]:",
-                "def interceptions(context: SequenceContext, module: nn.Module, sdpa: bool) -> Iterator[None]:",
+                "def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:",
+                "def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig, sdpa: bool) -> Iterator[None]:",
             ),
             Change(
                 "step/prepare.py",

@@ -141,7 +141,7 @@ class _Logits(torch.autograd.Function):
         return call.whole().logits(hidden)
 
     @staticmethod
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         (hidden,), weight = ctx.saved_tensors, ctx.call.whole().weight
         rows = d_logits.flatten(0, -2)

@@ -13,7 +13,7 @@ GROUPS = (
             Change(
                 "strategy.py",
                 "interceptions(self._steps.context, self._module, self.config)",
-                'interceptions(self._steps.context, self._module, self.config.shard_size == "auto")',
+                'interceptions(self._steps.context, self._module, self.config, self.config.shard_size == "auto")',
             ),
             Change(
                 "step/prepare.py",

@@ -88,7 +88,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     spent: dict[str, list[tuple[float, float]]] = {"chunks": [], "logits": []}
-    with RankPool(given.ranks) as pool:
+    with RankPool(given.ranks, timeout_s=900.0) as pool:
         for _ in range(given.rounds):
             for name, chunk in (("chunks", "auto"), ("logits", None)):
                 answers = pool.run(step, chunk, given.ranks, given.tokens, given.layers)

@@ -100,12 +100,12 @@ class HeadWeights:
     Args:
         weight: of the head.
         bias: likewise; None where it has none.
-        is_copy: whether the numbers stay when FSDP frees the head's own.
+        later: gives them in the backward, when FSDP may have freed these; None where the parameters are whole again then.
     """
 
     weight: Tensor
     bias: Tensor | None
-    is_copy: bool = False
+    later: Callable[[], HeadWeights] | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return those of a chunk. Shapes: (c, E) -> (c, V)."""
@@ -179,7 +179,7 @@ class _SumOverTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
+        refuse_second_order()
         once = not torch._C._autograd._get_current_graph_task_keep_graph()
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         scaled = (_scaled(each, upstream, in_place=once) for each in (d_hidden, d_weight, d_bias))
@@ -199,8 +199,8 @@ class _EachToken(torch.autograd.Function):
     ) -> Tensor:
         chunks = _chunks(len(hidden), chunk_tokens)
         found = torch.cat([of_tokens(whole.logits(hidden[a:b]), a, b) for a, b in chunks])
-        # The parameters, where there is no copy: FSDP has them whole again in the backward.
-        ctx.save_for_backward(hidden, *((whole.weight, whole.bias) if whole.is_copy else (weight, bias)))
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.later = whole.later
         ctx.of_tokens, ctx.chunks, ctx.dtype = of_tokens, chunks, whole.weight.dtype
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.autocast = Autocast.now(hidden.device.type)
@@ -210,9 +210,9 @@ class _EachToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
+        refuse_second_order()
         hidden, weight, bias = ctx.saved_tensors
-        whole = cast_weights(weight, bias, ctx.dtype)
+        whole = cast_weights(weight, bias, ctx.dtype) if ctx.later is None else ctx.later()
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for first, last in ctx.chunks:
             logits = whole.logits(hidden[first:last]).requires_grad_()
@@ -300,7 +300,8 @@ def _scaled(gradient: Tensor | None, upstream: Tensor, *, in_place: bool) -> Ten
     return scaled
 
 
-def _refuse_second_order() -> None:
+def refuse_second_order() -> None:
+    """Refuse a backward whose gradients are to have a graph."""
     if torch.is_grad_enabled():
         raise SequenceParallelError(
             "a backward with create_graph=True through a cross entropy whose logits were never made: its gradient was computed in the forward, "

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.errors import SequenceParallelError
@@ -23,6 +23,7 @@ from lightning_sp.loss.chunked_head import (
     auto_chunk_tokens,
     cast_weights,
     each_token,
+    refuse_second_order,
     summed,
 )
 
@@ -67,18 +68,15 @@ class HeadCall:
         if self._kept is None:
             copied = [None if p is None else p.detach().to(self.dtype, copy=True) for p in self.parameters]
             assert copied[0] is not None
-            self._kept = HeadWeights(weight=copied[0], bias=copied[1], is_copy=True)
+            self._kept = HeadWeights(weight=copied[0], bias=copied[1])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits. Shapes: (..., E) -> (..., V)."""
         self._check_unchanged()
-        if self._kept is not None and torch.is_grad_enabled():
-            made: Tensor = _Logits.apply(hidden, *self.parameters, self._kept)  # type: ignore[no-untyped-call]
+        if self.requires_grad and torch.is_grad_enabled():
+            made: Tensor = _Logits.apply(hidden, *self.parameters, self)  # type: ignore[no-untyped-call]
             return made
-        if self._kept is not None:
-            return self._kept.logits(hidden)
-        with self.autocast.again():
-            return F.linear(hidden, self.weight, self.bias)
+        return self.whole().logits(hidden)
 
     def summed(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         """Return the sum of a function of each token's logits. Shapes: (n, E) -> ()."""
@@ -94,7 +92,8 @@ class HeadCall:
 
     def whole(self) -> HeadWeights:
         """Return the weights, whole while the unit's forward runs or as they were copied at its end."""
-        return cast_weights(*self.parameters, self.dtype) if self._kept is None else self._kept
+        now = cast_weights(*self.parameters, self.dtype) if self._kept is None else self._kept
+        return replace(now, later=self.whole)
 
     def _check_unchanged(self) -> None:
         if any(each._version != version for each, version in self._versions):
@@ -133,17 +132,18 @@ class LaterHeadCall(HeadCall):
 
 
 class _Logits(torch.autograd.Function):
-    """The linear layer, by a copy of its weights."""
+    """The linear layer; in the backward by a copy of its weights, if its unit's forward has ended since."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: HeadWeights) -> Tensor:
-        ctx.save_for_backward(hidden, kept.weight)
-        ctx.dtype = weight.dtype
-        return kept.logits(hidden)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.call, ctx.dtype = call, weight.dtype
+        return call.whole().logits(hidden)
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
+        refuse_second_order()
+        (hidden,), weight = ctx.saved_tensors, ctx.call.whole().weight
         rows = d_logits.flatten(0, -2)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (

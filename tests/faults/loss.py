@@ -22,13 +22,6 @@ LOSS = (
         f"{_CHUNKS}::test_a_second_backward_finds_the_same_and_one_of_second_order_is_refused",
     ),
     fault(
-        "logits that outlive a step, of the weights after it",
-        "loss/deferred_heads.py",
-        "            each.make_all()\n",
-        "            pass\n",
-        f"{_WAITING}::test_losses_and_gradients_are_those_of_logits_that_are_made",
-    ),
-    fault(
         "logits made of weights that FSDP has freed",
         "loss/deferred_heads.py",
         "                if call.weight in weights:\n",

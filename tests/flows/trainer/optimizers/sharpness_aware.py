@@ -6,8 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
+from lightning_sp.reductions import shift
 from tests.flows.tiny import Tuned, llama, rows
 
 
@@ -49,6 +51,14 @@ class SAM(torch.optim.Optimizer):
 
 
 class Module(Tuned):
+    # The model's own loss is in float32: what that rounds, two steps along one gradient enlarge.
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        labels = shift(batch["labels"], 1, -100)
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.log("train_loss", loss)
+        return loss
+
     def configure_optimizers(self) -> Any:
         return SAM(self.parameters(), torch.optim.AdamW, lr=0.01)
 

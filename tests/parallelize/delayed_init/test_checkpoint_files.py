@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize import DelayedWeights, MetaDevice, recorded
 from tests.parallelize.delayed_init import reading
 
@@ -110,3 +111,14 @@ def test_transformers_may_be_imported_while_the_model_is_built(tmp_path, monkeyp
         monkeypatch.setitem(sys.modules, "transformers.modeling_utils", modeling)
         root.model = reading.read("one file", tmp_path)
     assert len(DelayedWeights.of(root).names) == len(list(root.parameters()))
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path):
+    reading.write("one file", tmp_path)
+    file, root = tmp_path / reading.FILE, nn.Module()
+    with recorded(root, draws=True):
+        root.model = reading.read("one file", tmp_path)
+    weights = DelayedWeights.of(root)
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(SequenceParallelError, match=r"ends within a tensor \(.*\) of F32: \d+ of \d+ bytes are there"):
+        [weights.take(name) for name in list(weights.names)]

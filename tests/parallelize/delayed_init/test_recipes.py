@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -227,3 +228,10 @@ def test_what_the_user_puts_on_meta_is_reset_and_recipes_stay():
     for name, value in expected.named_parameters():
         own = weights.take(name) if name in weights.names else actual.get_parameter(name)
         assert torch.equal(own, value), name
+
+
+def test_what_another_thread_makes_is_refused_where_it_is_used():
+    with recorded(nn.Module(), draws=True), ThreadPoolExecutor() as threads:
+        doubled = threads.submit(torch.mul, torch.ones(N, N), 2).result()
+        with pytest.raises(SequenceParallelError, match=r"a tensor \(160, 160\) without memory was made where"):
+            doubled.add(1)

@@ -79,7 +79,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ring_saves_kv: bool = False,
         ring_method: str = "auto",
         ulysses_stages: int = 1,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | str = "none",
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",

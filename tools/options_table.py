@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_sp.config import (
     BALANCES,
+    CHECKPOINT_POLICIES,
     KERNELS,
     RING_METHODS,
     RING_TRANSPORTS,
@@ -23,7 +24,13 @@ from lightning_sp.config import (
 from lightning_sp.strategy import SequenceParallelStrategy
 
 TARGET = Path(__file__).parents[1] / "docs" / "options.md"
-CHOICES = {"kernel": KERNELS, "ring_transport": RING_TRANSPORTS, "ring_method": RING_METHODS, "balance": BALANCES}
+CHOICES = {
+    "kernel": KERNELS,
+    "ring_transport": RING_TRANSPORTS,
+    "ring_method": RING_METHODS,
+    "activation_checkpointing": CHECKPOINT_POLICIES,
+    "balance": BALANCES,
+}
 HEAD = """# Options
 
 `SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and
@@ -49,7 +56,7 @@ def descriptions() -> dict[str, str]:
 
 def type_of(name: str, hint: Any) -> str:
     """Return an option's type as a reader knows it."""
-    if hint is str:
+    if name in CHOICES:
         return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
     if hint == Size:
         return '`int` or `"auto"`'

@@ -20,12 +20,13 @@ from lightning_sp.config.degrees import (
     resolve_shard_size,
     resolve_split,
 )
-from lightning_sp.config.memory import MemoryOptions
+from lightning_sp.config.memory import CHECKPOINT_POLICIES, MemoryOptions, every_nth
 from lightning_sp.config.strategy import BALANCES, StrategyConfig
 
 __all__ = [
     "ATTENTION_OPTIONS",
     "BALANCES",
+    "CHECKPOINT_POLICIES",
     "KERNELS",
     "RING_METHODS",
     "RING_TRANSPORTS",
@@ -36,6 +37,7 @@ __all__ = [
     "Size",
     "StrategyConfig",
     "check_stages",
+    "every_nth",
     "needless_exchange",
     "resolve_degrees",
     "resolve_shard_size",

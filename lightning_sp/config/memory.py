@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lightning_sp.config.checks import Size, check_size
+from lightning_sp.errors import SequenceParallelError, closest
+
+# How blocks recompute themselves, the cheapest in time first.
+CHECKPOINT_POLICIES = ("none", "every_<n>", "selective", "full")
+
+
+def every_nth(policy: str) -> int | None:
+    """Return n of the policy ``every_<n>``; None of another one."""
+    found = re.fullmatch(r"every_([1-9]\d*)", policy)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +24,37 @@ class MemoryOptions:
 
     Args:
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
-        activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
+        activation_checkpointing: Which transformer blocks recompute their activations in the backward. "none". "selective": all of them, but
+            never their attention and its communication. "every_<n>": so each n-th block, from the first on. "full": all of them with their
+            attention, whose kernels and messages run twice. True is "selective", False is "none".
 
     Raises:
         SequenceParallelError: a value that the option does not take.
     """
 
     shard_size: Size = "auto"
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = "none"
 
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)
+        _check_policy(self.activation_checkpointing)
+
+    @property
+    def checkpoint_policy(self) -> str:
+        """The policy of `activation_checkpointing` by its name."""
+        given = self.activation_checkpointing
+        return given if isinstance(given, str) else "selective" if given else "none"
+
+
+def _is_policy(name: str) -> bool:
+    return every_nth(name) is not None or (name in CHECKPOINT_POLICIES and name.isalpha())
+
+
+def _check_policy(given: object) -> None:
+    if isinstance(given, bool) or (isinstance(given, str) and _is_policy(given)):
+        return
+    near = closest(given, (*CHECKPOINT_POLICIES, "every_2")) if isinstance(given, str) else ""
+    raise SequenceParallelError(
+        f"activation_checkpointing={given!r}: must be one of {', '.join(CHECKPOINT_POLICIES)} with n a positive integer, or True (selective) or "
+        f"False (none){near}"
+    )

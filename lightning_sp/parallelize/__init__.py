@@ -1,6 +1,12 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
-from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, own_checkpointing, without_checkpoints
+from lightning_sp.parallelize.activation_checkpointing import (
+    BlockCheckpoints,
+    block_checkpoints,
+    checkpoint_blocks,
+    take_over_checkpointing,
+    without_checkpoints,
+)
 from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
@@ -34,9 +40,11 @@ from lightning_sp.parallelize.supported_parameters import check_hooks, check_opt
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
+    "BlockCheckpoints",
     "MetaDevice",
     "ParameterLayout",
     "RootUnit",
+    "block_checkpoints",
     "broadcast_initial_weights",
     "cast_as_in_forward",
     "check_hooks",
@@ -51,13 +59,13 @@ __all__ = [
     "make_fsdp_root",
     "materialize_meta",
     "optional_units",
-    "own_checkpointing",
     "parameter_layout",
     "refuse_live_saves",
     "remember_layout",
     "reshard",
     "run_with_whole_parameters",
     "shard_model",
+    "take_over_checkpointing",
     "tied_parameters",
     "transformer_blocks",
     "used_as_whole",

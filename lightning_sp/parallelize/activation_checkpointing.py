@@ -1,60 +1,137 @@
-"""Activation checkpointing of transformer blocks that never repeats the attention or its communication.
+"""Activation checkpointing of transformer blocks, by a policy that may change from one step to the next.
 
-Full checkpointing would run the all-to-alls and the ring again in the backward. The policy saves the one attention operator, with its
-saved tensors, and recomputes the rest. Recomputation restores the random state of the forward, so dropout masks are the forward's.
+    none        a block keeps its activations
+    selective   it keeps its input, and the one attention operator with its saved tensors; the rest is recomputed in the backward
+    every_<n>   selective in every n-th block, from the first on
+    full        it keeps its input alone; the attention's kernels and messages run again
+
+All but "full" repeat neither a kernel of the attention nor a message. Under "full" the backward begins each block's messages in the order of
+the blocks, the same on all ranks. Recomputation restores the random state of the forward, so dropout masks are the forward's.
 Source: selective activation checkpointing, Korthikanti et al., arXiv:2205.05198; PyTorch's create_selective_checkpoint_contexts.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
+from lightning_sp.config import every_nth
 from lightning_sp.parallelize.compilation import without_compilation
 
+# The attribute of a model that holds its `BlockCheckpoints`.
+_CHECKPOINTS = "_lightning_sp_checkpoints"
+# What a block of Hugging Face's would write its keys to, and write them again when it is recomputed.
+_CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+
+class BlockCheckpoints:
+    """How each block of a model recomputes itself. A class because the policy changes while blocks read it.
+
+    Args:
+        blocks: of the model, in their order.
+        policy: by its name; see the module's docstring.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], policy: str) -> None:
+        self.blocks = [without_compilation(block) for block in blocks]
+        # Of each block: "none", "selective" or "full". A list of strings is what torch.compile can guard.
+        self.of_block = ["none"] * len(self.blocks)
+        self._asked: set[int] = set()
+        self.use(policy)
+
+    def use(self, policy: str) -> None:
+        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least."""
+        self.policy = policy
+        every = every_nth(policy)
+        for number in range(len(self.blocks)):
+            how = policy if every is None else ("selective" if number % every == 0 else "none")
+            self.of_block[number] = "selective" if how == "none" and number in self._asked else how
+
+    def describe(self, model: nn.Module) -> str:
+        """Return how the blocks of a model recompute themselves, in a word; one by one where they differ."""
+        parts = set(model.modules())
+        kinds = {how for how, block in zip(self.of_block, self.blocks, strict=True) if block in parts}
+        return " or ".join(sorted(kinds)) or "none, for it has no blocks"
+
+    def ask(self, model: nn.Module) -> None:
+        """Let the blocks of a model be selective at least: it has asked for checkpoints of its own."""
+        parts = set(model.modules())
+        self._asked |= {number for number, block in enumerate(self.blocks) if block in parts}
+        self.use(self.policy)
+
+
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], policy: str) -> BlockCheckpoints:
+    """Make each block recompute itself as a policy says. The module tree and every name stay as they were."""
+    checkpoints = BlockCheckpoints(blocks, policy)
+    for number, block in enumerate(checkpoints.blocks):
+        # On the instance: a wrapper module would put its own name into every parameter's.
+        signature = inspect.signature(block.forward)
+        forward: Any = partial(_checkpointed, block.forward, checkpoints, number)
+        forward.__signature__ = signature
+        block.forward = forward
+    setattr(module, _CHECKPOINTS, checkpoints)
+    return checkpoints
+
+
+def block_checkpoints(module: nn.Module) -> BlockCheckpoints:
+    """Return what `checkpoint_blocks` made of a model."""
+    found: BlockCheckpoints = vars(module)[_CHECKPOINTS]
+    return found
+
+
+def take_over_checkpointing(module: nn.Module) -> None:
+    """Switch the models' own gradient checkpointing off, make their blocks selective at least, and say so.
+
+    Their own would repeat the attention and its communication. A model may switch it on at any time before its first step.
+    """
+    for model in module.modules():  # outermost first, so that what lies within is off by then
+        if not _checkpoints_itself(model):
+            continue
+        # The newer name first: where there are both, the older one warns.
+        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        disable()  # type: ignore[operator]
+        checkpoints = block_checkpoints(module)
+        checkpoints.ask(model)
+        rank_zero_info(
+            f"sequence_parallel: the strategy recomputes the blocks of {type(model).__name__} in place of its own gradient checkpointing, which "
+            f"would repeat the attention and its messages: activation_checkpointing={checkpoints.describe(model)}"
+        )
+
+
+def _checkpoints_itself(model: nn.Module) -> bool:
+    return hasattr(model, "gradient_checkpointing_disable") and any(
+        getattr(part, "gradient_checkpointing", False) is True for part in model.modules()
+    )
+
+
+def _checkpointed(
+    forward: Callable[..., Any], checkpoints: BlockCheckpoints, number: int, *args: Any, **kwargs: Any
+) -> Any:
+    how = checkpoints.of_block[number]
+    if how == "none" or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    if how == "full":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _saves(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     saved = operator in (torch.ops.lightning_sp.attention.default, attention_op)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # A module-level partial: under torch.compile the context function must be one.
-_contexts = partial(create_selective_checkpoint_contexts, _policy)
-
-
-def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Make each block recompute itself in the backward. The module tree and every name stay as they were.
-
-    Hugging Face's own checkpointing, where it is on, is switched off: it would repeat the attention and its communication.
-    """
-    for each in own_checkpointing(module):
-        each.gradient_checkpointing_disable()  # type: ignore[operator]
-    for block in map(without_compilation, blocks):
-        # On the instance: a wrapper module would put its own name into every parameter's.
-        block.forward = partial(_checkpointed, block.forward)
-
-
-def own_checkpointing(module: nn.Module) -> list[nn.Module]:
-    """Return the models whose own gradient checkpointing is on (`gradient_checkpointing_enable`), outermost first."""
-    return [
-        each
-        for each in module.modules()
-        if hasattr(each, "gradient_checkpointing_disable")
-        and any(getattr(part, "gradient_checkpointing", False) is True for part in each.modules())
-    ]
-
-
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+_contexts = partial(create_selective_checkpoint_contexts, _saves)
 
 
 @contextmanager

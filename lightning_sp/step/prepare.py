@@ -27,6 +27,7 @@ from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, 
 from lightning_sp.nodes import Placement, common_ranks_per_node
 from lightning_sp.parallelize import (
     ParameterLayout,
+    block_checkpoints,
     broadcast_initial_weights,
     cast_as_in_forward,
     check_layout,
@@ -36,11 +37,11 @@ from lightning_sp.parallelize import (
     compile_blocks,
     make_fsdp_root,
     materialize_meta,
-    own_checkpointing,
     parameter_layout,
     refuse_live_saves,
     remember_layout,
     shard_model,
+    take_over_checkpointing,
     tied_parameters,
     transformer_blocks,
     used_as_whole,
@@ -185,12 +186,12 @@ def lay_out_model(
     layout = ParameterLayout(
         world_size=world,
         shard_size=shard_size,
-        activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
     )
     if (before := parameter_layout(module)) is not None:
         check_layout(before, layout)
         _use_group(module, group)
+        block_checkpoints(module).use(config.checkpoint_policy)
         return
     comm.agree(_materialized(module) if rank == 0 else None)
     if num_bytes := whole_bytes_elsewhere(module):
@@ -200,13 +201,8 @@ def lay_out_model(
         )
     source = _initial_state(module, rank)
     blocks = transformer_blocks(module)
-    if config.activation_checkpointing:
-        checkpoint_blocks(module, blocks)
-    elif own := own_checkpointing(module):
-        rank_zero_info(
-            f"sequence_parallel: {type(own[0]).__name__} recomputes its blocks with their attention, whose kernels and messages run twice; "
-            "activation_checkpointing=True of the strategy recomputes all but the attention"
-        )
+    checkpoint_blocks(module, blocks, config.checkpoint_policy)
+    take_over_checkpointing(module)
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size))
@@ -222,10 +218,11 @@ def lay_out_model(
 
 
 def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_blocks: int) -> None:
+    policy = config.checkpoint_policy
     shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over "
-        f"{resolve_shard_size(config, world)}, {num_blocks} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
+        f"{resolve_shard_size(config, world)}, {num_blocks} blocks{'' if policy == 'none' else f', {policy} activation checkpointing'}"
         f"{', ring through shared memory' if shared else ''}"
     )
 

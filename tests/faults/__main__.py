@@ -24,12 +24,13 @@ from tests.faults.data import DATA
 from tests.faults.fault import Fault
 from tests.faults.groups import GROUPS
 from tests.faults.loss import LOSS
+from tests.faults.memory import MEMORY
 from tests.faults.preflight import PREFLIGHT
 from tests.faults.reductions import REDUCTIONS
 from tests.faults.scores import SCORES
 from tests.faults.users import USERS
 
-FAULTS = (*LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *DATA, *GROUPS, *USERS, *PREFLIGHT)
+FAULTS = (*LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *MEMORY, *DATA, *GROUPS, *USERS, *PREFLIGHT)
 # How the line of a test that noticed ends.
 NOTICED = " | ok"
 

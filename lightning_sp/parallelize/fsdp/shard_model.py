@@ -67,13 +67,11 @@ class ParameterLayout:
     Args:
         world_size: ranks.
         shard_size: of them, those over which parameters are split.
-        activation_checkpointing: whether the blocks recompute themselves.
         compile: whether the strategy compiled the blocks.
     """
 
     world_size: int
     shard_size: int
-    activation_checkpointing: bool
     compile: bool
 
 

@@ -1,0 +1,31 @@
+"""Faults of what is kept in memory, and what is computed again."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
+
+MEMORY = (
+    fault(
+        "full checkpointing that keeps the attention",
+        "parallelize/activation_checkpointing.py",
+        'if how == "full":',
+        'if how == "all":',
+        f"{CHECKPOINTS}::test_full_repeats_the_exchanges_of_a_forward",
+    ),
+    fault(
+        "a model's own checkpointing beside the strategy's",
+        "parallelize/activation_checkpointing.py",
+        "            disable()  # type",
+        "            disable  # type",
+        f"{CHECKPOINTS}::test_a_models_own_checkpointing_is_taken_over[False-none-selective]",
+    ),
+    fault(
+        "blocks whose own checkpointing is switched off keep all",
+        "parallelize/activation_checkpointing.py",
+        "self._asked |= {number for number, block in enumerate(self.blocks) if block in parts}",
+        "self._asked |= {number for number, block in enumerate(self.blocks) if block not in parts}",
+        f"{CHECKPOINTS}::test_a_models_own_checkpointing_is_taken_over[True-none-selective]",
+    ),
+)

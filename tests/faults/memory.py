@@ -8,6 +8,20 @@ CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
 
 MEMORY = (
     fault(
+        "delta of another head",
+        "attention/schemes/stages.py",
+        "delta[:, first - own[0] : end - own[0]]",
+        "delta[:, : end - first]",
+        "tests/attention/ranks/test_stages.py::test_law_in_stages[2-32]",
+    ),
+    fault(
+        "delta from a gradient whose square is 0",
+        "attention/kernels/out_gradient.py",
+        "        unit = g / largest\n",
+        "        unit, largest = g.to(delta.dtype), torch.ones_like(largest)\n",
+        "tests/attention/kernels/test_out_gradient.py::test_the_product_is_that_of_out[50-dtype1]",
+    ),
+    fault(
         "full checkpointing that keeps the attention",
         "parallelize/activation_checkpointing.py",
         'if how == "full":',
@@ -17,8 +31,8 @@ MEMORY = (
     fault(
         "a model's own checkpointing beside the strategy's",
         "parallelize/activation_checkpointing.py",
-        "            disable()  # type",
-        "            disable  # type",
+        "        disable()  # type",
+        "        disable  # type",
         f"{CHECKPOINTS}::test_a_models_own_checkpointing_is_taken_over[False-none-selective]",
     ),
     fault(

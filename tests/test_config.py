@@ -115,7 +115,7 @@ def test_a_switch_is_true_or_false(name, value):
     [
         (True, "selective"),
         (False, "none"),
-        *((name, name) for name in ("none", "selective", "full", "every_1", "every_12")),
+        *((name, name) for name in ("auto", "none", "selective", "full", "every_1", "every_12")),
     ],
 )
 def test_activation_checkpointing_is_a_policy_by_name(given, policy):
@@ -133,10 +133,25 @@ def test_activation_checkpointing_is_a_policy_by_name(given, policy):
     ],
 )
 def test_an_unknown_checkpoint_policy_is_refused_with_the_nearest(given, nearest):
-    words = f"activation_checkpointing={given!r}: must be one of none, every_<n>, selective, full with n a positive integer, or True"
+    words = f"activation_checkpointing={given!r}: must be one of auto, none, every_<n>, selective, full with n a positive integer, or True"
     with refusal(words) as error:
         StrategyConfig(activation_checkpointing=given)
     assert not nearest or str(error.value).endswith(f"did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize("given", [0, -1.5, True, "3", None, float("inf"), float("nan")])
+def test_a_memory_budget_is_positive(given):
+    with refusal(f"memory_budget_gib={given!r}: must be positive, in GiB for each rank, or 'auto'"):
+        StrategyConfig(memory_budget_gib=given)
+    assert StrategyConfig(memory_budget_gib=3).memory_budget_gib == 3
+
+
+@pytest.mark.parametrize("policy", ["none", True, "every_2"])
+def test_a_memory_budget_is_for_the_policy_that_chooses_by_it(policy):
+    with refusal(
+        f"memory_budget_gib=2.5 with activation_checkpointing={policy!r}: a budget is for activation_checkpointing='auto'"
+    ):
+        StrategyConfig(memory_budget_gib=2.5, activation_checkpointing=policy)
 
 
 @pytest.mark.parametrize("given", [0, 1, None, 2.0, "", "false"])

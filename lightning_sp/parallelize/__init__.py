@@ -4,10 +4,11 @@ from lightning_sp.parallelize.activation_checkpointing import (
     BlockCheckpoints,
     block_checkpoints,
     checkpoint_blocks,
+    measured_step,
     take_over_checkpointing,
     without_checkpoints,
 )
-from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
+from lightning_sp.parallelize.compilation import compile_blocks, compiled_modules, is_compiled
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     RootUnit,
@@ -54,10 +55,12 @@ __all__ = [
     "check_unsharded",
     "checkpoint_blocks",
     "compile_blocks",
+    "compiled_modules",
     "gathered",
     "is_compiled",
     "make_fsdp_root",
     "materialize_meta",
+    "measured_step",
     "optional_units",
     "parameter_layout",
     "refuse_live_saves",

@@ -24,8 +24,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
-from lightning_sp.config import every_nth
+from lightning_sp.parallelize.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.compilation import without_compilation
+from lightning_sp.parallelize.memory_prediction import of_each_block
 
 # The attribute of a model that holds its `BlockCheckpoints`.
 _CHECKPOINTS = "_lightning_sp_checkpoints"
@@ -38,23 +39,31 @@ class BlockCheckpoints:
 
     Args:
         blocks: of the model, in their order.
-        policy: by its name; see the module's docstring.
+        policy: by its name; see the module's docstring. "auto": none, and what blocks leave for the backward is measured.
+        measures: whether that can be measured; in compiled code it cannot.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], policy: str) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], policy: str, *, measures: bool = True) -> None:
         self.blocks = [without_compilation(block) for block in blocks]
-        # Of each block: "none", "selective" or "full". A list of strings is what torch.compile can guard.
+        # Of each block: "none", "selective", "full" or "measured". A list of strings is what torch.compile can guard.
         self.of_block = ["none"] * len(self.blocks)
+        self.activations = ActivationBytes(len(self.blocks))
         self._asked: set[int] = set()
+        self._measures = measures
         self.use(policy)
 
     def use(self, policy: str) -> None:
         """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least."""
         self.policy = policy
-        every = every_nth(policy)
-        for number in range(len(self.blocks)):
-            how = policy if every is None else ("selective" if number % every == 0 else "none")
+        if policy == "auto":
+            policy = "measured" if self._measures else "none"
+        for number, how in enumerate(of_each_block(policy, len(self.blocks))):
             self.of_block[number] = "selective" if how == "none" and number in self._asked else how
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the next step is measured."""
+        return "measured" in self.of_block
 
     def describe(self, model: nn.Module) -> str:
         """Return how the blocks of a model recompute themselves, in a word; one by one where they differ."""
@@ -69,9 +78,11 @@ class BlockCheckpoints:
         self.use(self.policy)
 
 
-def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], policy: str) -> BlockCheckpoints:
+def checkpoint_blocks(
+    module: nn.Module, blocks: Sequence[nn.Module], policy: str, *, measures: bool = True
+) -> BlockCheckpoints:
     """Make each block recompute itself as a policy says. The module tree and every name stay as they were."""
-    checkpoints = BlockCheckpoints(blocks, policy)
+    checkpoints = BlockCheckpoints(blocks, policy, measures=measures)
     for number, block in enumerate(checkpoints.blocks):
         # On the instance: a wrapper module would put its own name into every parameter's.
         signature = inspect.signature(block.forward)
@@ -86,6 +97,17 @@ def block_checkpoints(module: nn.Module) -> BlockCheckpoints:
     """Return what `checkpoint_blocks` made of a model."""
     found: BlockCheckpoints = vars(module)[_CHECKPOINTS]
     return found
+
+
+@contextmanager
+def measured_step(module: nn.Module, tokens: int) -> Iterator[None]:
+    """Measure what a step of some tokens of this rank leaves for its backward, if the policy waits for that."""
+    checkpoints = vars(module).get(_CHECKPOINTS)
+    if not isinstance(checkpoints, BlockCheckpoints) or not checkpoints.is_measured:
+        yield
+        return
+    with checkpoints.activations.measured(module, tokens):
+        yield
 
 
 def take_over_checkpointing(module: nn.Module) -> None:
@@ -119,6 +141,8 @@ def _checkpointed(
     how = checkpoints.of_block[number]
     if how == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if how == "measured":
+        return checkpoints.activations.of_block(number, checkpoints.blocks[number], forward, args, kwargs)
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     if how == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

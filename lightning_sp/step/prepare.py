@@ -35,6 +35,7 @@ from lightning_sp.parallelize import (
     check_unsharded,
     checkpoint_blocks,
     compile_blocks,
+    compiled_modules,
     make_fsdp_root,
     materialize_meta,
     parameter_layout,
@@ -201,7 +202,8 @@ def lay_out_model(
         )
     source = _initial_state(module, rank)
     blocks = transformer_blocks(module)
-    checkpoint_blocks(module, blocks, config.checkpoint_policy)
+    measures = not (config.compile or any(compiled_modules(module)))
+    checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures)
     take_over_checkpointing(module)
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
@@ -222,7 +224,7 @@ def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_bloc
     shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over "
-        f"{resolve_shard_size(config, world)}, {num_blocks} blocks{'' if policy == 'none' else f', {policy} activation checkpointing'}"
+        f"{resolve_shard_size(config, world)}, {num_blocks} blocks{'' if policy in ('auto', 'none') else f', {policy} activation checkpointing'}"
         f"{', ring through shared memory' if shared else ''}"
     )
 

@@ -26,6 +26,7 @@ from lightning_sp.parallelize import (
     RootUnit,
     check_hooks,
     is_compiled,
+    measured_step,
     optional_units,
     reshard,
     run_with_whole_parameters,
@@ -101,7 +102,8 @@ class StepRunner:
         if batch.uneven_entries:
             self._gather_optional()
         by_hand = not getattr(self.module, "automatic_optimization", True)
-        with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext():
+        measured = measured_step(self.module, batch.local_tokens)
+        with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext(), measured:
             output = run_with_whole_parameters(run)
         self._root_unit.keep_written()
         self._check_reached(step)

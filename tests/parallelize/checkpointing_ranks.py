@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 from benchmarks.traffic import counted
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.parallelize import block_checkpoints
+from tests.told import told
 from tests.trainer.tiny import MODELS, VOCAB, HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
 
 
@@ -100,26 +100,19 @@ def steps(
     torch.manual_seed(3)
     module = Counted(BUILDS[build], late)
     trainer = quiet_trainer(world, strategy={"preflight": False, **strategy}, **{"max_steps": 2, **options})
-    kernels, forward, said = 0, TorchCpuKernel.forward, logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    kernels, forward = 0, TorchCpuKernel.forward
 
     def called(*args: Any, **kwargs: Any) -> Any:
         nonlocal kernels
         kernels += 1
         return forward(*args, **kwargs)
 
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    said.setLevel(logging.INFO)
-    said.addHandler(handler)
     TorchCpuKernel.forward = called  # type: ignore[method-assign]
     try:
-        with counted() as traffic:
+        with counted() as traffic, told() as lines:
             trainer.fit(module, DataLoader(TokenDataset(**(data or {"size": 4})), batch_size=2))
     finally:
         TorchCpuKernel.forward = forward  # type: ignore[method-assign]
-        said.removeHandler(handler)
-        said.setLevel(logging.NOTSET)
     return {
         "losses": module.losses,
         "grads": module.raw_grads,
@@ -127,7 +120,7 @@ def steps(
         "kernels": kernels,
         "exchanges": traffic.calls["all_to_all_single"],
         "of_block": block_checkpoints(module).of_block,
-        "told": [line for line in told if "gradient checkpointing" in line],
+        "told": [line for line in lines if "gradient checkpointing" in line],
     }
 
 

@@ -66,9 +66,10 @@ class BlockCheckpoints:
         return "measured" in self.of_block
 
     def describe(self, model: nn.Module) -> str:
-        """Return how the blocks of a model recompute themselves, in a word; one by one where they differ."""
+        """Return how the blocks of a model recompute themselves, in a word; one by one where they differ. While they are measured: will."""
         parts = set(model.modules())
         kinds = {how for how, block in zip(self.of_block, self.blocks, strict=True) if block in parts}
+        kinds = {"selective" if how == "measured" else how for how in kinds}
         return " or ".join(sorted(kinds)) or "none, for it has no blocks"
 
     def ask(self, model: nn.Module) -> None:

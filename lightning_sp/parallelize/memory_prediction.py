@@ -1,7 +1,10 @@
 """The peak of a rank's memory under each checkpoint policy, and the cheapest policy that a budget allows: pure functions of numbers.
 
     peak(policy, s) = base + gradients + optimizer + gathered                 `ModelBytes.fixed`
-                      + s x (sum of what blocks keep + the largest block that is computed again + what is outside of blocks) / s_0
+                      + s x (sum of what blocks keep + twice the largest block that is computed again + the gradients of the largest block
+                             + what is outside of blocks) / s_0
+
+A block that is computed again is there as it keeps it, and what it computes on the way.
 
 s tokens of a rank in a step, s_0 those of the step that was measured. All terms are taken as if they were there at once, so that what is left
 out (buffers of messages, kernels' workspaces, an allocator's gaps) has room.
@@ -90,8 +93,9 @@ def bytes_per_token(policy: str, step: StepBytes) -> int:
     """Return what each token of a rank adds to the peak of a step under a policy."""
     pairs = [(b, how) for b, how in zip(step.blocks, of_each_block(policy, len(step.blocks)), strict=True) if b]
     kept = sum(block.under(how) for block, how in pairs)
-    again = max((block.kept for block, how in pairs if how != "none"), default=0)
-    return math.ceil((kept + again + step.outside) / step.tokens)
+    again = 2 * max((block.kept for block, how in pairs if how != "none"), default=0)
+    gradients = max((block.kept for block, _ in pairs), default=0)
+    return math.ceil((kept + again + gradients + step.outside) / step.tokens)
 
 
 def cheapest_policy(peaks: Sequence[int], budget: int) -> str | None:

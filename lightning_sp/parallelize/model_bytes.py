@@ -16,7 +16,7 @@ from lightning_sp.parallelize.memory_prediction import ModelBytes, StepBytes, es
 _STATES = {"SGD": 1, "Adagrad": 1, "Adafactor": 1, "Lion": 1}
 # FSDP has a block's parameters while it runs, those of the next one already and as they arrived, its gradients whole, as they leave and as
 # those of the others arrive. Outside of blocks nothing is fetched ahead.
-_BLOCKS_AT_A_TIME, _OUTSIDE_AT_A_TIME = 6, 4
+_BLOCKS_AT_A_TIME, _OUTSIDE_AT_A_TIME = 6, 2
 
 
 def model_bytes(

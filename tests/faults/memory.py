@@ -8,6 +8,20 @@ CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
 
 MEMORY = (
     fault(
+        "a budget compared to the shortest rank's peak",
+        "step/auto_checkpointing.py",
+        "numbers = torch.tensor([model.fixed, -budget, batch.local_tokens, *slopes])",
+        "numbers = torch.tensor([model.fixed, -budget, 1, *slopes])",
+        "tests/step/test_auto_checkpointing.py::test_a_longer_batch_recomputes_and_a_line_says_so",
+    ),
+    fault(
+        "a longer batch that is not looked at",
+        "data/batch/collective_shard.py",
+        "info.local_tokens > most_tokens",
+        "info.local_tokens > most_tokens > 0",
+        "tests/step/test_auto_checkpointing.py::test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike",
+    ),
+    fault(
         "delta of another head",
         "attention/schemes/stages.py",
         "delta[:, first - own[0] : end - own[0]]",

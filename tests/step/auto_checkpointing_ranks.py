@@ -17,8 +17,8 @@ from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, bytes_pe
 from tests.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
-# 16.6 KiB for each token and layer: 136 MiB at 2,048 tokens of a rank.
-WIDE = partial(Llama, LlamaConfig(vocab_size=VOCAB, dim=64, num_layers=4, num_heads=4, num_kv_heads=4, hidden_dim=1024))
+# 16.6 KiB for each token and layer: 272 MiB at 2,048 tokens of a rank.
+WIDE = partial(Llama, LlamaConfig(vocab_size=VOCAB, dim=64, num_layers=8, num_heads=4, num_kv_heads=4, hidden_dim=1024))
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

@@ -85,8 +85,8 @@ class _AttentionOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _saved_into(storages: dict[int, torch.UntypedStorage]) -> Iterator[None]:
     def note(tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor:
-            return tensor  # a parameter, or what a library made of one
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return tensor  # a parameter, what a library made of one, or no memory of its own
         storages[_key(tensor)] = tensor.untyped_storage()
         return tensor.detach()  # an output that holds itself would never go
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -63,6 +65,10 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
     messages = {rank[4]["error"].partition(" (memory_budget_gib")[0] for rank in answers}
     assert len(messages) == 1
     (message,) = messages
-    assert message.startswith("128 tokens of a rank are predicted to need 0.")
-    assert "with activation_checkpointing='full', of a budget of 0." in message
+    # How much is resident depends on what ran before in these processes.
+    found = re.fullmatch(
+        r"128 tokens of a rank are predicted to need (.*) GiB at least, with activation_checkpointing='full', of a budget of (.*)",
+        message,
+    )
+    assert found and float(found[1]) > float(found[2]) > 0
     assert "sequence_parallel_size" in answers[0][4]["error"]

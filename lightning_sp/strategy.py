@@ -37,6 +37,7 @@ from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import check_optimized, reshard
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
+from lightning_sp.step.auto_checkpointing import AutoCheckpointing
 from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unsharded_output
@@ -79,7 +80,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         ring_method: str = "auto",
         ulysses_stages: int = 1,
         loss_chunk_tokens: int | Literal["auto"] | None = "auto",
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | str = "auto",
+        memory_budget_gib: float | Literal["auto"] = "auto",
         mlp_tile_tokens: int | Literal["auto"] | None = None,
         activation_offload: str = "none",
         activation_loading_horizon: int = 4,
@@ -116,6 +118,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._evaluated = EvaluationProgress()
         self._run = RunState()
         self._row_metrics = RowMetrics()
+        self._checkpointing = AutoCheckpointing(self.config)
 
     # ---- mesh
 
@@ -169,6 +172,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
+        self._checkpointing = AutoCheckpointing(self.config)
         self._prepared = module
 
     # ---- batch
@@ -201,7 +205,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             infer_sequences=tried and self._infers,
         )
         by_hand, told = not self.config.shard_batch, self._sigterm.is_told
-        local, info, ends = collective_shard(batch, self._mesh, options, self._groups.world, by_hand=by_hand, ends=told)
+        most, shard = self._checkpointing.most_tokens, partial(collective_shard, by_hand=by_hand, ends=told)
+        local, info, ends = shard(batch, self._mesh, options, self._groups.world, most_tokens=most)
         self._sigterm.agree(trainer, ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
@@ -266,6 +271,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
+        self._checkpointing.before_step(self._steps, self._batch, self.optimizers, self.ranks_per_node)
         dropout = self._run.begin_micro_batch(rows, trainer, mesh, self.root_device)
         self._batch = replace(self._batch, dropout=dropout)
         # A step may take entries out of its batch.

@@ -105,13 +105,61 @@ def test_balance_is_one_of_three_and_needs_the_strategy_to_shard():
     assert StrategyConfig(shard_batch=False).balance == "auto"
 
 
-@pytest.mark.parametrize(
-    "name", ["activation_checkpointing", "compile", "preflight", "shard_batch", "save_distributed_checkpoint"]
-)
+@pytest.mark.parametrize("name", ["compile", "preflight", "shard_batch", "save_distributed_checkpoint"])
 @pytest.mark.parametrize("value", ["false", 0, None])
 def test_a_switch_is_true_or_false(name, value):
     with refusal(f"{name}={value!r}: must be True or False"):
         StrategyConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        (True, "selective"),
+        (False, "none"),
+        *((name, name) for name in ("auto", "none", "selective", "full", "every_1", "every_12")),
+    ],
+)
+def test_activation_checkpointing_is_a_policy_by_name(given, policy):
+    assert StrategyConfig(activation_checkpointing=given).checkpoint_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("selectiv", "selective"),
+        ("every_0", "every_2"),
+        ("every_", "every_2"),
+        ("every_<n>", ""),
+        ("every 3", "every_2"),
+    ],
+)
+def test_an_unknown_checkpoint_policy_is_refused_with_the_nearest(given, nearest):
+    words = f"activation_checkpointing={given!r}: must be one of auto, none, every_<n>, selective, full with n a positive integer, or True"
+    with refusal(words) as error:
+        StrategyConfig(activation_checkpointing=given)
+    assert not nearest or str(error.value).endswith(f"did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize("given", [0, -1.5, True, "3", None, float("inf"), float("nan")])
+def test_a_memory_budget_is_positive(given):
+    with refusal(f"memory_budget_gib={given!r}: must be positive, in GiB for each rank, or 'auto'"):
+        StrategyConfig(memory_budget_gib=given)
+    assert StrategyConfig(memory_budget_gib=3).memory_budget_gib == 3
+
+
+@pytest.mark.parametrize("policy", ["none", True, "every_2"])
+def test_a_memory_budget_is_for_the_policy_that_chooses_by_it(policy):
+    with refusal(
+        f"memory_budget_gib=2.5 with activation_checkpointing={policy!r}: a budget is for activation_checkpointing='auto'"
+    ):
+        StrategyConfig(memory_budget_gib=2.5, activation_checkpointing=policy)
+
+
+@pytest.mark.parametrize("given", [0, 1, None, 2.0, "", "false"])
+def test_a_checkpoint_policy_is_a_name_or_a_bool(given):
+    with refusal(f"activation_checkpointing={given!r}: must be one of"):
+        StrategyConfig(activation_checkpointing=given)
 
 
 @pytest.mark.parametrize("name", ["labels_shifted", "packed_documents"])

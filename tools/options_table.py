@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_sp.config import (
     BALANCES,
+    CHECKPOINT_POLICIES,
     GRADIENT_DTYPES,
     KERNELS,
     OFFLOAD_TIERS,
@@ -26,9 +27,14 @@ from lightning_sp.strategy import SequenceParallelStrategy
 
 TARGET = Path(__file__).parents[1] / "docs" / "options.md"
 CHOICES = {
-    "kernel": KERNELS, "ring_transport": RING_TRANSPORTS, "ring_method": RING_METHODS, "balance": BALANCES, "gradient_dtype": GRADIENT_DTYPES,
+    "kernel": KERNELS,
+    "ring_transport": RING_TRANSPORTS,
+    "ring_method": RING_METHODS,
+    "activation_checkpointing": CHECKPOINT_POLICIES,
     "activation_offload": OFFLOAD_TIERS,
-}  # fmt: skip
+    "balance": BALANCES,
+    "gradient_dtype": GRADIENT_DTYPES,
+}
 HEAD = """# Options
 
 `SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and
@@ -54,7 +60,7 @@ def descriptions() -> dict[str, str]:
 
 def type_of(name: str, hint: Any) -> str:
     """Return an option's type as a reader knows it."""
-    if hint is str:
+    if name in CHOICES:
         return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
     if hint == Size | None:
         return '`int` or `"auto"` or `None`'

@@ -18,15 +18,14 @@ from lightning_sp.attention.spec.codec import Code, empty_gradients, static_part
 
 
 class Outputs(NamedTuple):
-    """What the forward returns; all but `out` is for the backward, and empty where it is not needed.
+    """What the forward returns; all of it is for the backward, `out` also for the caller, and empty where it is not needed.
 
-    S, T: query and key tokens of this ring rank, h, k: heads of this Ulysses rank. With `ulysses_stages` the four in the middle are memory in
+    S, T: query and key tokens of this ring rank, h, k: heads of this Ulysses rank. With `ulysses_stages` the three in the middle are memory in
     which the parts of stages lie one after the other, each whole (`stages.whole_parts`).
 
     Args:
         out: of this rank's tokens, (B, H, s, D).
         lse: of this rank's heads, (B, h, S).
-        heads_out: with Ulysses, out of this rank's heads, (S, B, h, D).
         exchanged: with Ulysses, q, k and v (S, B, h + 2 k, D); in cross attention q alone (S, B, h, D).
         exchanged_kv: with Ulysses in cross attention, k and v (T, B, 2 k, D).
         saved_kv: keys and values that arrived round the ring, where they are saved, ((R-1) T, 2, B, k, D).
@@ -35,7 +34,6 @@ class Outputs(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    heads_out: Tensor
     exchanged: Tensor
     exchanged_kv: Tensor
     saved_kv: Tensor
@@ -48,16 +46,14 @@ def fake_forward(
     """Return `Outputs` without data."""
     static = static_part(options)
     ulysses = Ulysses.of(static.ulysses_group, q.shape[1], k.shape[1], static.options.ulysses_stages)
-    batch, _, tokens, dim = q.shape
+    batch, _, tokens, _ = q.shape
     total, heads = tokens * ulysses.size, length(ulysses.queries)
     ring_size = comm.size_of(comm.group_by_name(static.ring_group))
     exchanged = empty_exchanged(q, k, ulysses)
-    heads_out = q.new_empty(total, batch, heads, dim) if exchanged else q.new_empty(0)
     exchanged += [q.new_empty(0) for _ in range(2 - len(exchanged))]
     return Outputs(
         out=empty_token_major(q, q.dtype),
         lse=q.new_empty((batch, heads, total), dtype=torch.promote_types(q.dtype, torch.float32)),
-        heads_out=heads_out,
         exchanged=exchanged[0],
         exchanged_kv=exchanged[1],
         saved_kv=empty_saved_kv(

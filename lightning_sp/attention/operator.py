@@ -35,7 +35,6 @@ from lightning_sp.attention.schemes.stages import (
     exchange_out_grad,
     exchange_qkv,
     exchanged_qkv,
-    heads_out_stages,
     whole_parts,
 )
 from lightning_sp.attention.schemes.transport import empty_saved_kv
@@ -80,7 +79,7 @@ def _outside_autocast(body: Callable[_Given, _Returned]) -> Callable[_Given, _Re
 @_outside_autocast
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, numbers: list[int], factors: list[float], tensors: list[Tensor], options: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attend over the whole sequence from this rank's part of it.
 
     Shapes: q (B, H, s, D), k and v (B, K, t, D) -> `fakes.Outputs`.
@@ -117,12 +116,10 @@ def attention_op(
         )
         forward = all_gather_forward if _at_once(ring, own_k) else ring_forward
         forward(ring, (own_k, own_v), parts, finish, saved)
-    out, heads_out = leaving.finish()
     exchanged += [q.new_empty(0) for _ in range(2 - len(exchanged))]
     return Outputs(
-        out=_token_major(out),
+        out=_token_major(leaving.finish()),
         lse=(lse[0] if len(lse) == 1 else torch.cat(lse, 1)).contiguous(),
-        heads_out=heads_out,
         exchanged=exchanged[0],
         exchanged_kv=exchanged[1],
         saved_kv=saved_kv,
@@ -150,23 +147,22 @@ def attention_backward_op(
     """Mirror of `attention_op`, up to the gradients of this rank's heads, which `gradients_home` sends home.
 
     Shapes: grad (B, H, s, D); saved: the exchanged q, k, v in one or two, or the local three; saved_kv and visible as the forward returned
-    them; out and lse of this rank's heads -> for each stage (B, h, S, D), (B, k, T, D) twice, of the heads that travelled in it; and for each
-    of `tensors` its gradient, to be summed over the ranks as every parameter's, or nothing; what changes the scores gets one if it `learns`.
-    Communicates: one all_to_all_single for each stage (Ulysses), R-1 hops of K, V and R-1 of dK, dV for each pass (ring).
+    them; out of this rank's tokens, (B, H, s, D), lse of its heads -> for each stage (B, h, S, D), (B, k, T, D) twice, of the heads that
+    travelled in it; and for each of `tensors` its gradient, to be summed over the ranks as every parameter's, or nothing; what changes the
+    scores gets one if it `learns`.
+    Communicates: one all_to_all_single for each stage and one of a number for each token and head (Ulysses), R-1 hops of K, V and R-1 of dK, dV
+    for each pass (ring).
     """
     code = Code(numbers, factors, tensors, options)
     spec = decode(code)
     ulysses = Ulysses.of(spec.ulysses_group, num_heads, num_kv_heads, spec.options.ulysses_stages)
-    if ulysses.group is not None:
-        qkv, outs = exchanged_qkv(saved, ulysses), heads_out_stages(out, ulysses)
-    else:
-        qkv, outs = [(saved[0], saved[1], saved[2])], [out]
+    qkv = [(saved[0], saved[1], saved[2])] if ulysses.group is None else exchanged_qkv(saved, ulysses)
     first_q, first_k, _ = qkv[0]
     ring = _ring(_plan(spec, ulysses, first_q, (first_q.shape[2], first_k.shape[2]), visible), spec, ulysses)
     gradients = ScoreGradients.like(spec.scores, learns)
     local_kernel = select_kernel(spec.options, grad.device, first_q.dtype, spec.scores, gradients)
     dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
-    arriving = zip(ulysses.split.each_stage(), qkv, outs, exchange_out_grad(grad, ulysses), strict=True)
+    arriving = zip(ulysses.split.each_stage(), qkv, exchange_out_grad(grad, out, ulysses), strict=True)
 
     def saved_heads(one_pass: HeadSplit, stage: HeadSplit, q: Tensor, out: Tensor, grad: Tensor) -> SavedHeads:
         queries = _query_heads(q, stage, one_pass, ulysses, spec, local_kernel)
@@ -178,7 +174,7 @@ def attention_backward_op(
     made: list[Tensor] = []
     for one_pass, saved_keys in _passes(ulysses, saved_kv):
         (_, own_k, own_v), own_stages = qkv[one_pass.first_stage], islice(arriving, len(one_pass.each_stage()))
-        parts = (saved_heads(one_pass, stage, q, out, grad) for stage, (q, _, _), out, grad in own_stages)
+        parts = (saved_heads(one_pass, stage, q, of_out, of_grad) for stage, (q, _, _), (of_grad, of_out) in own_stages)
         backward = all_gather_backward if _at_once(ring, own_k) else ring_backward
         dqs, dk, dv = backward(ring, (own_k, own_v), parts, saved_keys)
         for number, dq in enumerate(dqs):
@@ -211,8 +207,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.num_tensors, ctx.code = len(code.tensors), code._replace(tensors=[])
     exchanged = (made.exchanged, made.exchanged_kv) if k.shape[2] != q.shape[2] else (made.exchanged,)
     has_ulysses = bool(static_part(code.options).ulysses_group)
-    saved, out = (exchanged, made.heads_out) if has_ulysses else ((q, k, v), made.out)
-    ctx.save_for_backward(made.lse, made.saved_kv, made.visible, out, *code.tensors, *saved)
+    saved = exchanged if has_ulysses else (q, k, v)
+    ctx.save_for_backward(made.lse, made.saved_kv, made.visible, made.out, *code.tensors, *saved)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:

@@ -20,12 +20,20 @@ from lightning_sp.config.degrees import (
     resolve_shard_size,
     resolve_split,
 )
-from lightning_sp.config.memory import GRADIENT_DTYPES, OFFLOAD_TIERS, MemoryOptions, check_memory_device
+from lightning_sp.config.memory import (
+    CHECKPOINT_POLICIES,
+    GRADIENT_DTYPES,
+    OFFLOAD_TIERS,
+    MemoryOptions,
+    check_memory_device,
+    every_nth,
+)
 from lightning_sp.config.strategy import BALANCES, StrategyConfig
 
 __all__ = [
     "ATTENTION_OPTIONS",
     "BALANCES",
+    "CHECKPOINT_POLICIES",
     "GRADIENT_DTYPES",
     "KERNELS",
     "OFFLOAD_TIERS",
@@ -39,6 +47,7 @@ __all__ = [
     "StrategyConfig",
     "check_memory_device",
     "check_stages",
+    "every_nth",
     "needless_exchange",
     "resolve_degrees",
     "resolve_shard_size",

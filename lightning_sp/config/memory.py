@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from lightning_sp.config.checks import Size, check_name, check_size
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, closest
 
 GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
 OFFLOAD_TIERS = ("none", "host", "disk")
+
+# How blocks recompute themselves, those that are named the cheapest in time first.
+CHECKPOINT_POLICIES = ("auto", "none", "every_<n>", "selective", "full")
+
+
+def every_nth(policy: str) -> int | None:
+    """Return n of the policy ``every_<n>``; None of another one."""
+    found = re.fullmatch(r"every_([1-9]\d*)", policy)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +38,13 @@ class MemoryOptions:
             their own.
         loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them, 64
             tokens at least. None: the logits of all tokens, in the copies that torch makes.
-        activation_checkpointing: Recompute each transformer block in the backward, but never its attention.
+        activation_checkpointing: Which transformer blocks recompute their activations in the backward. "auto": as few as a step's predicted peak
+            allows by `memory_budget_gib`; none while it fits. "none". "selective": all of them, but never their
+            attention and its communication. "every_<n>": so each n-th block, from the first on. "full": all of them with their
+            attention, whose kernels and messages run twice. True is "selective", False is "none". With
+            `activation_offload` "auto" is "selective".
+        memory_budget_gib: Memory of a rank that "auto" may fill, in GiB. "auto": nine tenths of the device's; on a CPU of the machine's, or of
+            its cgroup's limit, divided by the ranks there. A budget that you give and nothing fits is refused; one by "auto" is warned of.
         mlp_tile_tokens: Tokens of a tile in which the MLPs of blocks are computed, and recomputed in the backward: of their wide activations one
             tile's are alive. "auto": as many as the MLP's input has features. None: whole.
         activation_offload: Where the inputs of recomputed blocks are between forward and backward. "host": in its pinned memory, of a GPU.
@@ -47,7 +64,8 @@ class MemoryOptions:
     cpu_offload: bool = False
     gradient_dtype: str = "auto"
     loss_chunk_tokens: Size | None = "auto"
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = "auto"
+    memory_budget_gib: float | Literal["auto"] = "auto"
     mlp_tile_tokens: Size | None = None
     activation_offload: str = "none"
     activation_loading_horizon: int = 4
@@ -66,16 +84,31 @@ class MemoryOptions:
             raise SequenceParallelError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"
             )
+        _check_policy(self.activation_checkpointing)
+        _check_budget(self.memory_budget_gib)
+        if self.memory_budget_gib != "auto" and self.checkpoint_policy != "auto":
+            raise SequenceParallelError(
+                f"memory_budget_gib={self.memory_budget_gib} with activation_checkpointing={self.activation_checkpointing!r}: a budget is for "
+                "activation_checkpointing='auto', which chooses by it; leave one of the two out"
+            )
         self._check_offload()
+
+    @property
+    def checkpoint_policy(self) -> str:
+        """The policy of `activation_checkpointing` by its name."""
+        given = self.activation_checkpointing
+        if given == "auto" and self.activation_offload != "none":
+            return "selective"  # the inputs of recomputed blocks are what leaves
+        return given if isinstance(given, str) else "selective" if given else "none"
 
     def _check_offload(self) -> None:
         horizon, tier = self.activation_loading_horizon, self.activation_offload
         if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
             raise SequenceParallelError(f"activation_loading_horizon={horizon!r}: must be a positive integer")
-        if tier != "none" and not self.activation_checkpointing:
+        if tier != "none" and self.checkpoint_policy == "none":
             raise SequenceParallelError(
-                f"activation_offload={tier!r} without activation_checkpointing: the inputs of recomputed blocks are what leaves; set "
-                "activation_checkpointing=True"
+                f"activation_offload={tier!r} with activation_checkpointing={self.activation_checkpointing!r}: the inputs of recomputed blocks "
+                "are what leaves; set activation_checkpointing='selective'"
             )
         if self.offload_folder is not None and tier != "disk":
             raise SequenceParallelError(
@@ -109,3 +142,23 @@ def check_memory_device(options: MemoryOptions, device_type: str) -> None:
             f"activation_offload='disk' on {device_type} ranks: a file is written from the host's memory, and no copy to it is there; use "
             "activation_offload='host'"
         )
+
+
+def _check_budget(given: object) -> None:
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if given != "auto" and not (is_number and 0 < cast(float, given) < math.inf):
+        raise SequenceParallelError(f"memory_budget_gib={given!r}: must be positive, in GiB for each rank, or 'auto'")
+
+
+def _is_policy(name: str) -> bool:
+    return every_nth(name) is not None or (name in CHECKPOINT_POLICIES and name.isalpha())
+
+
+def _check_policy(given: object) -> None:
+    if isinstance(given, bool) or (isinstance(given, str) and _is_policy(given)):
+        return
+    near = closest(given, (*CHECKPOINT_POLICIES, "every_2")) if isinstance(given, str) else ""
+    raise SequenceParallelError(
+        f"activation_checkpointing={given!r}: must be one of {', '.join(CHECKPOINT_POLICIES)} with n a positive integer, or True (selective) or "
+        f"False (none){near}"
+    )

@@ -39,6 +39,7 @@ class SequenceInfo:
         is_whole: it holds no sequence: nothing is split, and every rank of a sequence runs all of its group's rows.
         seed: of the numbers that the ranks of a sequence draw alike: the same on them, another one in each data-parallel group, step and
             micro-batch. None where each draws its own.
+        is_longer: some rank has more tokens than any had before.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
         encoder_is_whole: this is a decoder's sequence, and its encoder reads none of the batch: sounds or images, whole on every rank.
@@ -62,6 +63,7 @@ class SequenceInfo:
     uneven_entries: bool = False
     is_whole: bool = False
     seed: int | None = None
+    is_longer: bool = False
     is_filler: bool = False
     encoder: SequenceInfo | None = None
     encoder_is_whole: bool = False
@@ -78,6 +80,11 @@ class SequenceInfo:
             sum(counts) for counts in zip(*((s.padded_length, s.length) for s in self.sequences), strict=True)
         )
         return self.rows, padded, tokens
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of all rows on this rank, an encoder's and a decoder's together; of a batch without a sequence its rows."""
+        return self.rows * max(1, self.shape[1] // (1 if self.is_whole else self.layout.size))
 
     @property
     def has_attention_mask(self) -> bool:

@@ -1,8 +1,16 @@
 """Parameters, activations and compilation: how a model is laid over the ranks."""
 
-from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, own_checkpointing, without_checkpoints
+from lightning_sp.parallelize.activation_checkpointing import (
+    BlockCheckpoints,
+    block_checkpoints,
+    checkpoint_blocks,
+    measured_step,
+    refuses_measuring,
+    take_over_checkpointing,
+    without_checkpoints,
+)
 from lightning_sp.parallelize.activation_offload import activation_offload, offload_activations
-from lightning_sp.parallelize.compilation import compile_blocks, is_compiled
+from lightning_sp.parallelize.compilation import compile_blocks, compiled_modules, is_compiled
 from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
@@ -40,12 +48,14 @@ from lightning_sp.parallelize.tiled_mlp import tile_mlps, without_tiles
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
+    "BlockCheckpoints",
     "DelayedWeights",
     "InitialState",
     "MetaDevice",
     "ParameterLayout",
     "RootUnit",
     "activation_offload",
+    "block_checkpoints",
     "broadcast_initial_weights",
     "cast_as_in_forward",
     "check_hooks",
@@ -55,22 +65,25 @@ __all__ = [
     "check_unsharded",
     "checkpoint_blocks",
     "compile_blocks",
+    "compiled_modules",
     "gathered",
     "is_compiled",
     "is_freed_after_forward",
     "make_fsdp_root",
     "materialize_meta",
+    "measured_step",
     "offload_activations",
     "optional_units",
-    "own_checkpointing",
     "parameter_layout",
     "recorded",
     "reduce_dtypes",
     "refuse_live_saves",
+    "refuses_measuring",
     "remember_layout",
     "reshard",
     "run_with_whole_parameters",
     "shard_model",
+    "take_over_checkpointing",
     "tied_parameters",
     "tile_mlps",
     "transformer_blocks",

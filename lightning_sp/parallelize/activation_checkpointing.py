@@ -1,67 +1,195 @@
-"""Activation checkpointing of transformer blocks that never repeats the attention or its communication.
+"""Activation checkpointing of transformer blocks, by a policy that may change from one step to the next.
 
-Full checkpointing would run the all-to-alls and the ring again in the backward. The policy saves the one attention operator, with its
-saved tensors, and recomputes the rest. Recomputation restores the random state of the forward, so dropout masks are the forward's.
+    none        a block keeps its activations
+    selective   it keeps its input, and the one attention operator with its saved tensors; the rest is recomputed in the backward
+    every_<n>   selective in every n-th block, from the first on
+    full        it keeps its input alone; the attention's kernels and messages run again
+
+All but "full" repeat neither a kernel of the attention nor a message. Under "full" the backward begins each block's messages in the order of
+the blocks, the same on all ranks. Recomputation restores the random state of the forward, so dropout masks are the forward's.
 Source: selective activation checkpointing, Korthikanti et al., arXiv:2205.05198; PyTorch's create_selective_checkpoint_contexts.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
+from lightning_sp.parallelize.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
+from lightning_sp.parallelize.memory_prediction import of_each_block
+
+# The attribute of a model that holds its `BlockCheckpoints`.
+_CHECKPOINTS = "_lightning_sp_checkpoints"
+# What a block of Hugging Face's would write its keys to, and write them again when it is recomputed.
+_CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 
 
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+class BlockCheckpoints:
+    """How each block of a model recomputes itself. A class because the policy changes while blocks read it.
+
+    Args:
+        blocks: of the model, in their order.
+        policy: by its name; see the module's docstring. "auto": none, and what blocks leave for the backward is measured.
+        measures: whether that can be measured; in compiled code it cannot.
+        offload: takes the inputs of recomputed blocks away between forward and backward; None leaves them in memory.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        policy: str,
+        *,
+        measures: bool = True,
+        offload: ActivationOffload | None = None,
+    ) -> None:
+        self.blocks = [without_compilation(block) for block in blocks]
+        # Of each block: "none", "selective", "full" or "measured". A list of strings is what torch.compile can guard.
+        self.of_block = ["none"] * len(self.blocks)
+        self.activations = ActivationBytes(len(self.blocks))
+        self._asked: set[int] = set()
+        self._measures = measures
+        self.offload = offload
+        self.use(policy)
+
+    def use(self, policy: str) -> None:
+        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least."""
+        self.policy = policy
+        if policy == "auto":
+            policy = "measured" if self._measures else "none"
+        for number, how in enumerate(of_each_block(policy, len(self.blocks))):
+            self.of_block[number] = "selective" if how == "none" and number in self._asked else how
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the next step is measured."""
+        return "measured" in self.of_block
+
+    def measure_no_more(self) -> None:
+        """Take what shapes tell from now on."""
+        self._measures = False
+        self.use(self.policy)
+
+    def describe(self, model: nn.Module) -> str:
+        """Return how the blocks of a model recompute themselves, in a word; one by one where they differ. While they are measured: will."""
+        parts = set(model.modules())
+        kinds = {how for how, block in zip(self.of_block, self.blocks, strict=True) if block in parts}
+        kinds = {"selective" if how == "measured" else how for how in kinds}
+        return " or ".join(sorted(kinds)) or "none, for it has no blocks"
+
+    def ask(self, model: nn.Module) -> None:
+        """Let the blocks of a model be selective at least: it has asked for checkpoints of its own."""
+        parts = set(model.modules())
+        self._asked |= {number for number, block in enumerate(self.blocks) if block in parts}
+        self.use(self.policy)
+
+
+def checkpoint_blocks(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    policy: str,
+    *,
+    measures: bool = True,
+    offload: ActivationOffload | None = None,
+) -> BlockCheckpoints:
+    """Make each block recompute itself as a policy says. The module tree and every name stay as they were. As `BlockCheckpoints`."""
+    checkpoints = BlockCheckpoints(blocks, policy, measures=measures, offload=offload)
+    for number, block in enumerate(checkpoints.blocks):
+        # On the instance: a wrapper module would put its own name into every parameter's.
+        signature = inspect.signature(block.forward)
+        forward: Any = partial(_checkpointed, block.forward, checkpoints, number)
+        forward.__signature__ = signature
+        block.forward = forward
+    setattr(module, _CHECKPOINTS, checkpoints)
+    return checkpoints
+
+
+def block_checkpoints(module: nn.Module) -> BlockCheckpoints:
+    """Return what `checkpoint_blocks` made of a model."""
+    found: BlockCheckpoints = vars(module)[_CHECKPOINTS]
+    return found
+
+
+@contextmanager
+def measured_step(module: nn.Module, tokens: int) -> Iterator[None]:
+    """Measure what a step of some tokens of this rank leaves for its backward, if the policy waits for that."""
+    checkpoints = vars(module).get(_CHECKPOINTS)
+    if not isinstance(checkpoints, BlockCheckpoints) or not checkpoints.is_measured:
+        yield
+        return
+    with checkpoints.activations.measured(module, tokens):
+        yield
+
+
+def refuses_measuring(module: nn.Module, error: RuntimeError) -> bool:
+    """Return whether a measured step failed for being measured, and measure none from now on: `torch.func` takes no hooks of saved tensors."""
+    checkpoints = vars(module).get(_CHECKPOINTS)
+    if not isinstance(checkpoints, BlockCheckpoints) or not checkpoints.is_measured:
+        return False
+    if "saved tensor hooks" not in str(error):
+        return False
+    checkpoints.measure_no_more()
+    return True
+
+
+def take_over_checkpointing(module: nn.Module) -> None:
+    """Switch the models' own gradient checkpointing off, make their blocks selective at least, and say so.
+
+    Their own would repeat the attention and its communication. A model may switch it on at any time before its first step.
+    """
+    for model in module.modules():  # outermost first, so that what lies within is off by then
+        if not _checkpoints_itself(model):
+            continue
+        # The newer name first: where there are both, the older one warns.
+        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        disable()  # type: ignore[operator]
+        checkpoints = block_checkpoints(module)
+        checkpoints.ask(model)
+        rank_zero_info(
+            f"sequence_parallel: the strategy recomputes the blocks of {type(model).__name__} in place of its own gradient checkpointing, which "
+            f"would repeat the attention and its messages: activation_checkpointing={checkpoints.describe(model)}"
+        )
+
+
+def _checkpoints_itself(model: nn.Module) -> bool:
+    return hasattr(model, "gradient_checkpointing_disable") and any(
+        getattr(part, "gradient_checkpointing", False) is True for part in model.modules()
+    )
+
+
+def _checkpointed(
+    forward: Callable[..., Any], checkpoints: BlockCheckpoints, number: int, *args: Any, **kwargs: Any
+) -> Any:
+    how = checkpoints.of_block[number]
+    if how == "none" or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if how == "measured":
+        return checkpoints.activations.of_block(number, checkpoints.blocks[number], forward, args, kwargs)
+    kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    recomputed = partial(checkpoint, use_reentrant=False)
+    if how == "selective":
+        recomputed = partial(recomputed, context_fn=_contexts)
+    offload = checkpoints.offload
+    return recomputed(forward, *args, **kwargs) if offload is None else offload.run(recomputed, forward, args, kwargs)
+
+
+def _saves(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     saved = operator in (torch.ops.lightning_sp.attention.default, attention_op)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # A module-level partial: under torch.compile the context function must be one.
-_contexts = partial(create_selective_checkpoint_contexts, _policy)
-
-
-def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], offload: ActivationOffload | None = None) -> None:
-    """Make each block recompute itself in the backward. The module tree and every name stay as they were.
-
-    Hugging Face's own checkpointing, where it is on, is switched off: it would repeat the attention and its communication.
-
-    Args:
-        module: the model.
-        blocks: of it.
-        offload: takes the blocks' inputs away between forward and backward; None leaves them in memory.
-    """
-    for each in own_checkpointing(module):
-        each.gradient_checkpointing_disable()  # type: ignore[operator]
-    for block in map(without_compilation, blocks):
-        # On the instance: a wrapper module would put its own name into every parameter's.
-        block.forward = partial(_checkpointed, block.forward, offload)
-
-
-def own_checkpointing(module: nn.Module) -> list[nn.Module]:
-    """Return the models whose own gradient checkpointing is on (`gradient_checkpointing_enable`), outermost first."""
-    return [
-        each
-        for each in module.modules()
-        if hasattr(each, "gradient_checkpointing_disable")
-        and any(getattr(part, "gradient_checkpointing", False) is True for part in each.modules())
-    ]
-
-
-def _checkpointed(forward: Callable[..., Any], offload: ActivationOffload | None, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    recomputed = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
-    return recomputed(forward, *args, **kwargs) if offload is None else offload.run(recomputed, forward, args, kwargs)
+_contexts = partial(create_selective_checkpoint_contexts, _saves)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def _compare(
         split = runner.context.mesh.layout.size > 1
         if found is None or math.isnan(found.difference) or wanted is not None or after or not split:
             return found
-        longer, own = cut(wanted=None, longer=True, checkpointed=config.activation_checkpointing)
+        longer, own = cut(wanted=None, longer=True, checkpointed=config.checkpoint_policy not in ("auto", "none"))
         if longer.tokens > crop.tokens and longer.num_targets != 0:
             runner.start_run()
             _try_longer(_trial(longer, own, runner, run, options, in_float32), own)

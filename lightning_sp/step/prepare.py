@@ -38,6 +38,7 @@ from lightning_sp.parallelize import (
     DelayedWeights,
     InitialState,
     ParameterLayout,
+    block_checkpoints,
     broadcast_initial_weights,
     cast_as_in_forward,
     check_layout,
@@ -45,16 +46,17 @@ from lightning_sp.parallelize import (
     check_unsharded,
     checkpoint_blocks,
     compile_blocks,
+    compiled_modules,
     is_freed_after_forward,
     make_fsdp_root,
     materialize_meta,
     offload_activations,
-    own_checkpointing,
     parameter_layout,
     recorded,
     refuse_live_saves,
     remember_layout,
     shard_model,
+    take_over_checkpointing,
     tied_parameters,
     tile_mlps,
     transformer_blocks,
@@ -201,6 +203,7 @@ def lay_out_model(
     if (before := parameter_layout(module)) is not None:
         check_layout(before, layout)
         _use_group(module, group)
+        block_checkpoints(module).use(config.checkpoint_policy)
         return
     delayed = DelayedWeights.of(module)
     comm.agree(delayed.refusal or (_materialized(module, delayed, config) if rank == 0 else None))
@@ -213,13 +216,10 @@ def lay_out_model(
     blocks = transformer_blocks(module)
     if config.mlp_tile_tokens is not None:
         _tile(blocks, config.mlp_tile_tokens)
-    if config.activation_checkpointing:
-        checkpoint_blocks(module, blocks, offload_activations(module, config, device, blocks))
-    elif own := own_checkpointing(module):
-        rank_zero_info(
-            f"sequence_parallel: {type(own[0]).__name__} recomputes its blocks with their attention, whose kernels and messages run twice; "
-            "activation_checkpointing=True of the strategy recomputes all but the attention"
-        )
+    measures = not (config.compile or any(True for _ in compiled_modules(module)))
+    offload = offload_activations(module, config, device, blocks)
+    checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload)
+    take_over_checkpointing(module)
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
     shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size), config)
@@ -255,10 +255,11 @@ def _to_device(module: nn.Module, device: torch.device, shards_on: torch.device)
 
 
 def _say_layout(config: StrategyConfig, mesh: SequenceMesh, world: int, num_blocks: int) -> None:
+    policy = config.checkpoint_policy
     shared = config.effective_ring_transport in ("auto", "shared_memory") and mesh.shares_memory
     rank_zero_info(
         f"sequence_parallel: {mesh.describe()} over {world} ranks, parameters sharded over "
-        f"{resolve_shard_size(config, world)}, {num_blocks} blocks{', activations checkpointed' if config.activation_checkpointing else ''}"
+        f"{resolve_shard_size(config, world)}, {num_blocks} blocks{'' if policy in ('auto', 'none') else f', {policy} activation checkpointing'}"
         f"{', ring through shared memory' if shared else ''}"
     )
 

@@ -29,6 +29,7 @@ from lightning_sp.parallelize import (
     activation_offload,
     check_hooks,
     is_compiled,
+    measured_step,
     optional_units,
     reshard,
     run_with_whole_parameters,
@@ -100,11 +101,23 @@ class StepRunner:
         """
         if not self._attention_reached:
             check_hooks(self.module, "_backward_hooks")  # those that were registered after the model was sharded
+        before = random_state() if block_checkpoints(self.module).is_measured else {}
+        try:
+            return self._train(batch, run)
+        except RuntimeError as error:
+            if not refuses_measuring(self.module, error):
+                raise
+        self.end_without_backward()
+        restore_random_state(before)
+        return self._train(batch, run)
+
+    def _train(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         step = self._begin(batch, None)
         if batch.uneven_entries:
             self._gather_optional()
         by_hand = not getattr(self.module, "automatic_optimization", True)
-        with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext():
+        measured = measured_step(self.module, batch.local_tokens)
+        with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext(), measured:
             output = self._run(run)
         self._root_unit.keep_written()
         if (offload := activation_offload(self.module)) is not None:

@@ -38,7 +38,7 @@ from lightning_sp.checkpoint import (
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import MetaDevice, recorded, reshard, without_gradient_sync
+from lightning_sp.parallelize import MetaDevice, recorded, reshard, take_over_checkpointing, without_gradient_sync
 from lightning_sp.trainer.agreed_numbers import watch_numbers
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
@@ -189,6 +189,11 @@ class ShardedModelStrategy(ProcessStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         step_whole_where_needed(self.optimizers, self._groups.world)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        take_over_checkpointing(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

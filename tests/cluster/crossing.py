@@ -18,8 +18,8 @@ from lightning_sp.attention.schemes.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
 
 HEADER_BYTES, CONTROL_BYTES = 66, 48
-# A ring's: keys, keys again, gradients home. Ulysses': queries with keys and values, the output, and the gradients of both.
-_RING_MESSAGES, _ULYSSES_MESSAGES = 3, 4
+# A ring's: keys, keys again, gradients home. Ulysses': queries with keys and values, the output, the gradients of both, and delta.
+_RING_MESSAGES, _ULYSSES_MESSAGES = 3, 5
 _COUNTERS = Path("/sys/class/net/eth0/statistics")
 
 
@@ -51,12 +51,12 @@ def ring_pair_units(rank: int, to: int, *, causal: bool) -> int:
     return keys + keys + home
 
 
-def ulysses_pair_elements(split: HeadSplit, rank: int, to: int) -> int:
-    """Return what one Ulysses rank sends another in a forward and a backward, in elements for each own token, row and head dim."""
+def ulysses_pair_elements(split: HeadSplit, rank: int, to: int, dim: int) -> int:
+    """Return what one Ulysses rank sends another in a forward and a backward, in elements for each own token and row."""
     (q, k), (own_q, own_k) = (
         tuple(end - start for start, end in (split.queries(u), split.keys(u))) for u in (to, rank)
     )
-    return (q + 2 * k) + own_q + q + (own_q + 2 * own_k)
+    return dim * ((q + 2 * k) + own_q + q + (own_q + 2 * own_k)) + q
 
 
 def crossing_messages(layout: SequenceLayout, ranks_per_node: int, num_barriers: int) -> int:
@@ -92,7 +92,7 @@ def crossing_elements(
         for other in (each for each in range(layout.size) if each not in own):
             to_ring, to_ulysses = layout.coordinates(other)
             if ring_rank == to_ring:
-                sent += tokens * dim * ulysses_pair_elements(split, ulysses_rank, to_ulysses)
+                sent += tokens * ulysses_pair_elements(split, ulysses_rank, to_ulysses, dim)
             if ulysses_rank == to_ulysses:
                 first, last = split.keys(ulysses_rank)
                 unit = (last - first) * tokens * layout.ulysses_size * dim

@@ -25,8 +25,8 @@ def test_a_rings_pairs_add_up_to_its_ranks(size: int, causal: bool) -> None:
 def test_ulysses_pairs_add_up_to_its_ranks(heads: int, kv_heads: int, size: int) -> None:
     split = HeadSplit(heads, kv_heads, size)
     for rank in range(size):
-        pairs = sum(ulysses_pair_elements(split, rank, to) for to in range(size) if to != rank)
-        assert pairs == sum(ulysses_sent_elements(split, rank, batch=1, tokens=1, dim=1))
+        pairs = sum(ulysses_pair_elements(split, rank, to, dim=4) for to in range(size) if to != rank)
+        assert pairs == sum(ulysses_sent_elements(split, rank, batch=1, tokens=1, dim=4))
 
 
 def test_only_the_ring_crosses_where_ulysses_fits_a_node() -> None:
@@ -40,4 +40,4 @@ def test_only_the_ring_crosses_where_ulysses_fits_a_node() -> None:
         ring = sum(ring_sent_units(2, node // 2, causal=causal)) * 512
         exchanged = sum(ulysses_sent_elements(HeadSplit(8, 2, 2), node % 2, batch=1, tokens=16, dim=16))
         assert crossing_elements(layout, 1, node, causal=causal, **shape) == ring + exchanged
-    assert crossing_messages(layout, 1, num_barriers=1) == 3 + 4 + 2
+    assert crossing_messages(layout, 1, num_barriers=1) == 3 + 5 + 2

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import torch
@@ -41,6 +41,7 @@ class EmulatedWorld:
     queues: dict[tuple[str, int, int], queue.Queue[Tensor]] = field(default_factory=lambda: defaultdict(queue.Queue))
     lock: threading.Lock = field(default_factory=threading.Lock)
     messages: int = 0
+    exchanges: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def name(self, axis: str, rank: int) -> str:
         """Return a rank's group on an axis; empty for an axis of size 1, as in production."""
@@ -78,6 +79,12 @@ class EmulatedGroup:
         with self.world.lock:
             self.world.messages += 1
 
+    def next_exchange(self) -> int:
+        """Return the number of this rank's next exchange with its peers."""
+        with self.world.lock:
+            self.world.exchanges[self.name, self.rank] += 1
+            return self.world.exchanges[self.name, self.rank]
+
     def get(self, source: int) -> Tensor:
         """Return the next tensor of a peer."""
         return self.world.between(self.name, source, self.rank).get(timeout=TIMEOUT_S)
@@ -114,6 +121,8 @@ class EmulatedExchange:
         group: EmulatedGroup,
         output: Tensor | None = None,
     ) -> None:
+        # Two may be under way, and be waited for in another order than they began.
+        group = replace(group, name=f"{group.name}, exchange {group.next_exchange()}")
         self._received, self._group, self._output = list(received), group, output
         for target, piece in enumerate(buffer.split_with_sizes(list(sent))):
             group.put(piece, target)
@@ -189,10 +198,10 @@ def emulate(
             )
         )
         made = Outputs(*operator.attention_op(q, k, v, *code))
-        saved, own_out = ([made.exchanged], made.heads_out) if ulysses_size > 1 else ([q, k, v], made.out)
+        saved = [made.exchanged] if ulysses_size > 1 else [q, k, v]
         heads = [q.shape[1], k.shape[1]]
         gradients, _ = operator.attention_backward_op(
-            grad, saved, made.saved_kv, made.visible, own_out, made.lse, *heads, False, *code
+            grad, saved, made.saved_kv, made.visible, made.out, made.lse, *heads, False, *code
         )
         return [made.out, *operator.gradients_home(gradients, *heads, world.name("ulysses", rank), stages)]
 

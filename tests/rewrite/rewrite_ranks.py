@@ -528,7 +528,7 @@ def two_models(world: int) -> list[Any]:
     one.fit_loop.max_epochs, one.fit_loop.epoch_loop.max_steps = 2, 2
     one.fit(first, loader)
     try:
-        quiet_trainer(world, strategy={"activation_checkpointing": True}, max_steps=1).fit(first, loader)
+        quiet_trainer(world, strategy={"compile": True}, max_steps=1).fit(first, loader)
         refusal = "NOT REFUSED"
     except SequenceParallelError as error:
         refusal = str(error)

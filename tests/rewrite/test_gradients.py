@@ -305,7 +305,7 @@ def test_a_second_model_in_the_same_process(pools, expected):
         assert first == [pytest.approx(expected[0]["loss"], abs=1e-10)] * 2
         assert len(second) == 1
         assert meshes == ["dp 1 x ring 2 x ulysses 1", "dp 1 x ring 1 x ulysses 2"]
-        assert "activation_checkpointing=True, before False" in refusal
+        assert "compile=True, before False" in refusal
 
 
 def test_frequencies_that_remember_the_longest_batch_are_not_evaluated_on_unequal_lengths_side_by_side(pools):

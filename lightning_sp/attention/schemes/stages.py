@@ -4,9 +4,9 @@
     stage 1               | q, k, v ->| kernel | out ->
     stage 2                           | q, k, v ->| kernel | out ->
 
-What is sent and received at a time is a stage's; what is saved for the backward is all heads', each stage's part whole and one after the other
-in one tensor, where it arrives. The backward gets the gradient of out likewise. dq, dk and dv go home stage by stage when all are computed
-(`operator.gradients_home`): under way behind a kernel they would come on top of what was saved, which lives as long.
+What is sent and received at a time is a stage's; what is saved for the backward is all heads' q, k and v, each stage's part whole and one after
+the other in one tensor, where it arrives. The backward gets the gradient of out likewise. dq, dk and dv go home stage by stage when all are
+computed (`operator.gradients_home`): under way behind a kernel they would come on top of what was saved, which lives as long.
 
 Communicates: what one exchange of all heads does, byte for byte. The ranks of a group begin all exchanges in one order.
 Source: Untied Ulysses (UPipe), arXiv:2602.21196. There keys go round the ring once for each stage of their group; here once.
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from lightning_sp.attention.kernels.merge import empty_token_major
+from lightning_sp.attention.kernels.out_gradient import delta_of, out_along_gradient
 from lightning_sp.attention.schemes.cross_attention import lay_cross, split_cross, start_cross
 from lightning_sp.attention.schemes.head_split import HeadSplit, length
 from lightning_sp.attention.schemes.ulysses import (
@@ -85,27 +86,29 @@ def exchange_qkv(
         yield parts
 
 
-def exchange_out_grad(grad: Tensor, ulysses: Ulysses) -> Iterator[Tensor]:
-    """Yield each stage's gradient of out, the next one under way; without Ulysses what was given.
+def exchange_out_grad(grad: Tensor, out: Tensor, ulysses: Ulysses) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each stage's gradient of out, the next one under way, and what stands for its out; without Ulysses what was given.
 
-    Shapes: (B, H, s, D) -> (B, h, S, D), views of token-major memory. Communicates: one all_to_all_single for each stage.
+    Out itself does not travel again: its product with the gradient does (`kernels.out_gradient`).
+
+    Shapes: (B, H, s, D) twice -> (B, h, S, D) twice, views of token-major memory.
+    Communicates: one all_to_all_single for each stage, and before them one of a number for each token and head.
     """
     group, rank = ulysses.group, ulysses.rank
     if group is None:
-        yield grad
+        yield grad, out
         return
     batch, _, tokens, dim = grad.shape
-    stages = ulysses.split.each_stage()
+    stages, own = ulysses.split.each_stage(), ulysses.queries
+    of_heads = start_out_grad(delta_of(grad, out).unsqueeze(-1), ulysses.split, rank, group)
     arrivals = _one_ahead(lambda _, stage: start_out_grad(grad, stage, rank, group), stages)
+    delta = None
     for received, stage in zip(arrivals, stages, strict=True):
-        heads = length(stage.queries(rank))
-        yield received.view(tokens * ulysses.size, batch, heads, dim).permute(1, 2, 0, 3)
-
-
-def heads_out_stages(heads_out: Tensor, ulysses: Ulysses) -> list[Tensor]:
-    """Return each stage's out of this rank's heads. Shapes: (S, B, h, D) as `OutExchange` leaves it -> (B, h, S, D), views."""
-    widths = [length(stage.queries(ulysses.rank)) for stage in ulysses.split.each_stage()]
-    return [part.permute(1, 2, 0, 3) for part in whole_parts(heads_out, widths)]
+        if delta is None:
+            delta = of_heads.wait().view(tokens * ulysses.size, batch, length(own)).permute(1, 2, 0)
+        first, end = stage.queries(rank)
+        of_stage = received.view(tokens * ulysses.size, batch, end - first, dim).permute(1, 2, 0, 3)
+        yield of_stage, out_along_gradient(of_stage, delta[:, first - own[0] : end - own[0]])
 
 
 class OutExchange:
@@ -119,7 +122,7 @@ class OutExchange:
     def __init__(self, q: Tensor, ulysses: Ulysses) -> None:
         self._q, self._ulysses, self._num_sent = q, ulysses, 0
         self._stages = ulysses.split.each_stage()
-        self._heads_out = self._out = q.new_empty(0)
+        self._out = q.new_empty(0)
         self._flying: tuple[Exchange, HeadSplit] | None = None
 
     def send(self, out: Tensor) -> None:
@@ -130,26 +133,13 @@ class OutExchange:
             self._out = out
             return
         self._lay_arrived()
-        leaving = out.permute(2, 0, 1, 3)
-        if len(self._stages) == 1:
-            self._heads_out = leaving = leaving.contiguous()
-        else:
-            leaving = self._room(leaving)[number].copy_(leaving)
+        leaving = out.permute(2, 0, 1, 3).contiguous()
         self._flying = (start_out(leaving, self._stages[number], group), self._stages[number])
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Return out of this rank's tokens, and with Ulysses out of its heads, to be saved for the backward; see `heads_out_stages`.
-
-        Shapes: () -> (B, H, s, D), (S, B, h, D).
-        """
+    def finish(self) -> Tensor:
+        """Return out of this rank's tokens, (B, H, s, D)."""
         self._lay_arrived()
-        return self._out, self._heads_out
-
-    def _room(self, part: Tensor) -> list[Tensor]:
-        widths = [length(stage.queries(self._ulysses.rank)) for stage in self._stages]
-        if not self._heads_out.numel():
-            self._heads_out = part.new_empty(*part.shape[:2], sum(widths), part.shape[3])
-        return whole_parts(self._heads_out, widths)
+        return self._out
 
     def _lay_arrived(self) -> None:
         if self._flying is None:

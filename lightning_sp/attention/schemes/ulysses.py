@@ -19,8 +19,10 @@ Communicates, sent by rank r of U whose h_r query heads need k_r key-value heads
 
     forward   q, k, v:     B s D x sum over u != r of (h_u + 2 k_u)      out:         B s D (U-1) h_r
     backward  grad of out: B s D x sum over u != r of h_u                dq, dk, dv:  B s D (U-1) (h_r + 2 k_r)
+              delta:       B s x sum over u != r of h_u, of the accumulator's dtype (`kernels.out_gradient`)
 
-Without GQA that is 4 (U-1)/U local tensors of B s H D forward, and as many backward.
+Without GQA that is 4 (U-1)/U local tensors of B s H D forward, and as many and delta's 1/D of one (2/D in 16 bits) backward. For delta, out of
+the heads is not saved beside that of the tokens.
 Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ def collective_shard(
     *,
     by_hand: bool,
     ends: bool = False,
+    most_tokens: int = sys.maxsize,
 ) -> tuple[Any, SequenceInfo, bool]:
     """Return this rank's part of a batch, what was whole, and whether any rank was told to end the run. Every rank must call it.
 
@@ -37,6 +39,7 @@ def collective_shard(
         group: the world, on a backend for host tensors.
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
+        most_tokens: of a rank, above which the batch is longer than those before.
 
     Communicates: as `comm.check_same_batch`.
 
@@ -67,10 +70,12 @@ def collective_shard(
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
             ends=ends,
+            is_longer=info is not None and info.local_tokens > most_tokens,
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
+    is_filler = isinstance(batch, FillerBatch)
+    info = replace(info, is_filler=is_filler, uneven_entries=agreed.uneven, is_longer=agreed.longer)
     return local, info, agreed.ends

@@ -244,7 +244,7 @@ def contract(ulysses, ring, stages, keys, saves_kv):
     torch.library.opcheck(attention_op, (*leaves, *code), test_utils=utils)
     made = Outputs(*attention_op(*[t.detach() for t in leaves], *code))
     saved = [made.exchanged, made.exchanged_kv][: 1 if keys == 16 else 2]
-    backward = (q.detach(), saved, made.saved_kv, made.visible, made.heads_out, made.lse, 8, 2, False, *code)
+    backward = (q.detach(), saved, made.saved_kv, made.visible, made.out, made.lse, 8, 2, False, *code)
     torch.library.opcheck(attention_backward_op, backward, test_utils=utils[::2])
 
 
@@ -401,3 +401,20 @@ def kept_graph(ulysses, ring):
     except RuntimeError as error:
         return *both, str(error)
     return None
+
+
+def saved_elements(ulysses, ring, heads, kv_heads, length, dim):
+    """Return how many elements a forward leaves for its backward, each memory once, the caller's own q, k and v among them."""
+    mesh = mesh_of(ulysses, ring)
+    tokens = length // mesh.layout.size
+    q, k, v = (torch.randn(1, tokens, n, dim).transpose(1, 2).requires_grad_(True) for n in (heads, kv_heads, kv_heads))
+    memory = {}
+
+    def note(tensor):
+        memory[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = sequence_parallel_attention(q, k, v, mesh=mesh, mask=AttentionMask(causal=True))
+    saved, given = sum(memory.values()), {t.untyped_storage().data_ptr() for t in (q, k, v)} & set(memory)
+    return saved, len(given), out.untyped_storage().data_ptr() in memory

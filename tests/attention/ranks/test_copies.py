@@ -1,4 +1,4 @@
-"""How often Ulysses copies: once to pack what is sent, once to lay what came home side by side, and nothing is cast."""
+"""How often Ulysses copies: once to pack what is sent, once to lay what came home side by side, and of that nothing is cast."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ LENGTH, DIM = 64, 16
 
 def moved(part):
     return sum(elements for _, elements, _ in part)
+
+
+def without_casts(part):
+    casts = [each for each in part if len(set(each[2])) > 1]
+    return [each for each in part if each not in casts], casts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +44,16 @@ def test_every_exchange_has_one_copy_before_and_at_most_one_after(pools, heads, 
         assert moved(after) == s * token * num_heads + lse
         assert len(after) == size + 1
 
-        before, between, after = backward
+        of_delta, before, between, after = backward
+        # A number for each head of each token. What makes it, and what comes of it, is computed in the accumulator's dtype.
+        of_delta, casts = without_casts(of_delta)
+        assert moved(of_delta) == s * batch * num_heads
+        between, casts_between = without_casts(between)
+        if dtype == torch.bfloat16:
+            assert moved(casts) == 2 * s * token * num_heads
+            assert moved(casts_between) == 2 * LENGTH * token * h + LENGTH * batch * h
+        else:
+            assert casts == casts_between == []
         assert moved(before) == s * token * num_heads
         assert len(before) == size
         assert moved(between) == LENGTH * token * split.width(rank)
@@ -48,7 +62,7 @@ def test_every_exchange_has_one_copy_before_and_at_most_one_after(pools, heads, 
         assert moved(after) == s * token * travelling
         shares = 2 * (size if num_kv_heads >= size else num_kv_heads)
         assert len(after) == size + shares
-        for part in (*forward, *backward):
+        for part in (*forward, before, between, after):
             assert all(len(set(dtypes)) == 1 for _, _, dtypes in part), f"rank {rank} casts: {part}"
 
 

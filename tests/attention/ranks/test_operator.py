@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.ranks.operator_ranks import block_step, contract, kept_graph, refusals, short_boundaries
+from tests.attention.ranks.operator_ranks import (
+    block_step,
+    contract,
+    kept_graph,
+    refusals,
+    saved_elements,
+    short_boundaries,
+)
 
 
 @pytest.mark.parametrize("transport", ["network", "shared_memory"])
@@ -17,10 +24,10 @@ def test_selective_checkpointing_repeats_neither_kernel_nor_communication(pools,
     for rank in range(4):
         calls, tensors = plain[rank]
         assert selective[rank][0] == calls
-        assert calls["all_to_all_single"] == 2 * 4
+        assert calls["all_to_all_single"] == 2 * 5
         assert calls["forward"] == calls["backward"] == 2 * degrees[1]
         # The count would show a repetition: checkpointing that saves nothing runs every forward part again.
-        assert full[rank][0]["all_to_all_single"] == 2 * 6
+        assert full[rank][0]["all_to_all_single"] == 2 * 7
         assert full[rank][0]["forward"] == 2 * calls["forward"]
         for ours, theirs in zip(selective[rank][1], tensors, strict=True):
             assert torch.equal(ours, theirs)
@@ -45,7 +52,7 @@ def test_stages_are_saved_by_a_checkpoint_and_compile(pools):
         pools(2).run(block_step, 2, 1, how, "network", 2) for how in ("plain", "selective", "compiled")
     )
     for rank in range(2):
-        assert eager[rank][0]["all_to_all_single"] == 2 * 4 * 2
+        assert eager[rank][0]["all_to_all_single"] == 2 * (4 * 2 + 1)
         assert eager[rank][0] == selective[rank][0] == compiled[rank][0]
         for plain, again, ours in zip(eager[rank][1], selective[rank][1], compiled[rank][1], strict=True):
             assert torch.equal(plain, again)
@@ -98,3 +105,15 @@ def test_boundaries_of_the_local_length_are_refused_by_all(pools):
     for message, calls in pools(4).run(short_boundaries):
         assert "boundaries end at 8 tokens, the (padded) sequence has 32: they must be equal" in message
         assert calls == {}
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (1, 2), (2, 1)], ids=["1x1", "1x2", "2x1"])
+def test_out_is_saved_once(pools, degrees):
+    length, heads, kv_heads, dim = 64, 8, 4, 16
+    world = degrees[0] * degrees[1]
+    token = length // world * dim
+    for saved, num_given, is_out in pools(world).run(saved_elements, *degrees, heads, kv_heads, length, dim):
+        # q, k and v, as they came or as they were exchanged, out and the log-sum-exp of each query and head.
+        assert saved == token * (heads + 2 * kv_heads) + token * heads + length // world * heads
+        assert is_out, "what the caller has too"
+        assert num_given == (0 if degrees[0] > 1 else 3)

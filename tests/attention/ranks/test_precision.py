@@ -87,5 +87,5 @@ def test_autocast_casts_mixed_dtypes_as_sdpa_does(pools):
         for i, name in enumerate(NAMES):
             error = rms(merge([rank[i] for rank in ranks], layout, dim=2).double() - expected[i]) / rms(expected[i])
             assert error < 1e-2, f"{degrees} {name}: {error}"
-            if degrees == (2, 1) and name in ("out", "dq"):
+            if degrees == (2, 1) and name == "out":
                 assert error == 0, "Ulysses runs the same kernel on the same numbers"

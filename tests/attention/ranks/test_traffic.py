@@ -46,7 +46,10 @@ def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport, method):
         )
         for rank, measured in enumerate(ranks):
             ring_rank, ulysses_rank = layout.coordinates(rank)
-            exchanged = ulysses_sent_elements(split, ulysses_rank, batch=1, tokens=LENGTH // layout.size, dim=DIM)
+            delta = torch.float32.itemsize // dtype.itemsize
+            exchanged = ulysses_sent_elements(
+                split, ulysses_rank, batch=1, tokens=LENGTH // layout.size, dim=DIM, delta=delta
+            )
             units = ring_sent_units(ring, ring_rank, causal=causal, saves_kv=transport == "network+saved")
             local_heads = split.keys(ulysses_rank)[1] - split.keys(ulysses_rank)[0]
             unit = local_heads * (LENGTH // ring) * DIM
@@ -55,13 +58,14 @@ def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport, method):
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)], ids=["4x1", "1x4", "2x2"])
-def test_calls_are_four_all_to_alls_and_three_messages_a_hop(pools, degrees):
+def test_calls_are_five_all_to_alls_and_three_messages_a_hop(pools, degrees):
     ulysses, ring = degrees
     for forward, backward in pools(4).run(traffic, ulysses, ring, 8, 8, LENGTH, DIM, torch.float32, True):
         exchanges, hops = (2 if ulysses > 1 else 0), ring - 1
         expected = {"all_to_all_single": exchanges, "isend": hops, "irecv": hops}
         assert forward[1] == {name: n for name, n in expected.items() if n}
-        expected = {"all_to_all_single": exchanges, "isend": 2 * hops, "irecv": 2 * hops}
+        # In the backward a number for each token and head besides.
+        expected = {"all_to_all_single": 3 if ulysses > 1 else 0, "isend": 2 * hops, "irecv": 2 * hops}
         assert backward[1] == {name: n for name, n in expected.items() if n}
 
 

@@ -67,9 +67,9 @@ def test_the_exchange_of_heads_alone_travels_by_the_network(pools, degrees, caus
     for rank, measured in enumerate(answers):
         _, place = layout.coordinates(rank)
         exchanged = ulysses_sent_elements(split, place, batch=1, tokens=length // layout.size, dim=dim)
-        for elements, (sent, calls) in zip(exchanged, measured, strict=True):
+        for elements, num_calls, (sent, calls) in zip(exchanged, (2, 3), measured, strict=True):
             assert sent == elements * 4
-            assert calls == ({"all_to_all_single": 2} if ulysses > 1 else {})
+            assert calls == ({"all_to_all_single": num_calls} if ulysses > 1 else {})
 
 
 @pytest.mark.parametrize("degrees", [(1, 4), (2, 2), (1, 3)], ids=["1x4", "2x2", "1x3"])

@@ -1,0 +1,87 @@
+"""`activation_checkpointing="auto"`: before the first step and each longer one, the cheapest policy whose predicted peak fits the budget.
+
+The ranks choose together, by the largest peak and the smallest budget of all, so that all follow one policy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_sp import comm
+from lightning_sp.config import StrategyConfig
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import block_checkpoints
+from lightning_sp.parallelize.memory_budget import budget_bytes
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, bytes_per_token, cheapest_policy
+from lightning_sp.parallelize.model_bytes import model_bytes, step_of_shapes
+from lightning_sp.step.runner import StepRunner
+
+
+class AutoCheckpointing:
+    """Follows the lengths of a run's batches; a class because a choice holds until a batch is longer.
+
+    `most_tokens` is of a rank, above which a batch is looked at.
+    """
+
+    def __init__(self, config: StrategyConfig) -> None:
+        self._budget_gib, self._waits = config.memory_budget_gib, False
+        self.most_tokens = 0 if config.checkpoint_policy == "auto" else sys.maxsize
+
+    def before_step(
+        self, runner: StepRunner, batch: SequenceInfo, optimizers: Sequence[Optimizer], ranks_on_machine: int
+    ) -> None:
+        """Choose a policy if the batch is longer than those before, on some rank. Every rank must call it.
+
+        Communicates: then one all_reduce of 64 bytes on the host.
+
+        Raises:
+            SequenceParallelError: the user's budget is smaller than every predicted peak.
+        """
+        module, device, given = runner.module, runner.device, self._budget_gib
+        checkpoints = block_checkpoints(module)
+        measured = checkpoints.activations.step
+        waits, self._waits = self._waits and measured is not None, False
+        if not batch.is_longer and not waits:
+            return
+        if not checkpoints.blocks:
+            self.most_tokens = sys.maxsize
+            return
+        model = model_bytes(module, checkpoints.blocks, optimizers, device)
+        step = measured or step_of_shapes(module, checkpoints.blocks)
+        budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)
+        slopes = [bytes_per_token(policy, step) for policy in CANDIDATES]
+        numbers = torch.tensor([model.fixed, -budget, batch.local_tokens, *slopes])
+        fixed, budget, tokens, *slopes = comm.largest(numbers, runner.groups.world).tolist()
+        budget, peaks = -budget, [fixed + slope * tokens for slope in slopes]
+        policy = cheapest_policy(peaks, budget)
+        if policy is None:
+            self._nothing_fits(peaks, budget, tokens)
+            policy = CANDIDATES[peaks.index(min(peaks))]
+        chosen, before = CANDIDATES.index(policy), checkpoints.policy
+        self.most_tokens = max(tokens, (budget - fixed) // max(1, slopes[chosen]))
+        # Without a preflight this step is measured, and the next one is chosen for anew.
+        self._waits = measured is None and policy == "none"
+        checkpoints.use("auto" if self._waits else policy)
+        if policy not in ("none", before):
+            rank_zero_info(
+                f"sequence_parallel: activation_checkpointing={policy} from this step on: {tokens:,} tokens of a rank are predicted to need "
+                f"{peaks[chosen] / GIB:.2f} GiB, {peaks[0] / GIB:.2f} without, of a budget of {budget / GIB:.2f}"
+            )
+
+    def _nothing_fits(self, peaks: Sequence[int], budget: int, tokens: int) -> None:
+        least = min(peaks)
+        message = (
+            f"{tokens:,} tokens of a rank are predicted to need {least / GIB:.2f} GiB at least, with activation_checkpointing="
+            f"'{CANDIDATES[peaks.index(least)]}', of a budget of {budget / GIB:.2f} (memory_budget_gib={self._budget_gib}): split a sequence "
+            "over more ranks (sequence_parallel_size), shard parameters over more (shard_size), exchange heads in stages (ulysses_stages), or "
+            "take shorter sequences or fewer rows"
+        )
+        if self._budget_gib != "auto":
+            raise SequenceParallelError(message)
+        rank_zero_warn(message)

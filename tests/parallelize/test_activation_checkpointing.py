@@ -1,0 +1,107 @@
+"""Checkpoint policies change no bit of a gradient; all but "full" repeat neither a kernel of the attention nor a message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp.testing import max_error
+from tests.parallelize import checkpointing_ranks as ranks
+
+LAYOUTS = {
+    "ulysses": dict(ulysses_size=2),
+    "ring": dict(ring_size=2),
+    "ring, network": dict(ring_size=2, ring_transport="network"),
+}
+POLICIES = ("none", "selective", "every_2", "full")
+
+
+def same_bits(actual, expected, case):
+    assert actual["losses"] == expected["losses"], case
+    assert len(actual["grads"]) == len(expected["grads"]) > 0
+    for ours, theirs in zip(actual["grads"], expected["grads"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, grad in theirs.items():
+            assert torch.equal(ours[name], grad), (case, name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_policy_gives_the_same_bits_and_those_of_one_process(pools, layout):
+    (alone,) = pools(1).run(ranks.steps, "llama", 1, {})
+    cases = [
+        dict(build="llama", world=2, strategy={**LAYOUTS[layout], "activation_checkpointing": policy})
+        for policy in POLICIES
+    ]
+    for plain, *others in pools(2).run(ranks.all_steps, cases):
+        for step, one in zip(plain["grads"], alone["grads"], strict=True):
+            assert all(max_error(step[name], grad) < 1e-10 for name, grad in one.items())
+        assert plain["of_block"] == ["none", "none"]
+        for policy, found in zip(POLICIES[1:], others, strict=True):
+            same_bits(found, plain, (layout, policy))
+            times = 2 if policy == "full" else 1
+            assert found["kernels"] == times * plain["kernels"] > 0, policy
+        assert [each["of_block"] for each in others] == [["selective"] * 2, ["selective", "none"], ["full"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("build", "strategy", "options"),
+    [
+        ("cross", dict(ulysses_size=2), {}),  # keywords, tuples, dropout
+        ("cross", dict(ring_size=2), {}),
+        ("dropout gpt", dict(ring_size=2, shard_size=1), {}),
+        ("llama", dict(ulysses_size=2), dict(precision="bf16-mixed")),  # autocast
+        ("llama", dict(ulysses_size=2, ulysses_stages=2), dict(accumulate_grad_batches=2, max_steps=1)),
+    ],
+)
+def test_what_blocks_take_return_and_draw_is_repeated(pools, build, strategy, options):
+    cases = [
+        dict(build=build, world=2, strategy={**strategy, "activation_checkpointing": policy}, **options)
+        for policy in ("none", "selective", "full")
+    ]
+    for plain, selective, full in pools(2).run(ranks.all_steps, cases):
+        same_bits(selective, plain, (build, strategy, "selective"))
+        same_bits(full, plain, (build, strategy, "full"))
+        assert selective["kernels"] == plain["kernels"]
+        assert selective["exchanges"] == plain["exchanges"]
+
+
+def test_full_repeats_the_exchanges_of_a_forward(pools):
+    cases = [
+        dict(build="llama", world=2, strategy=dict(ulysses_size=2, activation_checkpointing=policy), max_steps=1)
+        for policy in ("none", "selective", "full")
+    ]
+    for plain, selective, full in pools(2).run(ranks.all_steps, cases):
+        assert selective["exchanges"] == plain["exchanges"]
+        # Of two blocks: what goes to the heads, and comes back.
+        assert full["exchanges"] == plain["exchanges"] + 2 * 2
+
+
+def test_blocks_under_torch_compile(pools):
+    # Selective: tests/trainer/compile/test_user_compile.py.
+    cases = [
+        dict(build=build, world=2, strategy=dict(ulysses_size=2, activation_checkpointing=policy), max_steps=1)
+        for build, policy in (("llama", "none"), ("compiled", "full"))
+    ]
+    for plain, full in pools(2).run(ranks.all_steps, cases):
+        assert full["losses"] == pytest.approx(plain["losses"], abs=1e-10)
+        for name, grad in plain["grads"][0].items():
+            assert max_error(full["grads"][0][name], grad) < 1e-10, name
+
+
+@pytest.mark.parametrize(("late", "policy", "found"), [
+    (False, "none", "selective"), (True, "none", "selective"), (False, "every_2", "selective"), (False, "full", "full"),
+])  # fmt: skip
+def test_a_models_own_checkpointing_is_taken_over(pools, late, policy, found):
+    build = "hugging face" if late else "hugging face, checkpointed"
+    cases = [
+        dict(build=each, world=2, strategy=dict(ring_size=2, activation_checkpointing=of), late=later)
+        for each, of, later in ((build, policy, late), ("hugging face", "none", False))
+    ]
+    for rank, (taken, plain) in enumerate(pools(2).run(ranks.all_steps, cases)):
+        same_bits(taken, plain, policy)
+        assert taken["of_block"] == [found] * 2
+        assert taken["kernels"] == plain["kernels"] * (2 if policy == "full" else 1)
+        assert len(taken["told"]) == (rank == 0), taken["told"]
+        if rank == 0:
+            assert "LlamaForCausalLM in place of its own gradient checkpointing" in taken["told"][0]
+            assert taken["told"][0].endswith(f"activation_checkpointing={found}")

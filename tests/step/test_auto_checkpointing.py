@@ -1,0 +1,74 @@
+"""`activation_checkpointing="auto"`: the cheapest policy that a budget allows, chosen by all ranks before the first step and each longer one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.step import auto_checkpointing_ranks as ranks
+
+NONE, SELECTIVE = ["none"] * 8, ["selective"] * 8
+LAYOUT = dict(ulysses_size=2)
+
+
+@pytest.fixture(scope="module")
+def answers(pools):
+    """Of each rank: within any budget; of a longer second batch; of the same policies by name; of a budget that nothing fits."""
+    off = dict(**LAYOUT, preflight=False)
+    cases = [
+        dict(
+            lengths=[256, 256], extra_mib=None, strategy=LAYOUT
+        ),  # what is imported and loaded by a first fit is resident then
+        dict(lengths=[256, 256], extra_mib=1000, strategy=off),
+        dict(lengths=[512, 4096], extra_mib=230, strategy=LAYOUT),
+        dict(lengths=[512, 4096], extra_mib=None, strategy=dict(**off, activation_checkpointing="none")),
+        dict(lengths=[256], extra_mib=-100, strategy=LAYOUT),
+    ]
+    return pools(2).run(ranks.all_budgeted, [dict(world=2, **case) for case in cases])
+
+
+def test_a_step_that_fits_keeps_all_and_says_nothing(answers):
+    for rank in answers:
+        assert rank[0]["of_blocks"] == [NONE, NONE]
+        # Without a preflight the first step is what is measured.
+        assert rank[1]["of_blocks"] == [["measured"] * 8, NONE]
+        assert rank[0]["told"] == rank[1]["told"] == []
+
+
+def test_a_longer_batch_recomputes_and_a_line_says_so(answers):
+    for number, (_, _, auto, plain, _) in enumerate(answers):
+        assert auto["of_blocks"] == [NONE, SELECTIVE], auto["told"]
+        assert plain["of_blocks"] == [NONE] * 2
+        assert auto["losses"] == plain["losses"]
+        for ours, theirs in zip(auto["grads"], plain["grads"], strict=True):
+            assert all(torch.equal(ours[name], grad) for name, grad in theirs.items())
+        assert len(auto["told"]) == (number == 0), auto["told"]
+        if number == 0:
+            assert "activation_checkpointing=selective from this step on: 2,048 tokens of a rank" in auto["told"][0]
+
+
+def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
+    for rank in answers:
+        (crop, of_crop), (step, of_step) = rank[0]["measured"], rank[1]["measured"]
+        assert crop <= step == 128
+        assert of_crop == pytest.approx(of_step, rel=0.03)
+        none, *_, selective, full = of_step
+        assert none > selective > full
+        # Eight blocks and the gradients of one.
+        assert none == pytest.approx(9 * 16.6 * 1024, rel=0.15)
+
+
+def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers):
+    # Here each rank was given its own budget: all go by the smallest.
+    messages = {rank[4]["error"].partition(" (memory_budget_gib")[0] for rank in answers}
+    assert len(messages) == 1
+    (message,) = messages
+    # How much is resident depends on what ran before in these processes.
+    found = re.fullmatch(
+        r"128 tokens of a rank are predicted to need (.*) GiB at least, with activation_checkpointing='full', of a budget of (.*)",
+        message,
+    )
+    assert found and float(found[1]) > float(found[2]) > 0
+    assert "sequence_parallel_size" in answers[0][4]["error"]

@@ -85,9 +85,7 @@ class _AttentionOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _saved_into(
-    storages: dict[int, torch.UntypedStorage], but: Collection[tuple[int, ...]] = ()
-) -> Iterator[None]:
+def _saved_into(storages: dict[int, torch.UntypedStorage], but: Collection[tuple[int, ...]] = ()) -> Iterator[None]:
     """Note the memory of what autograd saves, but for tensors of some shapes."""
 
     def note(tensor: Tensor) -> Tensor:

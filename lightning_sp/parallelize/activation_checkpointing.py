@@ -120,25 +120,27 @@ def block_checkpoints(module: nn.Module) -> BlockCheckpoints:
     return found
 
 
+def is_measured(module: nn.Module) -> bool:
+    """Return whether the next step of a model is measured."""
+    checkpoints = vars(module).get(_CHECKPOINTS)
+    return isinstance(checkpoints, BlockCheckpoints) and checkpoints.is_measured
+
+
 @contextmanager
 def measured_step(module: nn.Module, tokens: int) -> Iterator[None]:
     """Measure what a step of some tokens of this rank leaves for its backward, if the policy waits for that."""
-    checkpoints = vars(module).get(_CHECKPOINTS)
-    if not isinstance(checkpoints, BlockCheckpoints) or not checkpoints.is_measured:
+    if not is_measured(module):
         yield
         return
-    with checkpoints.activations.measured(module, tokens):
+    with block_checkpoints(module).activations.measured(module, tokens):
         yield
 
 
 def refuses_measuring(module: nn.Module, error: RuntimeError) -> bool:
     """Return whether a measured step failed for being measured, and measure none from now on: `torch.func` takes no hooks of saved tensors."""
-    checkpoints = vars(module).get(_CHECKPOINTS)
-    if not isinstance(checkpoints, BlockCheckpoints) or not checkpoints.is_measured:
+    if not is_measured(module) or "saved tensor hooks" not in str(error):
         return False
-    if "saved tensor hooks" not in str(error):
-        return False
-    checkpoints.measure_no_more()
+    block_checkpoints(module).measure_no_more()
     return True
 
 

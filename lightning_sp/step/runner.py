@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp import comm
+from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
@@ -29,8 +30,10 @@ from lightning_sp.parallelize import (
     activation_offload,
     check_hooks,
     is_compiled,
+    is_measured,
     measured_step,
     optional_units,
+    refuses_measuring,
     reshard,
     run_with_whole_parameters,
     used_parameters,
@@ -101,7 +104,7 @@ class StepRunner:
         """
         if not self._attention_reached:
             check_hooks(self.module, "_backward_hooks")  # those that were registered after the model was sharded
-        before = random_state() if block_checkpoints(self.module).is_measured else {}
+        before = random_state() if is_measured(self.module) else {}
         try:
             return self._train(batch, run)
         except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -73,3 +74,20 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
     assert found
     assert float(found[1]) > float(found[2]) > 0
     assert "sequence_parallel_size" in answers[0][4]["error"]
+
+
+def test_a_step_that_cannot_be_measured_trains_as_without(pools):
+    build = partial(ranks.small, ranks.OwnDerivative)
+    common = dict(world=2, lengths=[32, 32], extra_mib=None, build=build)
+    cases = [
+        {**common, "strategy": {**LAYOUT, "preflight": preflight, "activation_checkpointing": policy}}
+        for preflight in (True, False)
+        for policy in ("auto", "none")
+    ]
+    for with_auto, without, unchecked_auto, unchecked in pools(2).run(ranks.all_budgeted, cases):
+        for auto, none in ((with_auto, without), (unchecked_auto, unchecked)):
+            assert auto["error"] == none["error"] == ""
+            assert auto["measured"] is None
+            assert auto["losses"][-2:] == none["losses"][-2:]
+            for ours, theirs in zip(auto["grads"], none["grads"], strict=True):
+                assert all(torch.equal(ours[name], grad) for name, grad in theirs.items())

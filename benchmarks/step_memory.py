@@ -86,7 +86,7 @@ def measured(case: str, layers: int, tokens: int, steps: int) -> tuple[float, fl
     blocks = transformer_blocks(root)
     offload = offload_activations(root, chosen, torch.device("cpu"), blocks)
     if chosen.activation_checkpointing:
-        checkpoint_blocks(root, blocks, offload)
+        checkpoint_blocks(root, blocks, "selective", offload=offload)
     found = mock.patch("lightning_sp.parallelize.fsdp.shard_model.vocabulary_layers", return_value=[])
     with found if as_one else nullcontext():
         shard_model(root, blocks, init_device_mesh("cpu", (torch.distributed.get_world_size(),)), chosen)

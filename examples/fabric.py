@@ -42,7 +42,7 @@ def train(fabric: Fabric, config: StrategyConfig, max_steps: int) -> list[float]
     context = SequenceContext(mesh, config.attention)
     steps = StepRunner(model, context, groups=groups, device=fabric.device)
     losses = []
-    with interceptions(context, model):
+    with interceptions(context, model, config):
         for input_ids, _ in zip(loader, range(max_steps), strict=False):
             batch = {"input_ids": input_ids, "labels": input_ids}
             local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, ShardOptions(model_shifts_labels=True))

@@ -282,8 +282,8 @@ def test_shard_size_divides_the_world():
         (dict(activation_loading_horizon=0), "activation_loading_horizon=0: must be a positive integer"),
         (dict(activation_loading_horizon=True), "activation_loading_horizon=True: must be a positive integer"),
         (
-            dict(activation_offload="host"),
-            "activation_offload='host' without activation_checkpointing: the inputs of recomputed blocks",
+            dict(activation_offload="host", activation_checkpointing=False),
+            "activation_offload='host' with activation_checkpointing=False: the inputs of recomputed blocks",
         ),
         (
             dict(offload_folder="/scratch"),

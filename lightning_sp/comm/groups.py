@@ -185,6 +185,7 @@ def rank_in(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def takes_host_tensors(group: ProcessGroup) -> bool:
     """Return whether a group moves tensors of the host: NCCL's and others for one kind of device ("smddp") do not."""
     return torch.device("cpu") in group._device_types

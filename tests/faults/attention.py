@@ -264,8 +264,8 @@ ATTENTION = (
     fault(
         "dropout drawn again in the recomputation",
         "parallelize/activation_checkpointing.py",
-        "use_reentrant=False, context_fn=_contexts)",
-        "use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)",
+        "recomputed = partial(checkpoint, use_reentrant=False)",
+        "recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)",
         "tests/trainer/test_fit.py::test_recomputation_draws_the_forwards_dropout_again",
     ),
     fault(

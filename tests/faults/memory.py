@@ -93,8 +93,8 @@ MEMORY = (
     fault(
         "full checkpointing that keeps the attention",
         "parallelize/activation_checkpointing.py",
-        'if how == "full":',
-        'if how == "all":',
+        'if how == "selective":',
+        'if how in ("selective", "full"):',
         f"{CHECKPOINTS}::test_full_repeats_the_exchanges_of_a_forward",
     ),
     fault(

@@ -66,7 +66,7 @@ def model(options: dict[str, Any] | None, sharded: bool, **sizes: Any) -> tuple[
     if options is not None:
         chosen = MemoryOptions(activation_checkpointing=True, **options)
         offload = offload_activations(root, chosen, CPU, list(root.layers))
-        checkpoint_blocks(root, list(root.layers), offload)
+        checkpoint_blocks(root, list(root.layers), "selective", offload=offload)
     if sharded:
         shard_model(root, list(root.layers), mesh_of((dist.get_world_size(),)))
         make_fsdp_root(root)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from threading import Event, Thread
 
 # Set by `launchers.ScriptLauncher` for the ranks that it starts: its own process.
@@ -61,28 +61,22 @@ def _watch(pid: int, stopped: Event) -> None:
 
 def _wait(pid: int, stopped: Event) -> bool:
     """Return True when a process has ended, False when the watch was stopped."""
-    try:
-        descriptor = os.pidfd_open(pid)  # Linux 5.3: it becomes readable at the process' end
-    except ProcessLookupError:
-        return True
-    except (AttributeError, OSError):
-        descriptor = -1
-    try:
-        while not stopped.is_set():
-            if descriptor < 0:
-                stopped.wait(_POLL_S)
-                if not _is_alive(pid):
-                    return True
-            elif select.select([descriptor], [], [], _POLL_S)[0]:
-                return True
-        return False
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    while not stopped.wait(_POLL_S):
+        if not _is_alive(pid):
+            return True
+    return False
 
 
 def _is_alive(pid: int) -> bool:
+    """Return whether a process runs. One that has ended, and that nobody has waited for, is a zombie."""
     try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return False
+    except OSError:
+        return True
+    try:  # a system without /proc
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

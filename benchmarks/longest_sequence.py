@@ -3,7 +3,7 @@
     python -m benchmarks.longest_sequence                                2 ranks, 3 and 5 GiB, a vocabulary of 32,000
     python -m benchmarks.longest_sequence --world 4 --budgets 2 3
     python -m benchmarks.longest_sequence --vocabulary 128000            the head is the embedding
-    python -m benchmarks.longest_sequence --only "plain FSDP2" defaults
+    python -m benchmarks.longest_sequence --only "plain FSDP2" selective full
     python -m benchmarks.longest_sequence --confirm "plain FSDP2"        one real step at 90% of what is predicted
 
 The model is an unmodified Hugging Face Llama (8 layers, dim 512, float32) with AdamW. What a rank needs is what stays (parameters, optimizer)
@@ -73,7 +73,15 @@ CONTESTANTS = (
         "ringmaster, checkpointing", "ringmaster_ulysses", "", (2048, 4096, 8192),
         ((TORCH, "numpy", "transformers==5.24.0"), ("--no-deps", "axolotl-ringmaster==0.2.7")), (), "ringmaster_attention",
     ),
-    ours("defaults"),
+    ours("nothing recomputed, logits", SHORT, activation_checkpointing="none", loss_chunk_tokens=None),
+    ours("nothing recomputed", activation_checkpointing="none"),
+    ours("selective", activation_checkpointing="selective"),
+    ours("full", LONG, activation_checkpointing="full"),
+    ours("full, tiled MLPs", LONG, activation_checkpointing="full", mlp_tile_tokens="auto"),
+    ours(
+        "full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",
+        activation_loading_horizon=2,
+    ),
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def table(chosen: list[Contestant], world: int, vocabulary: int, budgets: list[f
     plain: list[int] = []
     for each in chosen:
         try:
-            measured = measure(each, world, vocabulary, tuple(length * world // 2 or length for length in each.lengths))
+            measured = measure(each, world, vocabulary, tuple(length * world // 2 for length in each.lengths))
         except RuntimeError as error:
             print(f"left out: {error}", flush=True)
             continue
@@ -168,9 +168,14 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[3.0, 5.0], metavar="GIB")
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names that begin so")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="whole sequences that are measured")
     parser.add_argument("--confirm", nargs="+", default=[], metavar="NAME", help="at the first budget")
     given = parser.parse_args()
     chosen = [each for each in CONTESTANTS if each.name.startswith(tuple(given.only or [""]))]
+    if given.lengths:
+        chosen = [
+            replace(each, lengths=tuple(length * 2 // given.world for length in given.lengths)) for each in chosen
+        ]
     if not chosen:
         raise SystemExit(f"no contestant is called {given.only}: {', '.join(each.name for each in CONTESTANTS)}")
     table(chosen, given.world, given.vocabulary, given.budgets, given.confirm)

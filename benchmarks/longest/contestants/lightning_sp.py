@@ -1,6 +1,6 @@
 """This project, through the Trainer, on the unmodified model; the variant is the strategy's options, as JSON.
 
-Without the preflight: it tries a longer batch within the measured step.
+Without the preflight, whose trial after 3 steps would fall within a measured one.
 """
 
 from __future__ import annotations

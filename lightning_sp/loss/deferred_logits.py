@@ -10,14 +10,16 @@ Legend: B rows, s tokens of this rank, n tokens in all, E model dim, V vocabular
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.chunked_head import CrossEntropyOfTokens
 from lightning_sp.loss.head_call import HeadCall, LaterHeadCall
 from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Cast, Recorded
@@ -25,6 +27,25 @@ from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VI
 # From the logits (c, V) of some tokens, and their rows of other tensors, to something for each of them.
 OfRows = Callable[..., Tensor]
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+_OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, torch.autograd.grad}
+# What writes to its first argument, beside names that end in one underscore.
+_IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+_WRITES = {"__setitem__", *(f"__i{name}__" for name in _IN_PLACE.split())}
+
+
+@dataclass(frozen=True)
+class Link:
+    """How logits come of other ones.
+
+    Args:
+        parent: those.
+        take: makes these of those, when these exist.
+        is_view: whether torch gives a view: what is written to one is written to both.
+    """
+
+    parent: DeferredLogits
+    take: Recorded
+    is_view: bool
 
 
 class DeferredLogits(Tensor):
@@ -42,8 +63,11 @@ class DeferredLogits(Tensor):
     functions: tuple[Recorded, ...]
     class_dim: int
     has_graph: bool
-    _parent: tuple[DeferredLogits, Recorded] | None
+    link: Link | None
+    # A tensor of their shape and strides without data: whether a function of them gives a view is asked of it.
+    blank: Tensor
     _made: Tensor | None
+    _made_version: int
 
     @staticmethod
     def of(
@@ -53,15 +77,17 @@ class DeferredLogits(Tensor):
         functions: tuple[Recorded, ...] = (),
         dtype: torch.dtype | None = None,
         class_dim: int = -1,
-        parent: tuple[DeferredLogits, Recorded] | None = None,
+        link: Link | None = None,
+        blank: Tensor | None = None,
     ) -> DeferredLogits:
         """Return the logits of some hidden states. Shapes: (..., E) -> (..., V), or (B, V, s) with class_dim=1."""
         shape = [*hidden.shape[:-1]]
         shape.insert(len(shape) if class_dim == -1 else class_dim, len(call.weight))
-        has_graph = call.requires_grad and torch.is_grad_enabled() and (parent is None or parent[0].has_graph)
+        has_graph = call.requires_grad and torch.is_grad_enabled() and (link is None or link.parent.has_graph)
         empty = Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype or call.dtype, device=hidden.device)
         empty.call, empty.hidden, empty.functions, empty.class_dim = call, hidden, functions, class_dim
-        empty.has_graph, empty._parent, empty._made = has_graph, parent, None
+        empty.has_graph, empty.link, empty._made, empty._made_version = has_graph, link, None, 0
+        empty.blank = torch.empty(shape, device="meta") if blank is None else blank
         if has_graph and not isinstance(call, LaterHeadCall):
             empty = _WithGraph.apply(hidden, *call.parameters, [empty])  # type: ignore[no-untyped-call]
         call.add(empty)
@@ -70,31 +96,81 @@ class DeferredLogits(Tensor):
     def make(self) -> Tensor:
         """Return the logits themselves, made once; a part of the tokens alone where the others' are not there."""
         if self._made is None:
-            parent, self._parent = self._parent, None
+            link = self.link
             with torch.set_grad_enabled(self.has_graph):
-                if parent is not None and (parent[0].is_made or parent[0].hidden.numel() == self.hidden.numel()):
-                    self._made = parent[1](parent[0].make())
+                if link is not None and self._comes_of_parent(link):
+                    self._keep(link.take(link.parent.make()), of_parent=True)
                 else:
-                    self._made = _finished(self.call.logits(self.hidden), self.functions, self.class_dim)
+                    self._keep(_finished(self.call.logits(self.hidden), self.functions, self.class_dim))
+        assert self._made is not None
         return self._made
+
+    def _comes_of_parent(self, link: Link) -> bool:
+        """Return whether these are to be taken from what they come of; a copy of what was written to since has the numbers of before."""
+        parent = link.parent
+        if parent.is_made:
+            return link.is_view or parent._made is None or parent._made._version == parent._made_version
+        return parent.hidden.numel() == self.hidden.numel()
+
+    def _keep(self, made: Tensor, *, of_parent: bool = False) -> None:
+        self._made, self._made_version = made, made._version
+        if of_parent or self.link is None or not self.link.is_view:
+            self.link = None  # what was made of a part alone may yet have to be a view of the whole
 
     @property
     def is_made(self) -> bool:
-        """Whether the logits exist."""
-        return self._made is not None
+        """Whether the logits exist, or those that they are a view of."""
+        return self._made is not None or (self.link is not None and self.link.is_view and self.link.parent.is_made)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether only the logits themselves will do: they were written to, or somebody asked for their gradient."""
+        if self.call.is_final or (self._made is not None and self._made._version != self._made_version):
+            return True
+        return self.link is not None and self.link.is_view and self.link.parent.is_final
+
+    def be_a_view(self) -> None:
+        """Exist, and share memory with the logits that these are a view of."""
+        link = self.link
+        if link is not None and link.is_view:
+            link.parent.be_a_view()
+            with torch.set_grad_enabled(self.has_graph):
+                self._keep(link.take(link.parent.make()), of_parent=True)
+        self.make()
 
     def like(self, hidden: Tensor, take: Recorded, class_dim: int = -1) -> DeferredLogits:
         """Return the logits of some of the tokens, and how they are taken from all."""
+        try:
+            blank = take(self.blank)
+        except (RuntimeError, NotImplementedError, TypeError, IndexError):
+            blank = None  # tokens that are chosen by values: a copy
+        is_view = blank is not None and blank.untyped_storage()._cdata == self.blank.untyped_storage()._cdata
+        link = Link(self, take, is_view)
         return DeferredLogits.of(
-            self.call, hidden, functions=self.functions, dtype=self.dtype, class_dim=class_dim, parent=(self, take)
-        )
+            self.call, hidden, functions=self.functions, dtype=self.dtype, class_dim=class_dim, link=link,
+            blank=blank if is_view else None,
+        )  # fmt: skip
+
+    def saved(self) -> DeferredLogits:
+        """Return what autograd saves in their place, and gives a graph when it is read: the same, as far as a recomputation sees."""
+        own = Tensor._make_wrapper_subclass(DeferredLogits, self.shape, dtype=self.dtype, device=self.device)
+        own.call, own.hidden, own.functions, own.class_dim = self.call, self.hidden, self.functions, self.class_dim
+        own.has_graph, own.link, own.blank = self.has_graph, Link(self, lambda made: made, True), self.blank
+        own._made, own._made_version = None, 0
+        self.call.add(own)
+        return own
 
     def then(self, function: Recorded, dtype: torch.dtype) -> DeferredLogits:
         """Return what a function makes of the logits of each token."""
         functions = (*self.functions, function)
         moved = self._vocabulary_last(function)
         return DeferredLogits.of(
-            self.call, self.hidden, functions=functions, dtype=dtype, class_dim=self.class_dim, parent=(self, moved)
+            self.call,
+            self.hidden,
+            functions=functions,
+            dtype=dtype,
+            class_dim=self.class_dim,
+            link=Link(self, moved, False),
         )
 
     def _vocabulary_last(self, function: Recorded) -> Recorded:
@@ -142,33 +218,16 @@ class DeferredLogits(Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Record what is known, answer what the shape says, and make the logits for anything else."""
-        kwargs = kwargs or {}
-        own = args[0] if args and isinstance(args[0], DeferredLogits) else None
-        if own is not None and not own.is_made:
-            if function in QUERIES:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return function(*args, **kwargs)
-            if function is Tensor.register_hook and _is_of_fsdp(args[1]):
-                return own._hook(args[1])
-            if function == _GRAD_FN:
-                return own.hidden.grad_fn
-            for known in (VIEWS, RECORDED, AGGREGATES):
-                found = known.get(function)
-                result = NotImplemented if found is None else found(own, function, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-        elif own is not None and function is Tensor.register_hook and _is_of_fsdp(args[1]):
-            return own._hook(args[1])
-        made_args, made_kwargs = tree_map(make_logits, (args, kwargs))
-        return function(*made_args, **made_kwargs)
+        return _answer(function, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make the logits where torch looks below its functions."""
-        made_args, made_kwargs = tree_map(make_logits, (args, kwargs or {}))
-        return function(*made_args, **made_kwargs)
+        """Make the logits where torch looks below its functions; not where autograd saves them under a hook of saved tensors."""
+        if function is torch.ops.aten.detach.default and not args[0].is_final:
+            return args[0].saved()
+        return _of_made(function, args, kwargs or {}, writes=function._schema.is_mutable)
 
 
 class _WithGraph(torch.autograd.Function):
@@ -195,6 +254,74 @@ class _WithGraph(torch.autograd.Function):
         wanted = [each for each, need in zip(given, needed, strict=True) if need]
         found = iter(torch.autograd.grad(logits, wanted, gradient))
         return (*(next(found).to(saved[i].dtype) if need else None for i, need in enumerate(needed)), None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+def _answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a function, answer it by the shape, or call it with the logits. A compiler gets what comes of that."""
+    own = args[0] if args and isinstance(args[0], DeferredLogits) else None
+    if own is not None and function is Tensor.register_hook and _is_of_fsdp(args[1]):
+        return own._hook(args[1])
+    if function in _OF_GRADIENTS:
+        _watch(function, args, kwargs)
+    if own is not None and not own.is_made:
+        if function in QUERIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if function == _GRAD_FN:
+            return own.hidden.grad_fn
+    if own is not None and not own.is_final:
+        for known in (VIEWS, RECORDED, AGGREGATES):
+            found = known.get(function)
+            result = NotImplemented if found is None else found(own, function, args, kwargs)
+            if result is not NotImplemented:
+                return result
+    return _of_made(function, args, kwargs, writes=_writes(function, kwargs))
+
+
+def _watch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let what follows use the logits themselves, for somebody has asked for their gradient.
+
+    Raises:
+        SequenceParallelError: a loss was computed of them already, without them.
+    """
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, DeferredLogits):
+            if each.call.gave_loss:
+                raise SequenceParallelError(
+                    f"{function.__name__} asks for the gradient of logits {tuple(each.shape)} of which a loss was computed already, chunk by "
+                    "chunk, so that they have none: ask before the loss is computed, or give loss_chunk_tokens=None"
+                )
+            each.call.is_final = True
+
+
+def _writes(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a function writes to a tensor that it is given."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in _WRITES or name == "__set__" or kwargs.get("out") is not None
+
+
+def _of_made(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool) -> Any:
+    """Call a function with logits in place of deferred ones. What shares memory shares it before one of them is written to."""
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DeferredLogits)]
+    if writes:
+        for call in {id(each.call): each.call for each in given}.values():
+            call.share_memory()
+            call.is_final = True
+    made_args, made_kwargs = tree_map(make_logits, (args, kwargs))
+    result = function(*made_args, **made_kwargs)
+    # A part that was made alone, and a view of it that somebody may write to.
+    alone = [each for each in given if each.link is not None]
+    if alone and not writes:
+        own = {each.make().untyped_storage()._cdata for each in alone}
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.layout == torch.strided]
+        if any(each.untyped_storage()._cdata in own for each in tensors):
+            for each in alone:
+                each.be_a_view()
+            made_args, made_kwargs = tree_map(make_logits, (args, kwargs))
+            return function(*made_args, **made_kwargs)
+    return result
 
 
 def _finished(logits: Tensor, functions: tuple[Recorded, ...], class_dim: int) -> Tensor:

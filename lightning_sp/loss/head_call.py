@@ -46,6 +46,8 @@ class HeadCall:
         self.requires_grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
         self._versions = [(each, each._version) for each in (hidden,) if not each.is_inference()]
         self._kept: HeadWeights | None = None
+        # Whether its logits were written to, or asked for their gradient; and whether a loss was computed without them.
+        self.is_final = self.gave_loss = False
         self._logits: list[weakref.ref[Any]] = []
 
     def add(self, logits: Any) -> None:
@@ -57,6 +59,14 @@ class HeadCall:
         for each in self._logits:
             if (logits := each()) is not None:
                 logits.make()
+
+    def share_memory(self) -> None:
+        """Make those that somebody holds, views of others as views: one of them is about to be written to."""
+        held = [logits for each in self._logits if (logits := each()) is not None]
+        for logits in held:
+            logits.make()  # copies, and what functions made, have the numbers of before
+        for logits in held:
+            logits.be_a_view()
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -74,8 +84,9 @@ class HeadCall:
         """Return the logits. Shapes: (..., E) -> (..., V)."""
         self._check_unchanged()
         if self.requires_grad and torch.is_grad_enabled():
-            made: Tensor = _Logits.apply(hidden, *self.parameters, self)  # type: ignore[no-untyped-call]
-            return made
+            # Of tokens in a row: to a view that a Function makes nobody may write.
+            made: Tensor = _Logits.apply(hidden.flatten(0, -2), *self.parameters, self)  # type: ignore[no-untyped-call]
+            return made.view(*hidden.shape[:-1], made.shape[-1])
         return self.whole().logits(hidden)
 
     def summed(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
@@ -88,6 +99,7 @@ class HeadCall:
 
     def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         self._check_unchanged()
+        self.gave_loss |= torch.is_grad_enabled()
         return compute(hidden, self.parameters, self.whole(), of_tokens, self.chunk_tokens)
 
     def whole(self) -> HeadWeights:
@@ -144,11 +156,10 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         (hidden,), weight = ctx.saved_tensors, ctx.call.whole().weight
-        rows = d_logits.flatten(0, -2)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
             (d_logits @ weight).to(hidden.dtype) if needs_hidden else None,
-            (rows.t() @ hidden.flatten(0, -2).to(weight.dtype)).to(ctx.dtype) if needs_weight else None,
-            rows.sum(0).to(ctx.dtype) if needs_bias else None,
+            (d_logits.t() @ hidden.to(weight.dtype)).to(ctx.dtype) if needs_weight else None,
+            d_logits.sum(0).to(ctx.dtype) if needs_bias else None,
             None,
         )

@@ -124,6 +124,7 @@ def _index(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         index, consumed = index[:-1], consumed[:-1]
     if sum(consumed) >= own.ndim:
         return NotImplemented
+    index = tuple(map(_kept, index))
     return _of_tokens(own, lambda x: x[index])
 
 
@@ -133,13 +134,18 @@ def _along_tokens(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[s
     dim = _argument(args, kwargs, place, "dim", default=0)
     if own.class_dim != -1 or not isinstance(dim, int) or _last(own, dim):
         return NotImplemented
-    rest = list(args[1:])
-    options = {name: value for name, value in kwargs.items() if name != "dim"}
+    rest = [*map(_kept, args[1:])]
+    options = {name: _kept(value) for name, value in kwargs.items() if name != "dim"}
     if len(args) > place:
         rest[place - 1] = dim % own.ndim
     else:
         options["dim"] = dim % own.ndim
     return _of_tokens(own, lambda x: function(x, *rest, **options))
+
+
+def _kept(value: Any) -> Any:
+    """Return an index that stays as it is until the logits are made."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _iterate(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,8 +182,10 @@ def _move(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return own.like(own.hidden, lambda made: made.permute(order), class_dim=1 if own.class_dim == -1 else -1)
 
 
-def _same(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return own if len(args) == 1 and not kwargs else NotImplemented
+def _contiguous(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 or kwargs:
+        return NotImplemented
+    return own if own.blank.is_contiguous() else own.like(own.hidden, Tensor.contiguous, class_dim=own.class_dim)
 
 
 def _detach(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,7 +284,7 @@ VIEWS: dict[Any, Handler] = {
     **_table(_along_tokens, *_named("split chunk narrow select unbind index_select", Tensor, torch)),
     **_table(_iterate, Tensor.__iter__),
     **_table(_move, *_named("movedim moveaxis transpose permute swapaxes", Tensor, torch)),
-    **_table(_same, Tensor.contiguous),
+    **_table(_contiguous, Tensor.contiguous),
     **_table(_detach, Tensor.detach, Tensor.data.__get__),  # type: ignore[attr-defined]
 }
 RECORDED: dict[Any, Handler] = {

@@ -86,6 +86,8 @@ def losses_of_tokens(losses: CrossEntropy, input: Tensor, target: Tensor, weight
 
 def can_wait(logits: DeferredLogits, target: Tensor, weight: Tensor | None) -> bool:
     """Return whether a cross entropy of deferred logits is one of each token's logits, and only they have a gradient."""
+    if logits.is_final:
+        return False
     is_of_tokens = logits.ndim == (2 if logits.class_dim == -1 else 3)
     return is_of_tokens and not target.requires_grad and (weight is None or not weight.requires_grad)
 

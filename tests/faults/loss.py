@@ -29,6 +29,20 @@ LOSS = (
         f"{_WAITING}::test_losses_and_gradients_are_those_of_logits_that_are_made",
     ),
     fault(
+        "logits that a view wrote to, read as they were before",
+        "loss/deferred_logits.py",
+        "            call.share_memory()\n",
+        "            pass\n",
+        "tests/loss/test_written_logits.py::test_a_step_is_that_of_real_logits[view_of_part]",
+    ),
+    fault(
+        "a loss over chunks although somebody waits for the gradient of the logits",
+        "loss/deferred_logits.py",
+        "            each.call.is_final = True\n",
+        "            pass\n",
+        "tests/loss/test_written_logits.py::test_a_step_is_that_of_real_logits[hook_before]",
+    ),
+    fault(
         "labels shifted after sharding",
         "data/batch/shard_sequence.py",
         '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n',

@@ -29,7 +29,13 @@ class MostTokens(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         for each in tree_leaves(output):
-            if isinstance(each, Tensor) and not is_deferred(each) and VOCAB in each.shape and DIM not in each.shape:
+            if (
+                isinstance(each, Tensor)
+                and each.device.type != "meta"
+                and not is_deferred(each)
+                and VOCAB in each.shape
+                and DIM not in each.shape
+            ):
                 self.tokens = max(self.tokens, each.numel() // VOCAB)
         return output
 

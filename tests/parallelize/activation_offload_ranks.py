@@ -241,7 +241,10 @@ def fails(folder: str) -> list[str]:
 
 
 def peak_bytes(layers: int, horizon: int | None, folder: str, tokens: int = 4096, dim: int = 128) -> int:
-    """Return by how much a forward and backward exceed what is alive before; without offload where there is no horizon."""
+    """Return by how much a forward and backward exceed what is alive before; without offload where there is no horizon.
+
+    The least of four, after one that makes the libraries resident: what the step needs is always there, what else the process does only adds.
+    """
     options: dict[str, Any] = {}
     if horizon is not None:
         options = dict(activation_offload="disk", activation_loading_horizon=horizon, offload_folder=folder)
@@ -249,9 +252,11 @@ def peak_bytes(layers: int, horizon: int | None, folder: str, tokens: int = 4096
     for each in root.parameters():
         each.grad = torch.zeros_like(each)
     x = torch.ones(1, tokens, dim)
-    root(x[:, :64]).sum().backward()
-    with peak_growth() as growth:
-        root(x).sum().backward()
+    peaks = []
+    for _ in range(5):
+        with peak_growth() as growth:
+            root(x).sum().backward()
+        peaks.append(growth.peak_bytes)
     if offload is not None:
         offload.close()
-    return growth.peak_bytes
+    return min(peaks[1:])

@@ -1,10 +1,13 @@
-"""What each rank runs in test_auto_checkpointing.py: fits whose budget is a little more than what is resident."""
+"""What each rank runs in test_auto_checkpointing.py: fits within a machine that has a little more than what is resident."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -13,7 +16,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory_budget import used_bytes
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, bytes_per_token
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, bytes_per_token
+from lightning_sp.step import auto_checkpointing
 from tests.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
@@ -46,26 +50,35 @@ class Followed(Plain):
         self.of_blocks.append(list(block_checkpoints(self).of_block))
 
 
+@contextlib.contextmanager
+def machine_of(mib: float | None) -> Iterator[None]:
+    """Let `memory_budget_gib="auto"` find a machine with this much memory above what is resident then."""
+    if mib is None:
+        yield
+        return
+    with patch.object(auto_checkpointing, "budget_bytes", lambda device, _: used_bytes(device) + int(mib * 2**20)):
+        yield
+
+
 def budgeted(
-    world: int, lengths: list[int], extra_mib: float | None, strategy: dict[str, Any], build: Any = WIDE
+    world: int, lengths: list[int], strategy: dict[str, Any], machine_mib: float | None = None, build: Any = WIDE
 ) -> dict[str, Any]:
     """Fit one step for each length.
 
     Args:
         world: ranks.
         lengths: of each step's row.
-        extra_mib: of the budget, above what is resident; None for the budget that is chosen.
-        strategy: its other options.
+        strategy: its options.
+        machine_mib: of the machine's memory, above what is resident when a policy is chosen: how much that is depends on what ran before in this
+            process. None for this machine's.
         build: makes the model.
     """
     torch.manual_seed(3)
     module = Followed(build)
     gc.collect()
-    if extra_mib is not None:
-        strategy = {**strategy, "memory_budget_gib": (used_bytes(torch.device("cpu")) + extra_mib * 2**20) / GIB}
     trainer = quiet_trainer(world, strategy=strategy, precision="32-true")
     answer: dict[str, Any] = {"error": ""}
-    with told() as lines:
+    with told() as lines, machine_of(machine_mib):
         try:
             trainer.fit(module, DataLoader(Rows(lengths), batch_size=1))
         except SequenceParallelError as error:

@@ -19,13 +19,12 @@ def answers(pools):
     """Of each rank: within any budget; of a longer second batch; of the same policies by name; of a budget that nothing fits."""
     off = dict(**LAYOUT, preflight=False)
     cases = [
-        dict(
-            lengths=[256, 256], extra_mib=None, strategy=LAYOUT
-        ),  # what is imported and loaded by a first fit is resident then
-        dict(lengths=[256, 256], extra_mib=1000, strategy=off),
-        dict(lengths=[512, 4096], extra_mib=230, strategy=LAYOUT),
-        dict(lengths=[512, 4096], extra_mib=None, strategy=dict(**off, activation_checkpointing="none")),
-        dict(lengths=[256], extra_mib=-100, strategy=LAYOUT),
+        # What is imported and loaded by a first fit is resident then.
+        dict(lengths=[256, 256], strategy=LAYOUT),
+        dict(lengths=[256, 256], strategy=dict(**off, memory_budget_gib=1000.0)),
+        dict(lengths=[512, 4096], strategy=LAYOUT, machine_mib=205),
+        dict(lengths=[512, 4096], strategy=dict(**off, activation_checkpointing="none")),
+        dict(lengths=[256], strategy=dict(**LAYOUT, memory_budget_gib=0.01)),
     ]
     return pools(2).run(ranks.all_budgeted, [dict(world=2, **case) for case in cases])
 
@@ -62,11 +61,9 @@ def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
 
 
 def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers):
-    # Here each rank was given its own budget: all go by the smallest.
     messages = {rank[4]["error"].partition(" (memory_budget_gib")[0] for rank in answers}
     assert len(messages) == 1
     (message,) = messages
-    # How much is resident depends on what ran before in these processes.
     found = re.fullmatch(
         r"128 tokens of a rank are predicted to need (.*) GiB at least, with activation_checkpointing='full', of a budget of (.*)",
         message,
@@ -78,7 +75,7 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
 
 def test_a_step_that_cannot_be_measured_trains_as_without(pools):
     build = partial(ranks.small, ranks.OwnDerivative)
-    common = dict(world=2, lengths=[32, 32], extra_mib=None, build=build)
+    common = dict(world=2, lengths=[32, 32], build=build)
     cases = [
         {**common, "strategy": {**LAYOUT, "preflight": preflight, "activation_checkpointing": policy}}
         for preflight in (True, False)

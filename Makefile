@@ -14,7 +14,7 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZ
 WORKERS ?= 2
 AT_A_TIME := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-all test-long faults models flows compile cluster lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long faults models flows compile cluster gpu lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -45,6 +45,10 @@ compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a 
 
 cluster: $(STAMP)  ## 2 and 4 nodes as network namespaces, by torchrun and SLURM; needs root, ip and tc
 	$(TEST_ENV) $(BIN)/python -m pytest tests/cluster $(ARGS)
+
+# Without an environment: a lent machine has torch, lightning and pytest, and no package index.
+gpu:  ## all that wants one GPU, in 25 minutes, resumable; PYTHON=python3, ARGS="right profile", ARGS="--device cpu --tiny"
+	$(or $(PYTHON),python3) -m benchmarks.gpu $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers, spelling
 	$(BIN)/ruff check .

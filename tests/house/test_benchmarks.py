@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention_gpu, attention_peers
-from benchmarks.attention_gpu import Case, EmulatedRank, block_pairs, emulated_ring, whole_forward
+from benchmarks import attention_peers
+from benchmarks.gpu import attention as attention_gpu
+from benchmarks.gpu.attention import Case, EmulatedRank, block_pairs, emulated_ring, whole_forward
 from benchmarks.traffic import fewest_sent_bytes
 from lightning_sp.attention import AttentionMask
 from lightning_sp.attention.plan.blocks import Block, Kind

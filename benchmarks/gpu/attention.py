@@ -1,7 +1,7 @@
 """Attention on one device: FLOP/s of the block kernel beside the device's own matrix product, and what a ring adds to it.
 
-    python -m benchmarks.attention_gpu --json attention_gpu.json           on a GPU: bfloat16, 8K to 512K tokens, three head shapes
-    OMP_NUM_THREADS=1 python -m benchmarks.attention_gpu --device cpu --lengths 256 --shapes 4/2/32 --matmul 256       anywhere
+    python -m benchmarks.gpu.attention --json attention_gpu.json           on a GPU: bfloat16, 8K to 512K tokens, three head shapes
+    OMP_NUM_THREADS=1 python -m benchmarks.gpu.attention --device cpu --lengths 256 --shapes 4/2/32 --matmul 256       anywhere
 
 All ranks of a ring take turns on the one device: each runs the production `forward_step` and `backward_step` over the blocks of its plan, hop
 by hop, and keys that would have travelled are sliced from the whole before the clock starts. What is measured is what a rank computes, its

@@ -135,8 +135,16 @@ def law(kind: str, horizon: int, sharded: bool, folder: str) -> dict[str, Any]:
     return {
         "equal": all(torch.equal(a, b) for a, b in zip(after, before, strict=True)),
         "put": residents.num_put, "most": residents.most, "alive": alive, "bytes": num_bytes, "left": os.listdir(folder),
-        "threads": [each for each in os.listdir("/proc/self/task") if "activation" in Path(f"/proc/self/task/{each}/comm").read_text()],
+        "threads": [name for name in map(thread_name, os.listdir("/proc/self/task")) if "activation" in name],
     }  # fmt: skip
+
+
+def thread_name(number: str) -> str:
+    """Return what the system calls a thread of this process; "" for one that has ended since."""
+    try:
+        return Path(f"/proc/self/task/{number}/comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def written_to(folder: str) -> str:

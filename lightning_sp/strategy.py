@@ -334,11 +334,14 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             closure_loss = self._steps.before_backward(closure_loss)
         elif step is not None:
             closure_loss = self._weighed(closure_loss, step.token_counts)
+        if loops.is_update(self._module.trainer):
+            self._run.update.tell(self.optimizers, self._module.trainer.global_step, self._groups.world)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        self._run.update.check(self._groups.world)
         if self._module.automatic_optimization:
             self._steps.end_backward(self._again)
 

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.mesh import SequenceMesh
+from lightning_sp.step.agreed_update import AgreedUpdate
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.random_streams import RandomStreams
 from lightning_sp.step.replicas import ReplicaWatch
@@ -26,12 +27,14 @@ class RunState:
         cursor: how far the training loader has come.
         streams: the random numbers of each rank.
         replicas: whether ranks that hold the same shard hold the same numbers.
+        update: whether ranks are about to step by the same learning rates.
     """
 
     def __init__(self) -> None:
         self.cursor = DataCursor()
         self.streams = RandomStreams()
         self.replicas = ReplicaWatch()
+        self.update = AgreedUpdate()
 
     def start(self, trainer: Any, mesh: SequenceMesh, *, fitting: bool) -> None:
         """Begin a run with rank 0's seed. Communicates: one broadcast of it."""

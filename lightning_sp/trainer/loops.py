@@ -38,6 +38,11 @@ def forbid_inference_mode(trainer: Trainer) -> None:
         loop.inference_mode = False
 
 
+def is_update(trainer: Trainer) -> bool:
+    """Return whether an optimizer steps behind the micro-batch in progress; by hand it may behind each."""
+    return not trainer.fit_loop._should_accumulate()
+
+
 def batch_index(module: LightningModule, batch_idx: int) -> tuple[int, ...]:
     """Return what training_step is given beside the batch: its index, if it asks for one."""
     return (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()

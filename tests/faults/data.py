@@ -43,6 +43,20 @@ DATA = (
         "tests/trainer/test_fit.py::test_streams_are_read_by_one_rank_and_end_together",
     ),
     fault(
+        "groups that shuffle by a seed of their own",
+        "data/loaders/same_samples.py",
+        "    return int(of_ranks[0][0])\n",
+        "    return seed\n",
+        "tests/data/loaders/test_same_samples.py::test_a_seed_of_each_rank_splits_one_order",
+    ),
+    fault(
+        "data-parallel groups of datasets of other lengths",
+        "data/loaders/same_samples.py",
+        "    if len(holders) > 1:\n",
+        "    if False:\n",
+        "tests/data/loaders/test_same_samples.py::test_loaders_that_differ_are_refused_on_all_ranks[lengths]",
+    ),
+    fault(
         "every group trains the same batches of a user's own sampler",
         "data/loaders/deal.py",
         "            yield whole[self.coordinates.dp_rank]\n",

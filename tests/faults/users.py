@@ -218,6 +218,13 @@ USERS = (
         "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
     ),
     fault(
+        "a learning rate that one rank changes for itself",
+        "step/agreed_update.py",
+        "        if highest != -lowest:\n",
+        "        if False:\n",
+        "tests/step/test_agreed_update.py::test_a_learning_rate_of_one_rank_is_refused_before_the_update[training_step]",
+    ),
+    fault(
         "a hash of bits that does not know their places",
         "step/replicas.py",
         "(mixed * (2 * places + 1)).sum()",

@@ -26,8 +26,8 @@ OF_A_STEP = {
     # The loss, forward and backward, and its comparison between ranks.
     ("device collective", "allreduce", "comm/collectives.py"): 2,
     ("device collective", "allreduce", "comm/agreement.py"): 1,
-    # What ranks say of a batch, and of the parameters that they used.
-    ("host collective", "allreduce", "comm/agreement.py"): 2,
+    # What ranks say of a batch, of the parameters that they used, and of the learning rates that they step by.
+    ("host collective", "allreduce", "comm/agreement.py"): 3,
     ("copy", "copy to the device", "devices.py"): 1,
     ("copy", "copy to the host", "comm/agreement.py"): 1,
     # Of the loss, before the optimizer's update: whether it is finite.

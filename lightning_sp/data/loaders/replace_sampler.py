@@ -57,11 +57,11 @@ def replace_sampler(
     """
     num_samples = len(loader.dataset)  # type: ignore[arg-type]
     batches: Any = _innermost(loader.batch_sampler)
+    shuffle = _shuffles(batches)
     sampler: GlobalBatchSampler | EvaluationBatchSampler
     if training:
         split = BatchSplit(batches.batch_size, accumulation, coordinates.dp_size)
         last: Last = "drop_micro" if batches.drop_last else "pad"
-        shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)
         if shuffle:
             sampler = GlobalBatchSampler(num_samples, split, coordinates.dp_rank, seed=seed, shuffle=True, last=last)
         else:
@@ -84,6 +84,18 @@ def replace_sampler(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def described_order(loader: DataLoader[Any]) -> str:
+    """Return in words what the order of a loader depends on, where `can_replace_sampler` holds: the same on all ranks."""
+    batches: Any = _innermost(loader.batch_sampler)
+    order = "shuffled" if _shuffles(batches) else "in their order"
+    last = ", without a last smaller one" if batches.drop_last else ""
+    return f"{len(loader.dataset):,} samples {order} in batches of {batches.batch_size}{last}"  # type: ignore[arg-type]
+
+
+def _shuffles(batches: Any) -> bool:
+    return isinstance(batches.sampler, RandomSampler) or bool(getattr(batches.sampler, "shuffle", False))
 
 
 def training_sampler(loader: Any) -> GlobalBatchSampler | None:

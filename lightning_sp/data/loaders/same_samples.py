@@ -18,7 +18,13 @@ from lightning_sp import comm
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.deal import deal_indices
-from lightning_sp.data.loaders.replace_sampler import can_replace_sampler, has_our_sampler, replace_sampler
+from lightning_sp.data.loaders.replace_sampler import (
+    can_replace_sampler,
+    described_order,
+    has_our_sampler,
+    replace_sampler,
+)
+from lightning_sp.errors import SequenceParallelError
 
 
 def same_samples(
@@ -42,12 +48,20 @@ def same_samples(
         by_hand: each rank's loader gives its own part of every batch.
         own_samplers: `Trainer(use_distributed_sampler=False)`: each rank reads its loader as it is; whether the ranks of a sequence read the
             same samples is checked batch by batch.
+
+    Communicates: what the loader is, where its order is replaced.
+
+    Raises:
+        SequenceParallelError: ranks have loaders of other datasets or batches, of which they would share one order.
     """
     if has_our_sampler(loader):
         return loader
-    if can_replace_sampler(loader) and not own_samplers:
-        return replace_sampler(loader, coordinates, training=training, accumulation=accumulation, seed=seed)
     world = comm.size_of(coordinates.control_group or comm.world())
+    replaced = can_replace_sampler(loader) and not own_samplers
+    if world > 1:
+        seed = _agreed_seed(loader, coordinates, seed, replaced=replaced)
+    if replaced:
+        return replace_sampler(loader, coordinates, training=training, accumulation=accumulation, seed=seed)
     if world == 1:
         return BroadcastLoader(loader, coordinates, step_batches=accumulation) if training else loader
     kind = type(loader).__name__
@@ -63,6 +77,22 @@ def same_samples(
         )
         return BroadcastLoader(loader, replace(coordinates, sequence_group=None))
     return _read_by_one(loader, coordinates, accumulation=accumulation if training else None, seed=seed)
+
+
+def _agreed_seed(loader: Any, coordinates: DataCoordinates, seed: int, *, replaced: bool) -> int:
+    """Return rank 0's seed; refuse a loader of which ranks have different ones. Every rank must call it."""
+    own = described_order(loader) if replaced else "samples in an order of their own"
+    of_ranks = comm.gather_objects((seed, own), coordinates.control_group)
+    holders: dict[str, list[int]] = {}
+    for rank, (_, each) in enumerate(of_ranks):
+        holders.setdefault(each, []).append(rank)
+    if len(holders) > 1:
+        found = "; ".join(f"{each} on rank {', '.join(map(str, ranks))}" for each, ranks in holders.items())
+        raise SequenceParallelError(
+            f"ranks have other loaders: {found}: must be the same on all, for each takes its share of one order over all samples; give every "
+            "rank the same dataset, or, where a rank's dataset is its own part of the data, Trainer(use_distributed_sampler=False)"
+        )
+    return int(of_ranks[0][0])
 
 
 def _read_by_one(loader: Any, coordinates: DataCoordinates, *, accumulation: int | None, seed: int) -> BroadcastLoader:

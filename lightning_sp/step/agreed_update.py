@@ -1,0 +1,92 @@
+"""The numbers that an optimizer steps by, learning rates and the like, are the same on all ranks: compared while the backward runs.
+
+Each rank updates the shards that it has. One with another learning rate trains its part of every matrix by that, without a word: nothing
+else of the run differs between ranks, and no replica is there to be compared with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
+
+# What a message shows of many numbers that differ.
+_SHOWN = 3
+
+
+class AgreedUpdate:
+    """Compares what ranks are about to step by; a class because it is asked before a backward and answered behind it."""
+
+    def __init__(self) -> None:
+        self._told: comm.Largest | None = None
+        self._numbers: dict[str, Any] = {}
+
+    def tell(self, optimizers: Sequence[Optimizer], step: int, group: ProcessGroup | None) -> None:
+        """Tell the other ranks, without a wait. Every rank must call it, before the backward that an update follows.
+
+        Args:
+            optimizers: all of the run.
+            step: optimizer steps so far.
+            group: the world, on a backend for host tensors.
+
+        Communicates: one all_reduce of 16 bytes on the host.
+        """
+        if comm.size_of(group or comm.world()) == 1:
+            return
+        self._numbers = {"optimizer steps so far": step, **hyperparameters(optimizers)}
+        text = repr(sorted(self._numbers.items())).encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+        self._told = comm.Largest(tensor([digest, -digest]), group)
+
+    def check(self, group: ProcessGroup | None) -> None:
+        """Read the answer, before the update. Every rank must call it.
+
+        Raises:
+            SequenceParallelError: ranks would step by other numbers.
+        """
+        told, self._told = self._told, None
+        if told is None:
+            return
+        highest, lowest = told.arrived().tolist()
+        if highest != -lowest:
+            raise SequenceParallelError(_difference(comm.gather_objects(self._numbers, group)))
+
+
+def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return what optimizers step by, by name: numbers, flags and words of their groups.
+
+    Tensors on a device are left out: they are not waited for.
+    """
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group, options in enumerate(optimizer.param_groups):
+            for name, value in options.items():
+                if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+                    value = value.item()
+                if isinstance(value, (bool, int, float, str, tuple)):
+                    found[f"{name} of optimizer {number}, group {group}"] = value
+    return found
+
+
+def _difference(of_ranks: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(of_ranks):
+            ranks.setdefault(repr(each.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            shown = "; ".join(f"{value} on rank {', '.join(map(str, holders))}" for value, holders in ranks.items())
+            lines.append(f"{name} is {shown}")
+    more = f", and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else ""
+    return (
+        f"ranks would step by other numbers: {'; '.join(lines[:_SHOWN])}{more}: must be the same on all, or each trains its part of a matrix "
+        "by its own; make them of what all ranks know (self.trainer.global_step, a number logged with sync_dist=True), or "
+        "broadcast them from rank 0"
+    )

@@ -49,6 +49,7 @@ from lightning_sp.trainer.batch_hooks import HandedBatch, moves_batches
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
+from lightning_sp.trainer.out_of_memory import explain_out_of_memory
 from lightning_sp.trainer.row_metrics import RowMetrics
 from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
 
@@ -374,6 +375,15 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._run.resume_streams(checkpoint, self._module.trainer, self.sequence_mesh)
 
     # ---- end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._mesh is not None and self._batch is not None:
+            explain_out_of_memory(
+                exception, self._module, self.optimizers, self.config, self._mesh, tokens=self._batch.local_tokens,
+                step=self._module.trainer.global_step, shard_size=self._shard_size,
+            )  # fmt: skip
 
     @override
     def teardown(self) -> None:

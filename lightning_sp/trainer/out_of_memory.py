@@ -1,0 +1,155 @@
+"""An out-of-memory error says what the memory was for, and what would need less of it by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_sp.config import StrategyConfig
+from lightning_sp.mesh import SequenceMesh
+from lightning_sp.parallelize import block_checkpoints
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token
+from lightning_sp.parallelize.model_bytes import model_bytes, step_of_shapes
+
+# Remedies that a message names, and the least that one saves, of what activations need.
+_SHOWN, _LEAST = 3, 0.02
+_UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a rank's memory is for when a step fails, in bytes.
+
+    Args:
+        parameters: its shards.
+        gradients: of them.
+        optimizer: its state.
+        gathered: parameters and gradients that FSDP has whole at a time.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+
+    @property
+    def shards(self) -> int:
+        """All that is split over ranks."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def explain_out_of_memory(
+    error: BaseException,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    config: StrategyConfig,
+    mesh: SequenceMesh,
+    *,
+    tokens: int,
+    step: int,
+    shard_size: int,
+) -> None:
+    """Add to an out-of-memory error of torch, of a GPU or a CPU, what is known of its causes; leave any other as it is.
+
+    Args:
+        error: its message grows; it stays of its class, which Lightning's `Tuner` and others know it by.
+        module: sharded.
+        optimizers: that step it.
+        config: of the run.
+        mesh: the attention's.
+        tokens: of the batch on this rank.
+        step: optimizer steps so far.
+        shard_size: ranks over which parameters are split.
+    """
+    if not tokens or not is_oom_error(error):
+        return
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    checkpoints = block_checkpoints(module)
+    whole = model_bytes(module, checkpoints.blocks, (), device)
+    held = Held(
+        parameters=_bytes(module.parameters()),
+        gradients=_bytes(each.grad for each in module.parameters() if each.grad is not None),
+        optimizer=_bytes(_state(optimizers)),
+        gathered=whole.gathered,
+    )
+    policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
+    left = checkpoints.activations.step or step_of_shapes(module, checkpoints.blocks)
+    activations = bytes_per_token(policy, left) * tokens
+    known = remedies(
+        held, left, tokens, policy, config, ranks=mesh.layout.size, world=int(mesh.base.size()), shard_size=shard_size,
+        on_gpu=device.type == "cuda",
+    )  # fmt: skip
+    least = _LEAST * activations
+    shown = [f"{what} ({_size(less)} less)" for what, less in known if less > least][:_SHOWN]
+    error.args = (
+        f"{error.args[0]}\nsequence_parallel: out of memory after {step:,} steps, at {tokens:,} tokens of this rank. Parameters "
+        f"{_size(held.parameters)}, gradients {_size(held.gradients)}, optimizer {_size(held.optimizer)}, whole at a time for FSDP up to "
+        f"{_size(held.gathered)}; activations as predicted {_size(activations)}, with activation_checkpointing={policy!r}. What would need less, "
+        f"the cheapest in time first: {'; '.join(shown)}",
+    )
+
+
+def remedies(
+    held: Held,
+    step: StepBytes,
+    tokens: int,
+    policy: str,
+    config: StrategyConfig,
+    *,
+    ranks: int,
+    world: int,
+    shard_size: int,
+    on_gpu: bool,
+) -> Iterator[tuple[str, float]]:
+    """Yield what saves memory and about how many bytes, the cheapest in time first.
+
+    Args:
+        held: what stays.
+        step: what a step leaves.
+        tokens: of this rank.
+        policy: of `CANDIDATES`, that was followed.
+        config: of the run.
+        ranks: that share a sequence.
+        world: of all.
+        shard_size: ranks over which parameters are split.
+        on_gpu: whether the host has memory of its own.
+    """
+    slope = bytes_per_token(policy, step)
+    if config.loss_chunk_tokens is None:
+        yield "loss_chunk_tokens='auto'", step.outside / step.tokens * tokens
+    if shard_size < world:
+        yield f"shard_size={world} for {shard_size}", held.shards * (1 - shard_size / world)
+    for other in ("selective", "full"):
+        if CANDIDATES.index(other) > CANDIDATES.index(policy):
+            yield f"activation_checkpointing={other!r}", (slope - bytes_per_token(other, step)) * tokens
+    if config.activation_offload == "none":
+        inputs = sum(block.inputs for block in step.blocks if block) / step.tokens * tokens
+        under_full = (slope - bytes_per_token("full", step)) * tokens
+        where = "host" if on_gpu else "disk"
+        yield f"activation_checkpointing='full' with activation_offload={where!r}", under_full + inputs
+    if on_gpu and not config.cpu_offload:
+        yield "cpu_offload=True", float(held.shards)
+    yield f"sequence_parallel_size={2 * ranks} for {ranks}, or half as many tokens", slope * tokens / 2
+
+
+def _state(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (each for each in state.values() if isinstance(each, Tensor))
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+    return sum(each.numel() * each.element_size() for each in local)
+
+
+def _size(number: float) -> str:
+    unit = next((name for name in ("GiB", "MiB") if number >= _UNITS[name] / 10), "KiB")
+    return f"{number / _UNITS[unit]:.2f} {unit}"

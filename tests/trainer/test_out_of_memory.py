@@ -1,0 +1,52 @@
+"""An out-of-memory error keeps its class and says what the memory was for and what would need less."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lightning_sp.config import StrategyConfig
+from lightning_sp.parallelize.memory_prediction import BlockBytes, StepBytes
+from lightning_sp.trainer.out_of_memory import Held, remedies
+from tests.trainer import out_of_memory_ranks as ranks
+
+LAYOUT = dict(ulysses_size=2, preflight=False)
+
+
+def test_the_message_names_kinds_and_remedies(pools):
+    for found in pools(2).run(ranks.fit, "memory", 2, LAYOUT):
+        assert found["kind"] == "RuntimeError"
+        assert found["is_oom"]  # what Lightning's Tuner looks for
+        first, _, said = found["said"].partition("\nsequence_parallel: ")
+        assert "can't allocate memory" in first
+        assert said.startswith("out of memory after 1 steps, at 32 tokens of this rank. Parameters ")
+        assert re.search(
+            r"optimizer [1-9][\d.]* KiB, .*sequence_parallel_size=4 for 2, or half as many tokens \([1-9][\d.]* KiB less\)$",
+            said,
+        )
+
+
+def test_another_error_stays_as_it_is(pools):
+    for found in pools(2).run(ranks.fit, "other", 2, LAYOUT):
+        assert found["said"] == "something else"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_remedies_save(on_gpu):
+    block = BlockBytes(kept=1000, attention=200, inputs=50)
+    step = StepBytes(tokens=10, blocks=(block,) * 4, outside=3000)
+    held = Held(parameters=8000, gradients=8000, optimizer=16000, gathered=0)
+    config = StrategyConfig(loss_chunk_tokens=None)
+    found = dict(remedies(held, step, 20, "none", config, ranks=2, world=4, shard_size=2, on_gpu=on_gpu))
+    # By hand, a token: none 4 x 100 + 100 + 300, selective 4 x 25 + 2 x 100 + 100 + 300, full 4 x 5 + 2 x 100 + 100 + 300.
+    assert found["loss_chunk_tokens='auto'"] == 300 * 20
+    assert found["shard_size=4 for 2"] == 32000 / 2
+    assert found["activation_checkpointing='selective'"] == 100 * 20
+    assert found["activation_checkpointing='full'"] == 180 * 20
+    where = "host" if on_gpu else "disk"
+    assert found[f"activation_checkpointing='full' with activation_offload={where!r}"] == 180 * 20 + 20 * 20
+    assert found.get("cpu_offload=True") == (32000 if on_gpu else None)
+    assert found["sequence_parallel_size=4 for 2, or half as many tokens"] == 800 * 20 / 2
+    assert torch.tensor([*found.values()]).min() > 0

@@ -91,8 +91,8 @@ def explain_out_of_memory(
     error.args = (
         f"{error.args[0]}\nsequence_parallel: out of memory after {step:,} steps, at {tokens:,} tokens of this rank. Parameters "
         f"{_size(held.parameters)}, gradients {_size(held.gradients)}, optimizer {_size(held.optimizer)}, whole at a time for FSDP up to "
-        f"{_size(held.gathered)}; activations as predicted {_size(activations)}, with activation_checkpointing={policy!r}. What would need less, "
-        f"the cheapest in time first: {'; '.join(shown)}",
+        f"{_size(held.gathered)}; activations as predicted {_size(activations)}, with activation_checkpointing={policy!r}. What would need "
+        f"less, the cheapest in time first: {'; '.join(shown)}",
     )
 
 

@@ -4,6 +4,7 @@ Each test is one fresh interpreter with a site folder of its own in front: the a
 its entry point, and a lightning_sp that is whole, broken or absent.
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from lightning_sp import SequenceParallelStrategy
 
 ROOT = Path(__file__).parents[1]
 REGISTRY = "from lightning.pytorch.strategies import StrategyRegistry"
@@ -253,3 +256,8 @@ def test_the_module_that_torch_loads_imports_the_standard_library_alone():
     )
     foreign = set(result.stdout.split()) - set(sys.stdlib_module_names) - {"__main__", "lightning_sp_autoload"}
     assert not foreign
+
+
+def test_a_strategy_can_be_copied_before_its_run():
+    copied = copy.deepcopy(SequenceParallelStrategy(ulysses_size=2, timeout_s=7))
+    assert copied.config == SequenceParallelStrategy(ulysses_size=2, timeout_s=7).config

@@ -28,6 +28,13 @@ MEMORY = (
         f"{ONCE}[handed]",
     ),
     fault(
+        "a unit whose output loses its hooks when it is written to",
+        "parallelize/fsdp/shard_model.py",
+        "        own_outputs(unit)\n",
+        "",
+        f"{ONCE}[masked]",
+    ),
+    fault(
         "a head that is whole through an update by hand, with the weights from before",
         "parallelize/fsdp/root_unit.py",
         "for unit in fsdp_modules(self._root)[1:]:  # what stays",

@@ -38,6 +38,7 @@ from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
 from lightning_sp.parallelize.fsdp.vocabulary_units import (
     heads_among,
     needs_no_weight_in_backward,
+    own_outputs,
     stays_whole_until_backward,
     vocabulary_layers,
 )
@@ -147,6 +148,7 @@ def shard_model(
     if options.cpu_offload:
         given["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in units:
+        own_outputs(unit)
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward is not False, **given)
     fully_shard(root, **given)
     for model in set(models) & set(units):

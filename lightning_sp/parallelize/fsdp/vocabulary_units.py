@@ -66,6 +66,25 @@ def needs_no_weight_in_backward(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward
 
 
+def own_outputs(layer: nn.Module) -> None:
+    """Let a linear layer give a tensor that is no view of another. To be called before it is sharded.
+
+    FSDP2 gathers a unit for its backward by a hook of its output. Of several rows, with a bias, torch gives a view of a matrix, and a view
+    that is written to in place afterwards (`hidden[~mask] = 0`) loses its hooks.
+    """
+    if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
+        layer.register_forward_hook(_not_a_view)
+
+
+def _not_a_view(layer: nn.Module, args: Any, output: Any) -> Any:
+    # What torch itself does without a bias. Nobody else holds the matrix.
+    return (
+        torch.ops.aten._unsafe_view(output, output.shape)
+        if type(output) is torch.Tensor and output._is_view()
+        else None
+    )
+
+
 def stays_whole_until_backward(head: Any) -> None:
     """Let a sharded head be gathered once for its forward and its backward; without gradients it is freed after each call."""
     head.register_forward_pre_hook(_choose_reshard, prepend=True)

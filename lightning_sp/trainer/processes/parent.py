@@ -23,19 +23,21 @@ class ParentWatch:
     """Ends this process when its launcher has ended; a class because a run starts and stops it."""
 
     def __init__(self) -> None:
-        self._stopped = Event()
+        self._stopped: Event | None = None  # holds a lock: a strategy is copied before its run
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Begin, if a launcher has started this rank: Lightning's, torchrun or `multiprocessing`."""
         self.stop()
-        self._stopped = Event()
         pid = launcher_pid(environment)
         if pid is not None:
+            self._stopped = Event()
             Thread(target=_watch, args=(pid, self._stopped), name="lightning_sp launcher watch", daemon=True).start()
 
     def stop(self) -> None:
         """End with the run: what a script does after it is its own."""
-        self._stopped.set()
+        if self._stopped is not None:
+            self._stopped.set()
+            self._stopped = None
 
 
 def launcher_pid(environment: Mapping[str, str]) -> int | None:

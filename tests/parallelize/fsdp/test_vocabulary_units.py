@@ -13,6 +13,7 @@ from tests.parallelize.fsdp import vocabulary_units_ranks as ranks
 SEPARATE = ["embedding", "head"]
 UNITS = {
     "separate": SEPARATE, "chunked": SEPARATE, "recomputed": SEPARATE, "twice": SEPARATE, "parts": SEPARATE, "weight after": SEPARATE,
+    "masked": ["embedding", "projection", "narrow", "head"],
     "direct": ["embedding"], "handed": ["embedding"], "tied": [],
 }  # fmt: skip
 

@@ -86,6 +86,25 @@ class Twice(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten()) + super().forward(ids.flip(1))
 
 
+class Masked(Decoder):
+    """A projection before the blocks, with a bias, whose output is changed in place: hidden of padding, as wav2vec 2.0's."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        later = [(name, self._modules.pop(name)) for name in ("blocks", "norm", "head")]
+        self.projection, self.narrow = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self._modules.update(later)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.projection(self.embedding(ids).tanh())
+        x[ids % 3 == 0] = 0.0
+        x = self.narrow(x)
+        x.mul_(2.0)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
 class Direct(Decoder):
     """Uses the head's weight without a call."""
 
@@ -137,7 +156,8 @@ def weight_after_its_call(model: Any, ids: Tensor) -> Tensor:
 
 
 MODELS: dict[str, Any] = {
-    "separate": Decoder, "chunked": Chunked, "recomputed": Recomputed, "twice": Twice, "direct": Direct, "tied": Tied, "handed": Handed,
+    "separate": Decoder, "masked": Masked, "chunked": Chunked, "recomputed": Recomputed, "twice": Twice, "direct": Direct,
+    "tied": Tied, "handed": Handed,
 }  # fmt: skip
 STEPS = {"parts": parts_by_step, "weight after": weight_after_its_call}
 

@@ -14,7 +14,7 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZ
 WORKERS ?= 2
 AT_A_TIME := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-all test-long faults models flows compile soak cluster gpu lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long faults models flows compile kills soak cluster gpu lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -42,6 +42,9 @@ flows: $(STAMP)  ## try what users do around a model, write docs/flows.md; ARGS=
 
 compile: $(STAMP)  ## torch.compile with Inductor, through the Trainer; needs a C++ compiler
 	$(TEST_ENV) $(BIN)/python -m pytest tests/trainer/compile/test_compile.py $(ARGS)
+
+kills: $(STAMP)  ## 200 runs killed at random moments and resumed, some on other degrees; goes on where it was cut off
+	$(TEST_ENV) $(BIN)/python -m tools.kills $(ARGS)
 
 soak: $(STAMP)  ## 2,000 steps with evaluations, checkpoints and resumes: does memory grow? ARGS="--steps 400"
 	$(TEST_ENV) $(BIN)/python -m tools.soak $(ARGS)

@@ -10,6 +10,7 @@ from lightning_sp.checkpoint.frozen import (
     is_built_noted,
     note_built,
 )
+from lightning_sp.checkpoint.latest import latest_checkpoint
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
 from lightning_sp.checkpoint.replace import recover, remnants
@@ -33,6 +34,7 @@ __all__ = [
     "include_frozen_of_whole",
     "is_built_noted",
     "is_checkpoint_folder",
+    "latest_checkpoint",
     "load_checkpoint",
     "load_model_state",
     "load_optimizer_state",

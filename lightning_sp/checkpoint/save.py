@@ -27,6 +27,7 @@ from lightning_sp.checkpoint.folder import (
     partial_path,
     write_manifest,
 )
+from lightning_sp.checkpoint.free_space import check_free_space
 from lightning_sp.checkpoint.plain import SHARDED, STORED_AS, plain_checkpoint
 from lightning_sp.checkpoint.replace import put_in_place
 from lightning_sp.errors import SequenceParallelError
@@ -98,6 +99,7 @@ def _save_folder(
 
     def prepare() -> None:
         check_target(path)
+        check_free_space(path, (tensors, plain))
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
@@ -151,6 +153,9 @@ def _save_file(
     group: ProcessGroup | None,
 ) -> None:
     is_writer = comm.rank_in(group) == 0 if group else _is_rank_zero()
+    if write is _write_file:
+        stored = (checkpoint["state_dict"], [state["state"] for state in checkpoint.get("optimizer_states", ())], plain)
+        _let_writer(is_writer, lambda: check_free_space(path, stored), path, group)
     plain["state_dict"] = {name: _whole(value, is_writer) for name, value in checkpoint["state_dict"].items()}
     if "optimizer_states" in checkpoint:
         plain["optimizer_states"] = [_numbered(state, is_writer) for state in checkpoint["optimizer_states"]]

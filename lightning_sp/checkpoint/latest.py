@@ -1,0 +1,38 @@
+"""The newest complete checkpoint of a folder: what a script that starts itself again goes on from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning_sp.checkpoint.folder import MANIFEST, PARTIAL, REPLACED, is_complete, local_path
+from lightning_sp.checkpoint.replace import recover, remnants
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint below a folder, None where there is none: `fit(ckpt_path=latest_checkpoint("runs"))`.
+
+    A folder of ours is complete by its manifest, and as new as that; a file of Lightning's (`.ckpt`) as it stands. One that is half-written is
+    passed over; one that a stopped save has left without its name has it again.
+
+    Args:
+        folder: with checkpoints at any depth.
+
+    Raises:
+        SequenceParallelError: an address (s3://...).
+    """
+    root = local_path(folder)
+    for inside in [root, *(each for each in root.rglob("*") if each.is_dir())]:
+        for path in remnants(inside):
+            recover(path)
+    found = [each.parent for each in root.rglob(MANIFEST) if _is_named(each.parent) and is_complete(each.parent)]
+    found += [each for each in root.rglob("*.ckpt") if each.is_file() and not each.is_symlink()]
+    return max(found, key=_written, default=None)
+
+
+def _is_named(path: Path) -> bool:
+    return not path.name.endswith((PARTIAL, REPLACED))
+
+
+def _written(path: Path) -> tuple[float, str]:
+    return (path / MANIFEST if path.is_dir() else path).stat().st_mtime, str(path)

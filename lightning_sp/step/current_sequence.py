@@ -8,12 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_sp.comm import HostGroups
 from lightning_sp.config import StrategyConfig, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.runner import StepRunner
+from lightning_sp.trainer.logged_sums import LoggedSums
+
+_NOT_GIVEN: Any = object()
 
 
 class CurrentSequence:
@@ -24,6 +28,8 @@ class CurrentSequence:
     _mesh: SequenceMesh | None
     _runner: StepRunner | None
     _batch: SequenceInfo | None
+    _sums: LoggedSums
+    _groups: HostGroups
 
     @property
     def sequence_mesh(self) -> SequenceMesh:
@@ -61,12 +67,18 @@ class CurrentSequence:
         mesh = self.sequence_mesh
         return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a number over the ranks, as Lightning does; a sum of rows that all ranks of a sequence hold counts each row once."""
-        whole = self._batch is not None and self._batch.is_whole and group is None
-        # What `self.log(reduce_fx="sum", sync_dist=True)` gives; Lightning's own votes give an enum.
-        if whole and reduce_op == "sum" and self._mesh is not None:
-            group = self._mesh.data_group
+    def reduce(self, tensor: Any, group: Any | None = _NOT_GIVEN, reduce_op: Any = "mean") -> Any:
+        """Reduce a number over the ranks, as Lightning does.
+
+        What `self.log(reduce_fx="sum", sync_dist=True)` gives counts once where the ranks of a sequence have it together: `LoggedSums`, or where
+        they have run the same rows. `self.log` says that it names no group; who calls this by hand says nothing, and gets the sum of all ranks.
+        """
+        logged, group = group is None, None if group is _NOT_GIVEN else group
+        if group is None and reduce_op == "sum" and self._mesh is not None:
+            if self._batch is not None and self._batch.is_whole:
+                group = self._mesh.data_group
+            elif logged and self._mesh.layout.size > 1 and isinstance(tensor, Tensor) and tensor.numel() == 1:
+                return self._sums.add_up(tensor, self._mesh, self._groups.world)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
     @property

@@ -96,7 +96,7 @@ def checkpoint_best_and_last_by_name(run: Run) -> dict[str, Any]:
 
 @behaviour
 def resume(run: Run) -> dict[str, Any]:
-    saving = callbacks.ModelCheckpoint(run.folder, every_n_train_steps=6, filename="at")
+    saving = callbacks.ModelCheckpoint(run.folder, every_n_train_steps=8, filename="at")
     first, trainer = User(), run.trainer(callbacks=[saving], enable_checkpointing=True, max_epochs=2)
     trainer.fit(first, run.loader())
     torch.manual_seed(11)
@@ -110,6 +110,7 @@ class Finetuning(callbacks.BaseFinetuning):
 
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
         pl_module.configure_model()
+        pl_module.double()  # or plain Lightning would load a checkpoint into float32
         self.freeze(pl_module.model.layers[0])
 
     def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
@@ -160,12 +161,18 @@ def finetuning_backbone(run: Run) -> dict[str, Any]:
 
 @behaviour
 def pruning(run: Run) -> dict[str, Any]:
-    return fitted(run, callbacks=[callbacks.ModelPruning("l1_unstructured", amount=0.5)], max_epochs=2)
+    user = User()
+    user.configure_model()
+    user.double()
+    parts = [(user.model.head, "weight")]
+    return fitted(run, user, callbacks=[callbacks.ModelPruning("l1_unstructured", parts, amount=0.5)], max_epochs=2)
 
 
 @behaviour
 def stochastic_weight_averaging(run: Run) -> dict[str, Any]:
-    return fitted(run, callbacks=[callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)], max_epochs=4)
+    user = User()
+    user.configure_model()  # Lightning copies the module in `setup`, before it would call that
+    return fitted(run, user, callbacks=[callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)], max_epochs=4)
 
 
 @behaviour
@@ -339,7 +346,7 @@ def checkpoint_on_exception(run: Run) -> dict[str, Any]:
 
 @behaviour
 def on_exception_checkpoint(run: Run) -> dict[str, Any]:
-    return fitted(run, callbacks=[callbacks.OnExceptionCheckpoint(run.folder)])
+    return fitted(run, callbacks=[callbacks.OnExceptionCheckpoint(run.folder)], enable_checkpointing=True)
 
 
 @behaviour

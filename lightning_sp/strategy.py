@@ -130,6 +130,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         check_precision(str(self.precision_plugin.precision))
         check_trainer_features(self._module.trainer, self._module, self.config)
         self._averages.defer(self._module.trainer)
+        # Before any hook: one may ask how many steps there will be, for which Lightning makes the loaders.
+        self._let_loaders_through(self._module.trainer)
         self._setup_distributed()
         if self._device_mesh is None:
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)

@@ -187,11 +187,10 @@ class ShardedModelStrategy(ProcessStrategy):
         return whole_state_dict(self._module if module is None else module, keep=self.is_global_zero)
 
     def _prepare_trainer(self, trainer: Trainer) -> None:
-        """Change of a Trainer what a run on shards needs: no inference mode, no sampler of its own, what ranks compare and agree on."""
+        """Change of a Trainer what a run on shards needs: no inference mode, what ranks compare and agree on."""
         forbid_inference_mode(trainer)
         self._sigterm.follow(trainer)
         watch_numbers(trainer, self._groups)
-        self._let_loaders_through(trainer)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

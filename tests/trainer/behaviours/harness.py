@@ -25,6 +25,14 @@ from tests.trainer.tiny import TokenDataset, _full
 TOLERANCE = 1e-10
 
 
+class Full(TokenDataset):
+    """Every target counts: batches weigh alike, however the samples are cut."""
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(1)
+        return {**row, "input_ids": self.tokens[index][:-1], "shift_labels": self.tokens[index][1:]}
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of a behaviour.
@@ -66,6 +74,10 @@ class Run:
             TokenDataset(size, length) if data is None else data, batch_size=micro // self.groups, **options
         )
 
+    def validation(self, size: int, length: int) -> DataLoader:
+        """Return a loader whose mean over batches does not depend on their sizes: data-parallel groups have other ones."""
+        return self.loader(data=Full(size, length))
+
 
 Behaviour = Callable[[Run], Mapping[str, Any]]
 BEHAVIOURS: dict[str, Behaviour] = {}
@@ -82,9 +94,7 @@ def weights(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: _full(p.detach()).clone() for name, p in module.named_parameters()}
 
 
-def runs(
-    names: list[str], strategy: dict[str, Any] | None, world: int, folder: str, timed: bool = False
-) -> dict[str, Any]:
+def runs(names: list[str], strategy: dict[str, Any] | None, world: int, folder: str) -> dict[str, Any]:
     """Run behaviours one after the other; return the answer of each, or how it ended."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

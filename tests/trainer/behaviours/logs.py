@@ -143,6 +143,6 @@ def log_dict(run: Run) -> dict[str, Any]:
 def test_and_validate_return_metrics(run: Run) -> dict[str, Any]:
     user, trainer = User(), run.trainer()
     trainer.fit(user, run.loader())
-    validated = trainer.validate(user, run.loader(6, 24), verbose=False)
-    tested = trainer.test(user, run.loader(4, 24), verbose=False)
+    validated = trainer.validate(user, run.validation(6, 24), verbose=False)
+    tested = trainer.test(user, run.validation(4, 24), verbose=False)
     return shown(trainer, user, validated=validated, tested=tested)

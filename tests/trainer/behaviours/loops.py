@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from tests.trainer.behaviours.harness import Run, behaviour
-from tests.trainer.behaviours.users import Batch, User, fitted, shown
-from tests.trainer.tiny import TokenDataset
+from tests.trainer.behaviours.users import Batch, Full, User, fitted, full, shown
 
 
 class Watched(User):
@@ -43,30 +42,16 @@ def fast_dev_run(run: Run) -> dict[str, Any]:
 
 @behaviour
 def accumulation(run: Run) -> dict[str, Any]:
+    return full(run, 8, accumulate_grad_batches=2, max_epochs=2)
+
+
+@behaviour
+def accumulation_of_other_counts(run: Run) -> dict[str, Any]:
     return fitted(run, size=8, accumulate_grad_batches=2, max_epochs=2)
 
 
 @behaviour
 def accumulation_short_last_window(run: Run) -> dict[str, Any]:
-    return fitted(run, size=10, accumulate_grad_batches=2, max_epochs=2)
-
-
-class Full(TokenDataset):
-    """Every target counts: micro-batches weigh alike, as plain Lightning has them."""
-
-    def __getitem__(self, index: int) -> Any:
-        row = super().__getitem__(1)
-        return {**row, "input_ids": self.tokens[index][:-1], "shift_labels": self.tokens[index][1:]}
-
-
-def full(run: Run, size: int = 8, module: Any = None, **options: Any) -> dict[str, Any]:
-    user, trainer = module or User(), run.trainer(**options)
-    trainer.fit(user, run.loader(data=Full(size)))
-    return shown(trainer, user, seen=user.seen)
-
-
-@behaviour
-def accumulation_of_full_batches(run: Run) -> dict[str, Any]:
     return full(run, 10, accumulate_grad_batches=2, max_epochs=2)
 
 
@@ -181,6 +166,7 @@ class Estimating(User):
 
     def configure_model(self) -> None:
         self.seen.append(("configure_model", int(self.trainer.estimated_stepping_batches)))
+        torch.manual_seed(4)  # to count them starts loaders, which draw a number each where they are torch's
         super().configure_model()
 
     def configure_optimizers(self) -> Any:
@@ -190,7 +176,9 @@ class Estimating(User):
 
 @behaviour
 def estimated_stepping_batches(run: Run) -> dict[str, Any]:
-    return fitted(run, Estimating(), max_epochs=3, accumulate_grad_batches=2)
+    user, trainer = Estimating(), run.trainer(max_epochs=3, accumulate_grad_batches=2)
+    trainer.fit(user, run.loader(data=Full(8)))
+    return shown(trainer, user, seen=user.seen)
 
 
 class Rows(IterableDataset):
@@ -206,10 +194,8 @@ class Rows(IterableDataset):
 @behaviour
 def iterable_dataset(run: Run) -> dict[str, Any]:
     user, trainer = User(), run.trainer(max_epochs=2)
-    if run.groups == 1:
-        trainer.fit(user, run.loader(data=Rows(8)))
-        return shown(trainer, user)
-    return {"split by the user": True}
+    trainer.fit(user, run.loader(data=Rows(8)))
+    return shown(trainer, user)
 
 
 @behaviour
@@ -341,7 +327,7 @@ def several_validation_loaders(run: Run) -> dict[str, Any]:
             self.log("summed", self.loss(batch), sync_dist=True, reduce_fx="sum", batch_size=1)
 
     user, trainer = Several(), run.trainer()
-    trainer.fit(user, run.loader(), [run.loader(4, 24), run.loader(6, 16)])
+    trainer.fit(user, run.loader(), [run.validation(4, 24), run.validation(6, 16)])
     return shown(trainer, user)
 
 
@@ -354,7 +340,7 @@ def combined_loader_in_validation(run: Run) -> dict[str, Any]:
             self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=1)
 
     user, trainer = Both(), run.trainer()
-    loaders = CombinedLoader([run.loader(4, 24), run.loader(6, 16)], "sequential")
+    loaders = CombinedLoader([run.validation(4, 24), run.validation(6, 16)], "sequential")
     trainer.fit(user, run.loader(), loaders)
     return shown(trainer, user)
 

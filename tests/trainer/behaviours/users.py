@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.trainer.behaviours.harness import Run, weights
+from tests.trainer.behaviours.harness import Full, Run, weights
 from tests.trainer.tiny import Plain, tiny_llama
 
 Batch = dict[str, Tensor]
@@ -62,6 +62,12 @@ def fitted(run: Run, module: Any = None, size: int = 8, validation: bool = False
     """Fit on tokens, and return what a user looks at."""
     user = User() if module is None else module
     trainer = run.trainer(**options)
-    loaders = (run.loader(size), run.loader(6, 24)) if validation else (run.loader(size),)
+    loaders = (run.loader(size), run.validation(6, 24)) if validation else (run.loader(size),)
     trainer.fit(user, *loaders)
+    return shown(trainer, user, seen=user.seen)
+
+
+def full(run: Run, size: int = 8, module: Any = None, **options: Any) -> dict[str, Any]:
+    user, trainer = module or User(), run.trainer(**options)
+    trainer.fit(user, run.loader(data=Full(size)))
     return shown(trainer, user, seen=user.seen)

@@ -297,6 +297,11 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             return step(self, *args, **kwargs)
 
     @override
+    def _add_up(self, number: Tensor) -> Tensor:
+        names = loops.names_of_sum(self._module.trainer, number)
+        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names)
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._again = lambda: None

@@ -1,6 +1,6 @@
 """`SequenceShardingDataModule`: text or token files -> the batches of each data-parallel rank, resumable to the sample.
 
-The flow: source -> documents -> tokens (in memory, or memory-mapped) -> split by document name -> windows -> order ->
+The flow: source -> documents -> tokens (in memory, or on disk) -> split by document name -> windows -> order ->
 batches. Each stage is a file of this package; this one joins them to Lightning. Batches are whole: the
 sequence is sharded later, by the strategy. With a strategy that has `data_parallel_rank` and `data_parallel_size` all
 ranks of a sequence-parallel group read the same samples; under others each process is a data-parallel rank.

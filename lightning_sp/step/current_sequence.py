@@ -8,14 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_sp.comm import HostGroups
 from lightning_sp.config import StrategyConfig, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.runner import StepRunner
-from lightning_sp.trainer.logged_sums import LoggedSums
 
 _NOT_GIVEN: Any = object()
 
@@ -28,8 +26,6 @@ class CurrentSequence:
     _mesh: SequenceMesh | None
     _runner: StepRunner | None
     _batch: SequenceInfo | None
-    _sums: LoggedSums
-    _groups: HostGroups
 
     @property
     def sequence_mesh(self) -> SequenceMesh:
@@ -78,8 +74,12 @@ class CurrentSequence:
             if self._batch is not None and self._batch.is_whole:
                 group = self._mesh.data_group
             elif logged and self._mesh.layout.size > 1 and isinstance(tensor, Tensor) and tensor.numel() == 1:
-                return self._sums.add_up(tensor, self._mesh, self._groups.world)
+                return self._add_up(tensor)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def _add_up(self, number: Tensor) -> Any:
+        """Return the sum of a logged number, of which its values and its name tell how it adds up."""
+        raise NotImplementedError
 
     @property
     def _steps(self) -> StepRunner:

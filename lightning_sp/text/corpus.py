@@ -1,7 +1,7 @@
 """Documents as token ids, addressable without copying: what windows are cut from.
 
-Owns the `Corpus` protocol, the corpus in memory and the view of some documents of another. A memory-mapped one is
-`token_file.TokenFile`. Not here: where text comes from, how windows lie.
+Owns the `Corpus` protocol, the corpus in memory and the view of some documents of another. One on disk is
+`indexed_dataset.TokenFile`. Not here: where text comes from, how windows lie.
 """
 
 from __future__ import annotations

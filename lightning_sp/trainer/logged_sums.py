@@ -11,7 +11,7 @@ that is the same may be either: it is added up over the world, with a warning.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,10 +28,12 @@ _SIGNATURE = inspect.signature(LightningModule.log)
 
 
 class LoggedSums:
-    """The sums that a run's steps log; a class because the warning comes once."""
+    """The sums that a run's steps log; a class because the warning comes once, and not of what the preflight has told."""
 
     def __init__(self) -> None:
         self._warned = False
+        self._of_ranks: set[str] = set()  # names of sums that each rank has a part of
+        self._name: str | None = None  # of the number that is being logged
 
     @contextmanager
     def of_step(self, module: LightningModule, once: Mapping[str, bool], mesh: SequenceMesh) -> Iterator[None]:
@@ -42,17 +44,22 @@ class LoggedSums:
             once: by the name of a sum, whether the ranks of a sequence have it together.
             mesh: of the run.
         """
-        if not any(once.values()):
+        if not once:
             yield
             return
+        self._of_ranks |= {name for name, together in once.items() if not together}
         before = vars(module).get("log")
         log = module.log
 
         def log_once(*args: Any, **kwargs: Any) -> None:
             given = _SIGNATURE.bind_partial(None, *args, **kwargs).arguments
-            if once.get(given.get("name", "")) and given.get("sync_dist_group") is None:
+            self._name = given.get("name", "")
+            if once.get(self._name) and given.get("sync_dist_group") is None:
                 kwargs["sync_dist_group"] = mesh.data_group
-            log(*args, **kwargs)
+            try:
+                log(*args, **kwargs)
+            finally:
+                self._name = None
 
         vars(module)["log"] = log_once
         try:
@@ -63,13 +70,16 @@ class LoggedSums:
             else:
                 vars(module)["log"] = before
 
-    def add_up(self, value: Tensor, mesh: SequenceMesh, world: ProcessGroup | None) -> Tensor:
-        """Return the sum of a number of which nothing is known but its values. Every rank must call it.
+    def add_up(
+        self, value: Tensor, mesh: SequenceMesh, world: ProcessGroup | None, names: Collection[str] = ()
+    ) -> Tensor:
+        """Return the sum of a number of which its values tell how it adds up. Every rank must call it.
 
         Args:
             value: of this rank, one number.
             mesh: of the run.
             world: all ranks, on a backend for host objects.
+            names: under which it may be logged, where no step is logging it now.
 
         Communicates: the value of each rank.
         """
@@ -79,7 +89,7 @@ class LoggedSums:
         alike = bool((of_ranks == of_ranks[:, :1]).all())
         if alike and bool((of_ranks != of_ranks.round()).any()):
             of_ranks = of_ranks[:, :1]
-        elif alike and bool(of_ranks.any()) and not self._warned:
+        elif alike and bool(of_ranks.any()) and not self._warned and not self._is_told(names):
             self._warned = True
             rank_zero_warn(
                 f'a number logged with reduce_fx="sum", sync_dist=True is {float(of_ranks[0, 0]):g} on each of the {mesh.layout.size} ranks of '
@@ -88,3 +98,8 @@ class LoggedSums:
                 "sync_dist_group=torch.distributed.group.WORLD says that it is each rank's own"
             )
         return of_ranks.sum().to(value)
+
+    def _is_told(self, names: Collection[str]) -> bool:
+        """Return whether the preflight has told that each rank has a part of it."""
+        names = names if self._name is None else [self._name]
+        return bool(names) and self._of_ranks.issuperset(names)

@@ -67,7 +67,9 @@ def test_a_flipped_bit_of_the_tokens_is_found_where_it_is_read(prepared):
 def test_a_flipped_bit_of_the_index_is_found_when_it_is_opened(prepared, byte):
     # A document mark among them, which would still rise: 6 bytes from the end is the high part of the last one.
     flip(prepared.with_suffix(".idx"), byte)
-    with pytest.raises(SequenceParallelError, match=r"has not the checksum|points|has document marks|gives|its index describes"):
+    with pytest.raises(
+        SequenceParallelError, match=r"has not the checksum|points|has document marks|gives|its index describes"
+    ):
         opened(prepared)
 
 
@@ -110,7 +112,7 @@ def test_checksums_of_another_size_and_files_that_cannot_be_opened_are_refused(t
         CheckedFile(tmp_path / "x", 4, [1, 2])
     with pytest.raises(SequenceParallelError, match="cannot be opened"):
         CheckedFile(tmp_path / "y", 4)
-    with pytest.raises(SequenceParallelError, match="cannot be read at byte 0: .*directory"):
+    with pytest.raises(SequenceParallelError, match=r"cannot be read at byte 0: .*directory"):
         CheckedFile(tmp_path, 4).read(0, 4)
 
 

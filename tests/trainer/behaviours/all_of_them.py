@@ -1,5 +1,10 @@
 """All behaviours, registered."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 from tests.trainer.behaviours import (
     callbacks_of_lightning,
     checkpoints,
@@ -11,7 +16,11 @@ from tests.trainer.behaviours import (
     models,
     optimizers,
 )
-from tests.trainer.behaviours.harness import runs
+from tests.trainer.behaviours.harness import BEHAVIOURS, Run, answer
 
 ROOMS = (logs, loops, checkpoints, callbacks_of_lightning, loggers, hooks, models, optimizers, failures)
-__all__ = ["ROOMS", "runs"]
+
+
+def runs(names: list[str], strategy: dict[str, Any] | None, world: int, folder: str) -> dict[str, Any]:
+    """Run behaviours one after the other, each in a folder of its own; return the answer of each."""
+    return {name: answer(BEHAVIOURS[name], Run(strategy, world, Path(folder) / name)) for name in names}

@@ -94,14 +94,10 @@ def weights(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: _full(p.detach()).clone() for name, p in module.named_parameters()}
 
 
-def runs(names: list[str], strategy: dict[str, Any] | None, world: int, folder: str) -> dict[str, Any]:
-    """Run behaviours one after the other; return the answer of each, or how it ended."""
+def answer(function: Behaviour, run: Run) -> Mapping[str, Any]:
+    """Run a behaviour; return what it gives, or how it ended."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    return {name: _answer(BEHAVIOURS[name], Run(strategy, world, Path(folder) / name)) for name in names}
-
-
-def _answer(function: Behaviour, run: Run) -> Mapping[str, Any]:
     run.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(3)
     try:

@@ -87,7 +87,7 @@ class CheckedFile:
         data = self._read(first, min(blocks.stop * BLOCK_BYTES, self.num_bytes))
         for block in range(blocks.start, blocks.stop):
             begin = block * BLOCK_BYTES
-            if zlib.crc32(data[begin - first : begin - first + BLOCK_BYTES]) != self._checksums[block]:
+            if zlib.crc32(data.data[begin - first : begin - first + BLOCK_BYTES]) != self._checksums[block]:
                 raise SequenceParallelError(
                     f"{str(self.path)!r} is damaged: bytes {begin} to {min(begin + BLOCK_BYTES, self.num_bytes)} have not the checksum they "
                     "were written with; prepare it again (`lightning-sp prepare`), or take a copy"
@@ -97,7 +97,7 @@ class CheckedFile:
 
     def _read(self, start: int, stop: int) -> NDArray[np.uint8]:
         data = np.empty(stop - start, dtype=np.uint8)
-        view, done = memoryview(data), 0
+        view, done = data.data, 0
         try:
             while done < len(data):
                 num = os.preadv(self._descriptor, [view[done:]], start + done)

@@ -144,7 +144,7 @@ class TokenFile:
             raise self._refuse(
                 path, f"has {num_bytes} bytes, {num_sequences} sequences and {num_marks} document marks need {expected}"
             )
-        if self._checksums is not None and zlib.crc32(index) != self._checksums.index:
+        if self._checksums is not None and zlib.crc32(index.data) != self._checksums.index:
             raise self._refuse(path, "has not the checksum that it was written with")
         sizes, pointers, marks = np.split(index[HEADER.size :], [num_sequences * 4, num_sequences * 12])
         return (

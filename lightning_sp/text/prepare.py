@@ -164,7 +164,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     damaged = f"{str(path)!r} is damaged, or no description of a token file"
     fix = "prepare it again (`lightning-sp prepare`), or delete it"
     try:
-        known = json.loads(path.read_bytes())
+        known: dict[str, Any] = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise SequenceParallelError(f"{damaged}: {type(error).__name__}: {error}; {fix}") from error
     kinds = {"tokenizer": str, "num_documents": int, "num_tokens": int, "names": list}

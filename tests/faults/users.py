@@ -340,7 +340,7 @@ USERS = (
     fault(
         "a document mark that moved within its limits",
         "text/indexed_dataset.py",
-        "zlib.crc32(index) != self._checksums.index",
+        "zlib.crc32(index.data) != self._checksums.index",
         "False",
         "tests/text/test_checked_file.py::test_a_mark_that_moved_within_its_limits_is_found",
     ),

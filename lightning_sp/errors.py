@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 
 class SequenceParallelError(ValueError):
@@ -18,3 +19,26 @@ def closest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_whole_numbers(given: Mapping[str, object], *, least: int = 1) -> None:
+    """Refuse options that are no whole numbers, or too small.
+
+    Raises:
+        SequenceParallelError: with the first one's name and value.
+    """
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SequenceParallelError(f"{name}={value!r}: must be a whole number of at least {least}")
+
+
+def check_numbers(given: Mapping[str, object], *, least: float = 0.0) -> None:
+    """Refuse options that are no finite numbers, or too small.
+
+    Raises:
+        SequenceParallelError: with the first one's name and value.
+    """
+    for name, value in given.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= float(value) < math.inf:  # type: ignore[arg-type]
+            raise SequenceParallelError(f"{name}={value!r}: must be a number of at least {least:g}")

@@ -48,6 +48,7 @@ from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_hooks import HandedBatch, moves_batches
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
+from lightning_sp.trainer.logged_sums import LoggedSums
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 from lightning_sp.trainer.out_of_memory import explain_out_of_memory
 from lightning_sp.trainer.row_metrics import RowMetrics
@@ -119,6 +120,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._evaluated = EvaluationProgress()
         self._run = RunState()
         self._row_metrics = RowMetrics()
+        self._sums = LoggedSums()
         self._checkpointing = AutoCheckpointing(self.config)
 
     # ---- mesh
@@ -129,6 +131,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         check_precision(str(self.precision_plugin.precision))
         check_trainer_features(self._module.trainer, self._module, self.config)
         self._averages.defer(self._module.trainer)
+        # Before any hook: one may ask how many steps there will be, for which Lightning makes the loaders.
+        self._let_loaders_through(self._module.trainer)
         self._setup_distributed()
         if self._device_mesh is None:
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
@@ -277,7 +281,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._batch = replace(self._batch, dropout=dropout)
         # A step may take entries out of its batch.
         self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
-        output = self._steps.train(self._batch, lambda: Strategy.training_step(self, *args, **kwargs))
+        output = self._steps.train(self._batch, lambda: self._counted_step(Strategy.training_step, *args, **kwargs))
         self._steps.check_sums()
         if output is None or not self._module.automatic_optimization:
             self._steps.end_without_backward()
@@ -285,7 +289,18 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
 
     def _training_step_again(self, *args: Any, **kwargs: Any) -> Any:
         with loops.without_loggers(self._module.trainer):
-            return Strategy.training_step(self, *args, **kwargs)
+            return self._counted_step(Strategy.training_step, *args, **kwargs)
+
+    def _counted_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._sums.of_step(
+            self._module, self._steps.context.logged_once.get(step.__name__, {}), self.sequence_mesh
+        ):
+            return step(self, *args, **kwargs)
+
+    @override
+    def _add_up(self, number: Tensor) -> Tensor:
+        names = loops.names_of_sum(self._module.trainer, number)
+        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names)
 
     @override
     def on_train_end(self) -> None:
@@ -324,7 +339,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
                 self._first_evaluations.compare(self._steps, tried, whole_output=whole_output, **told)
         assert self._batch is not None
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
-        return self._steps.evaluate(self._batch, lambda: run(self, *args, **kwargs), filler=filler)
+        return self._steps.evaluate(self._batch, lambda: self._counted_step(run, *args, **kwargs), filler=filler)
 
     # ---- gradients
 

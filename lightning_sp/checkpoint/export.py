@@ -43,7 +43,7 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
 
     Raises:
         SequenceParallelError: the checkpoint is missing, half-written or damaged; nothing has that prefix, or its base was left out;
-            `out` has another suffix.
+            `out` has another suffix, or cannot be written.
     """
     source, target = local_path(path), local_path(out)
     if target.suffix not in FORMATS:
@@ -53,16 +53,25 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
     state = read_model(source, prefix)
     if dtype is not None:
         state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = partial_path(target)
-    if target.suffix == ".pt":
-        torch.save(state, temporary)
-    else:
-        from safetensors.torch import save_file  # noqa: PLC0415 - its import takes a while, and export alone needs it
-
-        save_file({name: value.contiguous() for name, value in state.items()}, temporary, metadata={"format": "pt"})
-    temporary.replace(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write(state, temporary, target.suffix)
+        temporary.replace(target)
+    except Exception as error:  # a full disk: of torch and of safetensors in classes of their own
+        raise SequenceParallelError(
+            f"export to {target} could not be written: {type(error).__name__}: {error}"
+        ) from error
     return target
+
+
+def _write(state: dict[str, Tensor], path: Path, suffix: str) -> None:
+    if suffix == ".pt":
+        torch.save(state, path)
+        return
+    from safetensors.torch import save_file  # noqa: PLC0415 - its import takes a while, and export alone needs it
+
+    save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
 
 
 def is_checkpoint_folder(path: str | Path) -> bool:

@@ -117,9 +117,14 @@ def _save_folder(
         except (Exception, CheckpointException) as error:  # DCP raises on all ranks, with each rank's failure
             raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
     prefix = f"__{dist.get_rank() if dist.is_initialized() else 0}_"
-    written = {file.name: checksum(file) for file in staging.iterdir() if file.name.startswith(prefix)}
-    if is_writer:
-        written[".metadata"] = checksum(staging / ".metadata")
+    unreadable = None
+    try:
+        written = {file.name: checksum(file) for file in staging.iterdir() if file.name.startswith(prefix)}
+        if is_writer:
+            written[".metadata"] = checksum(staging / ".metadata")
+    except OSError as failure:
+        unreadable = f"checkpoint {path}: what was written cannot be read: {type(failure).__name__}: {failure}"
+    comm.agree(unreadable, group)
     files = {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}
     _let_writer(is_writer, complete, path, group)
 

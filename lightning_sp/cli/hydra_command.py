@@ -22,6 +22,7 @@ from lightning_sp.cli.external_launcher import external_rank_overrides
 from lightning_sp.cli.program import CONFIG_NAME, CONFIG_PATH, program, silence_upstream
 from lightning_sp.cli.suggest_names import suggest_names
 from lightning_sp.cli.sweep import run_sweep_job, sweep_job_command
+from lightning_sp.errors import SequenceParallelError
 
 
 def train() -> None:
@@ -48,6 +49,8 @@ def _train_job(config: DictConfig) -> float | None:
 
 def fit(config: DictConfig) -> float | None:
     """Train what a composed configuration describes; return the last validation perplexity (a sweep's objective)."""
+    if isinstance(config.seed, bool) or not isinstance(config.seed, int) or not 0 <= config.seed < 2**32:
+        raise SequenceParallelError(f"seed={config.seed!r}: must be a whole number from 0 to {2**32 - 1}")
     pl.seed_everything(config.seed, workers=True)
     datamodule = instantiate(config.data, _convert_="all")
     if config.vocab_size is None:

@@ -96,6 +96,8 @@ class SequenceContext:
         self.whole_step: Step | None = None
         # Whether sums of cross entropies are over all data-parallel groups; None where no trial of a step with reductions has told.
         self.sums_over_groups: bool | None = None
+        # Of the sums that a step logs, by the step's name and theirs, whether the ranks of a sequence have one together, or each a part of it.
+        self.logged_once: dict[str, dict[str, bool]] = {}
         # Whether the attention of a first step has been looked at.
         self.attention_told = False
         # Of the attention calls of the step before: the next batch is balanced for them.

@@ -1,6 +1,6 @@
 """`SequenceShardingDataModule`: text or token files -> the batches of each data-parallel rank, resumable to the sample.
 
-The flow: source -> documents -> tokens (in memory, or memory-mapped) -> split by document name -> windows -> order ->
+The flow: source -> documents -> tokens (in memory, or on disk) -> split by document name -> windows -> order ->
 batches. Each stage is a file of this package; this one joins them to Lightning. Batches are whole: the
 sequence is sharded later, by the strategy. With a strategy that has `data_parallel_rank` and `data_parallel_size` all
 ranks of a sequence-parallel group read the same samples; under others each process is a data-parallel rank.
@@ -24,7 +24,7 @@ from lightning_sp.data.loop_state import align_loop_state, sampler_cursor
 from lightning_sp.data.samplers.batch_split import BatchSplit
 from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
 from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler, SequentialGlobalBatchSampler
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, check_whole_numbers
 from lightning_sp.text.corpus import Corpus, split_by_name
 from lightning_sp.text.source import Source
 from lightning_sp.text.tokenizer import load_tokenizer
@@ -78,6 +78,11 @@ class SequenceShardingDataModule(LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
+        counts = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
+        check_whole_numbers(counts | ({} if global_batch_size is None else {"global_batch_size": global_batch_size}))
+        check_whole_numbers({"minimum_bytes": minimum_bytes, "seed": seed, "num_workers": num_workers}, least=0)
+        if isinstance(held_out, bool) or not isinstance(held_out, (int, float)):
+            raise SequenceParallelError(f"held_out={held_out!r}: must be a fraction, or a number of documents")
         self.source = Source(source, tokenizer, field, minimum_bytes, cache_dir)
         self.sequence_length, self.packing, self.remainder, self.held_out = (
             sequence_length,

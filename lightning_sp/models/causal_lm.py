@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 from typing_extensions import override
 
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, check_numbers, check_whole_numbers
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.models.gpt import GPTConfig
 from lightning_sp.models.hugging_face import HuggingFaceConfig
@@ -77,6 +77,10 @@ class CausalLM(LightningModule):
                 f"CausalLM(model=...) takes a LlamaConfig, a GPTConfig, a HuggingFaceConfig or a torch module, "
                 f"not {type(model).__name__}"
             )
+        check_numbers({"lr": lr, "weight_decay": weight_decay, "min_lr_ratio": min_lr_ratio})
+        check_whole_numbers({"warmup_steps": warmup_steps}, least=0)
+        if max_steps is not None:
+            check_whole_numbers({"max_steps": max_steps}, least=-1)
         self.lr, self.weight_decay, self.betas = lr, weight_decay, (betas[0], betas[1])
         self.warmup_steps, self.max_steps, self.min_lr_ratio = warmup_steps, max_steps, min_lr_ratio
         self.metrics = nn.ModuleDict()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, check_whole_numbers
 from lightning_sp.models.layers import NormalEmbedding, NormalLinear
 
 
@@ -39,6 +39,8 @@ class GPTConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "max_positions", "dim", "num_layers", "num_heads")
+        check_whole_numbers({name: getattr(self, name) for name in sizes})
         if self.dim % self.num_heads:
             raise SequenceParallelError(
                 f"dim={self.dim} over num_heads={self.num_heads}: heads have one whole width; "

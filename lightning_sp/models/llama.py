@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, check_whole_numbers
 from lightning_sp.models.layers import NormalEmbedding, NormalLinear
 
 
@@ -49,6 +49,8 @@ class LlamaConfig:
     head_std: float = 0.02
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim")
+        check_whole_numbers({name: getattr(self, name) for name in sizes})
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise SequenceParallelError(
                 f"dim={self.dim} over num_heads={self.num_heads}: rotary positions need an even, whole head dim; "

@@ -44,7 +44,7 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
-from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters
+from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters, undistributed
 from lightning_sp.parallelize.tiled_mlp import tile_mlps, without_tiles
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
@@ -89,6 +89,7 @@ __all__ = [
     "tied_parameters",
     "tile_mlps",
     "transformer_blocks",
+    "undistributed",
     "used_as_whole",
     "used_parameters",
     "whole_bytes_elsewhere",

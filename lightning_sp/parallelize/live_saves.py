@@ -1,17 +1,20 @@
-"""`save_pretrained` on a model whose parameters are sharded: refused with the two lines that do it.
+"""`save_pretrained`, `torch.save` and `copy.deepcopy` of a model whose parameters are sharded: refused with the lines that do it.
 
-Hugging Face and PEFT read storages that a shard does not have. To gather here would need all ranks, and users save on rank 0.
+Hugging Face and PEFT read storages that a shard does not have, and FSDP2's classes cannot be pickled. To gather here would need all ranks, and
+users save on rank 0.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.errors import SequenceParallelError
 
@@ -20,11 +23,40 @@ _REPLACED = ("_parameters", "_forward_pre_hooks", "_forward_hooks")
 
 
 def refuse_live_saves(root: nn.Module) -> None:
-    """Make every module of Hugging Face and PEFT ask for a whole state, as `save_pretrained(folder, state_dict=...)` takes it."""
+    """Make every module of Hugging Face and PEFT ask for a whole state, as `save_pretrained(folder, state_dict=...)` takes it.
+
+    Modules that FSDP2 shards say how they are saved and copied, in place of an error of pickle's.
+    """
     for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # FSDP2 makes a class for each of the user's, which only sharded modules have.
+            kind: Any = type(module)
+            kind.__deepcopy__, kind.__reduce_ex__ = _refuse_deepcopy, _refuse_pickle
+            kind.__copy__ = _copy
         save = getattr(module, "save_pretrained", None)
         if callable(save) and "save_pretrained" not in vars(module):
             module.save_pretrained = partial(_save, save, module)  # type: ignore[assignment]
+
+
+def _refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
+    raise SequenceParallelError(
+        f"torch.save, or pickle, of {type(module).__name__.removeprefix('FSDP')}: every rank holds a shard of each parameter; gather on all "
+        "ranks, then save on one: state = trainer.strategy.whole_state_dict(module); if trainer.is_global_zero: torch.save(state, path); or "
+        "trainer.save_checkpoint(path) on all ranks, and lightning_sp.export_checkpoint"
+    )
+
+
+def _refuse_deepcopy(module: nn.Module, memo: object = None) -> NoReturn:
+    raise SequenceParallelError(
+        f"copy.deepcopy of {type(module).__name__.removeprefix('FSDP')}, whose parameters are sharded: the copy would have no unit of FSDP2; "
+        "copy it in __init__ or configure_model, before it is sharded, or copy its weights: trainer.strategy.whole_state_dict(module)"
+    )
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Stand for `copy.copy`, which would ask for what pickle asks."""
+    copied: nn.Module = copy._reconstruct(module, None, *object.__reduce_ex__(module, 4))  # type: ignore[attr-defined]
+    return copied
 
 
 def _save(save: Callable[..., Any], module: nn.Module, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, placement_types
 from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
@@ -50,6 +52,23 @@ def check_parameters(root: nn.Module) -> None:
                 "tokens, in a copy that FSDP2 frees; scale the weight in on_train_batch_start, or leave max_norm out"
             )
     check_hooks(root, "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@contextmanager
+def undistributed() -> Iterator[None]:
+    """Refuse `distribute_tensor` while a model is built: rank 0 alone holds values then, and would wait for the others. Equal on all ranks."""
+    with ExitStack() as undo:
+        for module, name in ((placement_types, "mesh_broadcast"), (placement_types, "mesh_scatter")):
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, _refuse_distribution)
+        yield
+
+
+def _refuse_distribution(*args: object, **kwargs: object) -> NoReturn:
+    raise SequenceParallelError(
+        "distribute_tensor while the model is built: the strategy shards every parameter over its own mesh, after configure_model; leave "
+        "plain tensors, and choose over how many ranks by shard_size"
+    )
 
 
 def check_hooks(root: nn.Module, *kinds: str) -> None:

@@ -22,7 +22,7 @@ from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.explain.verdict import TOLERANCES
-from lightning_sp.preflight.numbers import RankNumbers, differences, tell
+from lightning_sp.preflight.numbers import RankNumbers, counted_once, differences, tell
 from lightning_sp.preflight.other_tokens import CropCalls, modules_of_other_tokens
 from lightning_sp.preflight.outputs import leaves, output_differences, refuse_differences
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
@@ -89,6 +89,7 @@ def compare_evaluation(
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
     of_ranks: list[RankNumbers] = comm.gather_objects(found, runner.groups.world)
+    runner.context.logged_once.setdefault(name, {}).update(counted_once(of_ranks))
     step = f"{name} on a crop of {own.rows} x {crop.tokens} tokens"
     if differ := differences(of_ranks):
         tell(differ, step, monitored)

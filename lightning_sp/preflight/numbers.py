@@ -83,6 +83,8 @@ def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None
     if not having or not all(each.again.get(name) == each.whole[name] for _, each in having):
         return None
     reduced = having[0][1].sharded[name].reduced
+    if reduced == "sum" and _counted_once(name, of_ranks):
+        return None
     if reduced in _REDUCE:
         reduce = _REDUCE[reduced]
         shown = reduce([each.sharded[name].value for _, each in having])
@@ -97,6 +99,34 @@ def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None
         if math.isfinite(wanted) and not abs(shown - wanted) <= tolerance * max(abs(shown), abs(wanted), floor):
             return Difference(name, rank, Number(shown, reduced), wanted)
     return None
+
+
+def counted_once(of_ranks: Sequence[RankNumbers]) -> dict[str, bool]:
+    """Return which sums the ranks of each sequence have together, and which each rank has a part of; not those of which both may be. Pure.
+
+    Args:
+        of_ranks: of every rank of the world, in order.
+    """
+    names = dict.fromkeys(name for each in of_ranks for name, number in each.sharded.items() if number.reduced == "sum")
+    found = {name: _counted_once(name, of_ranks) for name in names}
+    return {name: once for name, once in found.items() if once is not None}
+
+
+def _counted_once(name: str, of_ranks: Sequence[RankNumbers]) -> bool | None:
+    having = [each for each in of_ranks if name in each.sharded and name in each.whole]
+    groups = [each for each in having if each.sequence_rank == 0]
+    if len(having) < len(of_ranks) or len(groups) == len(having):
+        return None
+    wanted, once, of_all = (
+        sum(each.whole[name].value for each in groups),
+        sum(each.sharded[name].value for each in groups),
+        sum(each.sharded[name].value for each in having),
+    )
+    tolerance, floor = (TOLERANCE_IN_16_BITS, 1.0) if of_ranks[0].in_16_bits else (TOLERANCE, 0.0)
+    fits = [
+        abs(shown - wanted) <= tolerance * max(abs(shown), abs(wanted), floor) < math.inf for shown in (once, of_all)
+    ]
+    return fits[0] if fits[0] != fits[1] else None
 
 
 def _of_shapes(name: str, of_ranks: Sequence[RankNumbers]) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from lightning_sp import comm
 from lightning_sp.preflight.groups import trial_of_groups
-from lightning_sp.preflight.numbers import RankNumbers, differences, tell
+from lightning_sp.preflight.numbers import RankNumbers, counted_once, differences, tell
 from lightning_sp.preflight.trial import SEED, Outcome, Trial
 
 
@@ -27,12 +27,14 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
         SequenceParallelError: a monitored number is not that of one device.
     """
     loss = None if sharded.loss is None else float(sharded.loss.detach())
-    others = any(number.value != loss for number in sharded.numbers.values())
+    others = any(number.value != loss or number.reduced == "sum" for number in sharded.numbers.values())
     if not any(comm.gather_objects(others, trial.control_group)):
         return
     apart = trial_of_groups(trial, *trial.of_group) if trial.context.mesh.data_parallel_size > 1 else trial
     of_one, again = (apart.numbers_of_whole(seed) for seed in (SEED, SEED + 1))
     in_16_bits = any(torch.finfo(dtype).bits == 16 for dtype in whole.dtypes)
     own = RankNumbers(trial.sequence_rank, of_one, again, sharded.numbers, in_16_bits)
-    if differ := differences(comm.gather_objects(own, trial.control_group)):
+    of_ranks = comm.gather_objects(own, trial.control_group)
+    trial.context.logged_once["training_step"] = counted_once(of_ranks)
+    if differ := differences(of_ranks):
         tell(differ, f"training_step on {trial.crop}", monitored)

@@ -15,6 +15,8 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.runner import StepRunner
 
+_NOT_GIVEN: Any = object()
+
 
 class CurrentSequence:
     """The part of the strategy that is read from outside; the strategy sets what is read."""
@@ -61,13 +63,23 @@ class CurrentSequence:
         mesh = self.sequence_mesh
         return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a number over the ranks, as Lightning does; a sum of rows that all ranks of a sequence hold counts each row once."""
-        whole = self._batch is not None and self._batch.is_whole and group is None
-        # What `self.log(reduce_fx="sum", sync_dist=True)` gives; Lightning's own votes give an enum.
-        if whole and reduce_op == "sum" and self._mesh is not None:
-            group = self._mesh.data_group
+    def reduce(self, tensor: Any, group: Any | None = _NOT_GIVEN, reduce_op: Any = "mean") -> Any:
+        """Reduce a number over the ranks, as Lightning does.
+
+        What `self.log(reduce_fx="sum", sync_dist=True)` gives counts once where the ranks of a sequence have it together: `LoggedSums`, or where
+        they have run the same rows. `self.log` says that it names no group; who calls this by hand says nothing, and gets the sum of all ranks.
+        """
+        logged, group = group is None, None if group is _NOT_GIVEN else group
+        if group is None and reduce_op == "sum" and self._mesh is not None:
+            if self._batch is not None and self._batch.is_whole:
+                group = self._mesh.data_group
+            elif logged and self._mesh.layout.size > 1 and isinstance(tensor, Tensor) and tensor.numel() == 1:
+                return self._add_up(tensor)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def _add_up(self, number: Tensor) -> Any:
+        """Return the sum of a logged number, of which its values and its name tell how it adds up."""
+        raise NotImplementedError
 
     @property
     def _steps(self) -> StepRunner:

@@ -1,7 +1,7 @@
 """Documents as token ids, addressable without copying: what windows are cut from.
 
-Owns the `Corpus` protocol, the corpus in memory and the view of some documents of another. A memory-mapped one is
-`token_file.TokenFile`. Not here: where text comes from, how windows lie.
+Owns the `Corpus` protocol, the corpus in memory and the view of some documents of another. One on disk is
+`indexed_dataset.TokenFile`. Not here: where text comes from, how windows lie.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class MemoryCorpus:
 
     def fingerprint(self) -> str:
         """Return a digest of every token, size and name."""
-        digest = hashlib.sha256("\n".join(self.names).encode())
+        digest = hashlib.sha256("\n".join(self.names).encode("utf-8", "surrogatepass"))
         digest.update(self.sizes.tobytes())
         digest.update(np.ascontiguousarray(self.tokens).data)
         return digest.hexdigest()[:32]
@@ -129,8 +129,13 @@ def split_by_name(corpus: Corpus, held_out: int | float) -> tuple[CorpusView, Co
         raise SequenceParallelError(
             f"held_out as a number must leave at least one of the {num_documents} documents to train on, got {held_out}"
         )
+    # A file's name need not be UTF-8: Python writes its other bytes as lone surrogates.
     hashes = np.array(
-        [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in corpus.names], dtype=np.uint64
+        [
+            int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+            for name in corpus.names
+        ],
+        dtype=np.uint64,
     )
     is_held_out = np.zeros(num_documents, dtype=bool)
     if isinstance(held_out, int):

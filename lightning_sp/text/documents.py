@@ -16,8 +16,10 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_sp.errors import SequenceParallelError, closest
 
@@ -153,17 +155,40 @@ def _read(name: str, path: Path, field: str) -> Iterator[Document]:
     elif path.suffix == ".parquet":
         yield from _read_parquet(name, path, field)
     else:
-        yield Document(name, path.read_bytes())
+        with _named(path):
+            data = path.read_bytes()
+        yield Document(name, data)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Say of which file an error of reading is."""
+    try:
+        yield
+    except OSError as error:
+        raise SequenceParallelError(f"source {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _checked(name: str, text: str, where: str) -> Document:
+    """Return a text as a document, if it can be written as bytes: JSON may hold half of a character (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise SequenceParallelError(
+            f"{where} holds half of a character, {half} at {error.start} of {len(text)}, which is no text: replace it, or leave it out"
+        ) from error
+    return Document(name, text)
 
 
 def _read_jsonl(name: str, path: Path, field: str) -> Iterator[Document]:
-    with path.open("rb") as lines:
+    with _named(path), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise SequenceParallelError(f"{path}, line {number} is no JSON: {error}") from error
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
@@ -171,7 +196,7 @@ def _read_jsonl(name: str, path: Path, field: str) -> Iterator[Document]:
                 raise SequenceParallelError(
                     f"{path}, line {number} has no text in field {field!r}: it has {known}{closest(field, known)}"
                 )
-            yield Document(f"{name}:{number}", text)
+            yield _checked(f"{name}:{number}", text, f"{path}, line {number}")
 
 
 def _read_parquet(name: str, path: Path, field: str) -> Iterator[Document]:
@@ -181,14 +206,22 @@ def _read_parquet(name: str, path: Path, field: str) -> Iterator[Document]:
         raise SequenceParallelError(
             f"reading {path} needs pyarrow: pip install 'lightning-sp[parquet]', or convert it to jsonl"
         ) from error
-    with parquet.ParquetFile(path) as table:
-        if field not in table.schema_arrow.names:
-            known = list(table.schema_arrow.names)
-            raise SequenceParallelError(f"{path} has no column {field!r}: it has {known}{closest(field, known)}")
-        row = 0
-        for batch in table.iter_batches(batch_size=256, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if not isinstance(text, str | bytes):
-                    raise SequenceParallelError(f"{path}, row {row} has no text in column {field!r}: {text!r}")
-                yield Document(f"{name}:{row}", text)
+    for row, text in enumerate(_column(parquet, path, field), start=1):
+        if not isinstance(text, str | bytes):
+            raise SequenceParallelError(f"{path}, row {row} has no text in column {field!r}: {text!r}")
+        yield Document(f"{name}:{row}", text)
+
+
+def _column(parquet: Any, path: Path, field: str) -> Iterator[Any]:
+    """Yield a column's values. Whatever pyarrow raises of a damaged file is named."""
+    try:
+        with parquet.ParquetFile(path) as table:
+            if field not in table.schema_arrow.names:
+                known = list(table.schema_arrow.names)
+                raise SequenceParallelError(f"{path} has no column {field!r}: it has {known}{closest(field, known)}")
+            for batch in table.iter_batches(batch_size=256, columns=[field]):
+                yield from batch.column(0).to_pylist()
+    except SequenceParallelError:
+        raise
+    except Exception as error:  # of a file that is no parquet, cut short or damaged any
+        raise SequenceParallelError(f"{path} cannot be read as parquet: {type(error).__name__}: {error}") from error

@@ -1,18 +1,21 @@
-r"""Megatron's token files: a memory-mapped reader and a streaming writer, byte for byte.
+r"""Megatron's token files, byte for byte: a reader. `indexed_dataset_writer` writes them.
 
     x.idx   magic "MMIDIDX\0\0" | version <Q = 1 | dtype code <B | sequences n <Q | document marks d <Q
             | sizes int32[n] | pointers int64[n] (bytes into x.bin) | marks int64[d]: 0, end of document 0, ..., n
     x.bin   the tokens, one sequence after the other
 
 A document is the sequences between two marks (one, as we write it). Files that do not agree with themselves are refused
-with the numbers. Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+with the numbers. Flipped bits are found by the checksums that `prepare` keeps beside them, and by nothing else: the
+format has none. Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.text.checked_file import CheckedFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -39,19 +43,36 @@ def token_file_paths(path: str | Path) -> tuple[Path, Path]:
     return Path(prefix + ".bin"), Path(prefix + ".idx")
 
 
+@dataclass(frozen=True)
+class Checksums:
+    """What a token file was written as.
+
+    Args:
+        index: CRC-32 of the .idx.
+        blocks: Of each block of the .bin, as `checked_file` cuts it.
+    """
+
+    index: int
+    blocks: Sequence[int]
+
+
 class TokenFile:
-    """A memory-mapped token file: a `corpus.Corpus`.
+    """A token file, read by offset: a `corpus.Corpus`.
 
     Args:
         path: The prefix, the .bin or the .idx.
         names: Names of its documents; their numbers when None, for the format keeps no names.
+        checksums: Of the files; None compares nothing.
 
     Raises:
         SequenceParallelError: When a file is missing, damaged or truncated, or does not belong to the other.
     """
 
-    def __init__(self, path: str | Path, names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, names: Sequence[str] | None = None, checksums: Checksums | None = None
+    ) -> None:
         self.path = path
+        self._checksums = checksums
         self._bin_path, self._idx_path = token_file_paths(path)
         for file in (self._idx_path, self._bin_path):
             if not file.is_file():
@@ -68,25 +89,31 @@ class TokenFile:
         self.names: Sequence[str] = [str(i) for i in range(len(self.sizes))] if names is None else names
         if len(self.names) != len(self.sizes):
             raise SequenceParallelError(f"{len(self.names)} names were given for {len(self.sizes)} documents of {path}")
-        self._tokens: Tokens = (
-            np.memmap(self._bin_path, dtype=self.dtype, mode="r") if self.num_tokens else np.empty(0, self.dtype)
-        )
+        blocks = None if checksums is None else checksums.blocks
+        self._bin = CheckedFile(self._bin_path, self.num_tokens * self.dtype.itemsize, blocks)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path, Sequence[str]]]:
-        """Pickle as the path: a worker maps the file itself."""
-        return TokenFile, (self.path, self.names)
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path, Sequence[str], Checksums | None]]:
+        """Pickle as the path: a worker opens the file itself."""
+        return TokenFile, (self.path, self.names, self._checksums)
 
     def read(self, document: int, start: int, stop: int) -> Tokens:
-        """Return a view of tokens [start, stop) of a document."""
-        first = self._starts[document]
-        return self._tokens[first + start : first + stop]
+        """Return tokens [start, stop) of a document.
+
+        Raises:
+            SequenceParallelError: The file has become shorter, or is not as it was written.
+        """
+        first = int(self._starts[document])
+        return self._read(first + start, first + min(stop, int(self.sizes[document])))
+
+    def _read(self, start: int, stop: int) -> Tokens:
+        return self._bin.read(start * self.dtype.itemsize, max(start, stop) * self.dtype.itemsize).view(self.dtype)
 
     def fingerprint(self) -> str:
         """Return a digest of the index and of the first and last MiB of tokens."""
         digest = hashlib.sha256(self._idx_path.read_bytes())
         edge = 2**20 // self.dtype.itemsize
-        digest.update(self._tokens[:edge].tobytes())
-        digest.update(self._tokens[-edge:].tobytes())
+        digest.update(self._read(0, min(edge, self.num_tokens)).tobytes())
+        digest.update(self._read(max(0, self.num_tokens - edge), self.num_tokens).tobytes())
         return digest.hexdigest()[:32]
 
     def _refuse(self, file: Path, problem: str) -> SequenceParallelError:
@@ -94,9 +121,9 @@ class TokenFile:
         return SequenceParallelError(f"{str(file)!r} {problem}: {fix}")
 
     def _read_index(self) -> tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64]]:
-        path, num_bytes = self._idx_path, self._idx_path.stat().st_size
-        with path.open("rb") as file:
-            header = file.read(HEADER.size)
+        path = self._idx_path
+        index = np.fromfile(path, dtype=np.uint8)
+        num_bytes, header = len(index), index[: HEADER.size].tobytes()
         if len(header) < HEADER.size:
             raise self._refuse(path, f"has {num_bytes} bytes, fewer than the {HEADER.size} of its header")
         magic, version, code, num_sequences, num_marks = HEADER.unpack(header)
@@ -117,7 +144,8 @@ class TokenFile:
             raise self._refuse(
                 path, f"has {num_bytes} bytes, {num_sequences} sequences and {num_marks} document marks need {expected}"
             )
-        index = np.memmap(path, dtype=np.uint8, mode="r")
+        if self._checksums is not None and zlib.crc32(index.data) != self._checksums.index:
+            raise self._refuse(path, "has not the checksum that it was written with")
         sizes, pointers, marks = np.split(index[HEADER.size :], [num_sequences * 4, num_sequences * 12])
         return (
             DTYPES[code],

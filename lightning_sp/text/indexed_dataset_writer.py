@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.text.indexed_dataset import DTYPES, HEADER, MAGIC, MAXIMUM_SIZE, VERSION, Tokens, token_file_paths
+from lightning_sp.text.checked_file import BlockChecksums
+from lightning_sp.text.indexed_dataset import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    MAXIMUM_SIZE,
+    VERSION,
+    Checksums,
+    Tokens,
+    token_file_paths,
+)
 
 
 class TokenFileWriter:
@@ -32,6 +43,7 @@ class TokenFileWriter:
         self._final = token_file_paths(path)
         self._temporary = tuple(p.with_name(f"{p.name}.{os.getpid()}.tmp") for p in self._final)
         self._sizes: list[int] = []
+        self._blocks = BlockChecksums()
 
     @property
     def num_documents(self) -> int:
@@ -42,6 +54,11 @@ class TokenFileWriter:
     def num_tokens(self) -> int:
         """Tokens written so far."""
         return sum(self._sizes)
+
+    @property
+    def checksums(self) -> Checksums:
+        """Of both files, by what was added so far."""
+        return Checksums(index=zlib.crc32(self._index()), blocks=self._blocks.of_all())
 
     def __enter__(self) -> TokenFileWriter:
         """Open the temporary .bin."""
@@ -65,7 +82,9 @@ class TokenFileWriter:
             raise SequenceParallelError(
                 f"{name} has ids from {low} to {high}, {self.dtype} holds {limits.min} to {limits.max}"
             )
-        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
+        data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
+        self._bin.write(data)
+        self._blocks.add(data)
         self._sizes.append(len(tokens))
 
     def __exit__(
@@ -84,13 +103,16 @@ class TokenFileWriter:
             for temporary in self._temporary:
                 temporary.unlink(missing_ok=True)
 
-    def _write_index(self) -> None:
+    def _index(self) -> bytes:
         sizes = np.array(self._sizes, dtype="<i4")
         pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * self.dtype.itemsize
+        header = HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(sizes) + 1)
+        arrays = sizes, pointers.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")
+        return b"".join([header, *(array.tobytes() for array in arrays)])
+
+    def _write_index(self) -> None:
         with self._temporary[1].open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(sizes) + 1))
-            for array in (sizes, pointers.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")):
-                file.write(array.tobytes())
+            file.write(self._index())
             self._sync(file)
 
     @staticmethod

@@ -1,16 +1,21 @@
 """Text -> a token file on disk, once: the function behind `lightning-sp prepare`.
 
-Beside x.bin and x.idx (Megatron's format, `token_file`) it writes x.idx.json: which tokenizer made the ids, and the
-documents' names, by which a DataModule splits off held-out documents. Files without one can be read as well.
+Beside x.bin and x.idx (Megatron's format, `indexed_dataset`) it writes x.idx.json: which tokenizer made the ids, the
+documents' names, by which a DataModule splits off held-out documents, and checksums. Files without one can be read as
+well; then sizes and the order of documents are compared, and nothing else.
+
+    checked where x.idx.json is     itself and x.idx when opened; each block of x.bin when a process first reads of it
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -18,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.text.corpus import encode_document
 from lightning_sp.text.documents import Documents
-from lightning_sp.text.indexed_dataset import TokenFile, token_file_paths
+from lightning_sp.text.indexed_dataset import Checksums, TokenFile, token_file_paths
 from lightning_sp.text.indexed_dataset_writer import TokenFileWriter
 from lightning_sp.text.tokenizer import Tokenizer, load_tokenizer, token_dtype
 
@@ -69,6 +74,15 @@ def prepare(
     Raises:
         SequenceParallelError: From the source, the tokenizer or a document, or when no document is left.
     """
+    try:
+        return _prepare(source, output, tokenizer, field, minimum_bytes, progress=progress)
+    except OSError as error:  # a full disk, a folder that cannot be written to
+        raise SequenceParallelError(f"token file {str(output)!r} could not be written: {error}") from error
+
+
+def _prepare(
+    source: str | Sequence[str], output: str | Path, tokenizer: str, field: str, minimum_bytes: int, *, progress: bool
+) -> PreparedTokens:
     encoder = load_tokenizer(tokenizer)
     documents = Documents(source, field=field, minimum_bytes=minimum_bytes)
     names: list[str] = []
@@ -102,7 +116,7 @@ def prepare(
         num_empty=num_empty,
         tokenizer=encoder.identity,
     )
-    _write_description(output, asdict(written) | {"names": names})
+    _write_description(output, asdict(written) | {"names": names}, writer.checksums)
     return written
 
 
@@ -121,7 +135,7 @@ def open_prepared(path: str | Path, tokenizer: Tokenizer) -> TokenFile:
     description = description_path(path)
     if not description.is_file():
         return TokenFile(path)
-    known = json.loads(description.read_text(encoding="utf-8"))
+    known = _read_description(description)
     if known["tokenizer"] != tokenizer.identity:
         raise SequenceParallelError(
             f"{str(path)!r} was written with tokenizer {known['tokenizer']}, the one given is {tokenizer.identity}: "
@@ -133,7 +147,41 @@ def open_prepared(path: str | Path, tokenizer: Tokenizer) -> TokenFile:
             f"{str(description)!r} describes {known['num_documents']} documents with {known['num_tokens']} tokens, the "
             f"files beside it hold {len(tokens.sizes)} with {tokens.num_tokens}: prepare them again, or delete the .json"
         )
-    return TokenFile(path, known["names"])
+    if "crc32" in known and known["crc32"] != _crc32(known):
+        raise SequenceParallelError(
+            f"{str(description)!r} is damaged: it has not the checksum that it was written with; prepare it again, or delete it"
+        )
+    checksums = known.get("checksums")
+    return TokenFile(path, known["names"], None if checksums is None else Checksums(**checksums))
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Return what an .idx.json says.
+
+    Raises:
+        SequenceParallelError: It is no JSON, or lacks what a token file is opened by.
+    """
+    damaged = f"{str(path)!r} is damaged, or no description of a token file"
+    fix = "prepare it again (`lightning-sp prepare`), or delete it"
+    try:
+        known: dict[str, Any] = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise SequenceParallelError(f"{damaged}: {type(error).__name__}: {error}; {fix}") from error
+    kinds = {"tokenizer": str, "num_documents": int, "num_tokens": int, "names": list}
+    for key, kind in kinds.items():
+        found = known.get(key) if isinstance(known, dict) else None
+        if not isinstance(found, kind):
+            raise SequenceParallelError(f"{damaged}: its {key!r} is {str(found)[:40]!r}, no {kind.__name__}; {fix}")
+    checksums = known.get("checksums", {"index": 0, "blocks": []})
+    is_known = isinstance(checksums, dict) and checksums.keys() == {"index", "blocks"}
+    if not is_known or not all(isinstance(each, str) for each in known["names"]):
+        raise SequenceParallelError(f"{damaged}: its names are no texts, or its checksums no numbers; {fix}")
+    return known
+
+
+def _crc32(description: dict[str, Any]) -> int:
+    rest = {name: value for name, value in description.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(rest).encode())
 
 
 def description_path(path: str | Path) -> Path:
@@ -142,8 +190,12 @@ def description_path(path: str | Path) -> Path:
     return index.with_name(index.name + ".json")
 
 
-def _write_description(path: str | Path, description: dict[str, object]) -> None:
+def _write_description(path: str | Path, description: dict[str, Any], checksums: Checksums) -> None:
     final = description_path(path)
     temporary = final.with_name(f"{final.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(description), encoding="utf-8")
-    os.replace(temporary, final)
+    described = description | {"checksums": asdict(checksums)}
+    try:
+        temporary.write_text(json.dumps(described | {"crc32": _crc32(described)}), encoding="utf-8")
+        os.replace(temporary, final)
+    finally:
+        temporary.unlink(missing_ok=True)

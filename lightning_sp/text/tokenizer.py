@@ -58,7 +58,11 @@ class FileTokenizer:
     """A `tokenizers` JSON file. The first known end-of-document token of its vocabulary ends a document."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = _extra("tokenizers", "tokenizers", str(path)).Tokenizer.from_file(str(path))
+        tokenizers = _extra("tokenizers", "tokenizers", str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises that very class
+            raise SequenceParallelError(f"{str(path)!r} is no tokenizers file: {error}") from error
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         ids = [self._tokenizer.token_to_id(token) for token in _END_TOKENS]
         self.eos_id: int | None = next((i for i in ids if i is not None), None)
@@ -76,7 +80,7 @@ class HuggingFaceTokenizer:
         loader = _extra("transformers", "hf", str(folder)).AutoTokenizer
         try:
             self._tokenizer: Any = loader.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of damaged files any
             raise SequenceParallelError(f"no Hugging Face tokenizer in {str(folder)!r}: {error}") from error
         self.vocab_size: int = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_sp.errors import SequenceParallelError, closest
+from lightning_sp.errors import SequenceParallelError, check_whole_numbers, closest
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.corpus import Corpus
 
@@ -61,8 +61,7 @@ class Windows(Dataset[Sample]):
         ):
             if value not in known:
                 raise SequenceParallelError(f"{name} must be one of {known}, got {value!r}{closest(str(value), known)}")
-        if sequence_length < 1:
-            raise SequenceParallelError(f"sequence_length must be at least 1, got {sequence_length}")
+        check_whole_numbers({"sequence_length": sequence_length})
         self.corpus, self.sequence_length = corpus, sequence_length
         self.packing, self.remainder = packing, remainder
         self.vocab_size, self.pad_id = vocab_size, pad_id

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 
 
 def evaluation_loop(trainer: Trainer) -> Any:
@@ -62,6 +63,12 @@ def names_of_evaluation(trainer: Trainer) -> list[str]:
     """Return the names of the numbers that the evaluation in progress has logged, as callbacks see them."""
     own = {each.meta.name for each in (trainer._results or {}).values()}
     return [name for name in trainer.callback_metrics if name.partition("/dataloader_idx_")[0] in own]
+
+
+def names_of_sum(trainer: Trainer, value: Tensor) -> list[str]:
+    """Return the names of the synchronized sums of the loop in progress that are a value so far."""
+    logged = (each for each in (trainer._results or {}).values() if each.is_tensor and each.meta.is_sum_reduction)
+    return [each.meta.name for each in logged if each.meta.sync.should and bool(each.value == value)]
 
 
 def monitored_names(trainer: Trainer) -> list[str]:

@@ -38,11 +38,19 @@ from lightning_sp.checkpoint import (
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import MetaDevice, recorded, reshard, take_over_checkpointing, without_gradient_sync
+from lightning_sp.parallelize import (
+    MetaDevice,
+    recorded,
+    reshard,
+    take_over_checkpointing,
+    undistributed,
+    without_gradient_sync,
+)
 from lightning_sp.trainer.agreed_numbers import watch_numbers
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.loops import forbid_inference_mode
+from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
@@ -129,7 +137,7 @@ class ShardedModelStrategy(ProcessStrategy):
         )
         precise = nullcontext() if self._averages.are_of_float32 else self.precision_plugin.tensor_init_context()
         recorder = recorded(self._module, draws=not elsewhere) if delayed else nullcontext()
-        with recorder, MetaDevice() if elsewhere else nullcontext(), precise:
+        with undistributed(), recorder, MetaDevice() if elsewhere else nullcontext(), precise:
             yield
 
     @override
@@ -179,11 +187,10 @@ class ShardedModelStrategy(ProcessStrategy):
         return whole_state_dict(self._module if module is None else module, keep=self.is_global_zero)
 
     def _prepare_trainer(self, trainer: Trainer) -> None:
-        """Change of a Trainer what a run on shards needs: no inference mode, no sampler of its own, what ranks compare and agree on."""
+        """Change of a Trainer what a run on shards needs: no inference mode, what ranks compare and agree on."""
         forbid_inference_mode(trainer)
         self._sigterm.follow(trainer)
         watch_numbers(trainer, self._groups)
-        self._let_loaders_through(trainer)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -207,6 +214,7 @@ class ShardedModelStrategy(ProcessStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        restore_finetuning(self._module.trainer, self._module)
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer_state(self._module, optimizer, state, index=index)
 

@@ -3,7 +3,11 @@
 import shlex
 import sys
 
-from lightning_sp.cli.hydra_command import hydra_resume_command
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.cli.hydra_command import fit, hydra_resume_command
 
 
 def test_resume_command_keeps_the_overrides_and_replaces_the_end(monkeypatch):
@@ -18,3 +22,9 @@ def test_resume_command_keeps_the_overrides_and_replaces_the_end(monkeypatch):
         "ckpt_path={checkpoint}",
         "trainer.max_steps={max_steps}",
     ]
+
+
+@pytest.mark.parametrize("seed", [-1, "abc", 2**32, True])
+def test_a_seed_that_is_none_is_refused_by_name(seed):
+    with pytest.raises(SequenceParallelError, match=f"seed={seed!r}: must be a whole number from 0 to 4294967295"):
+        fit(OmegaConf.create({"seed": seed}))

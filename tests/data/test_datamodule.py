@@ -3,6 +3,8 @@
 Every document is one window whose first id is the document's number, so that ids tell which samples were read.
 """
 
+import re
+
 import pytest
 import torch
 from jsonargparse import ArgumentParser
@@ -378,6 +380,23 @@ def test_too_little_text_and_foreign_tokens_are_refused(corpus, tmp_path):
     data.setup()
     with pytest.raises(SequenceParallelError, match=r"token id 299, outside the vocabulary \[0, 257\)"):
         next(iter(data.train_dataloader()))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("sequence_length", "abc", "a whole number of at least 1"),
+        ("micro_batch_size", 0, "a whole number of at least 1"),
+        ("global_batch_size", 2.0, "a whole number of at least 1"),
+        ("seed", -1, "a whole number of at least 0"),
+        ("num_workers", "2", "a whole number of at least 0"),
+        ("minimum_bytes", None, "a whole number of at least 0"),
+        ("held_out", "some", "a fraction, or a number of documents"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_by_name(option, value, rule):
+    with pytest.raises(SequenceParallelError, match=re.escape(f"{option}={value!r}: must be {rule}")):
+        SequenceShardingDataModule("stdlib", **{option: value})
 
 
 def test_every_option_can_be_given_on_a_command_line(corpus):

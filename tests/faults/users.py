@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
+BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
@@ -307,5 +308,47 @@ USERS = (
         "partial(self._training_step_again, *map(copy, args), **kwargs)",
         "partial(self._training_step_again, *args, **kwargs)",
         "tests/step/test_non_finite.py::test_the_layer_is_named_once_until_the_loss_is_finite_again[step-{'ring_size': 2}]",
+    ),
+    fault(
+        "a loss that the ranks of a sequence have alike, summed once for each of them",
+        "step/current_sequence.py",
+        "            elif logged and self._mesh.layout.size > 1 and",
+        "            elif False and",
+        f"{BEHAVIOURS}::test_what_the_preflight_does_not_tell_values_do",
+    ),
+    fault(
+        "rows that the preflight has found alike, summed once for each rank",
+        "trainer/logged_sums.py",
+        "            if once.get(self._name) and",
+        "            if False and",
+        f"{BEHAVIOURS}::test_what_was_wrong_once",
+    ),
+    fault(
+        "samples that Lightning shuffles when a hook asks for the number of steps",
+        "strategy.py",
+        "        self._let_loaders_through(self._module.trainer)\n",
+        "",
+        f"{BEHAVIOURS}::test_what_was_wrong_once",
+    ),
+    fault(
+        "thawed layers that a resume leaves out of the optimizer",
+        "trainer/sharded_model.py",
+        "        restore_finetuning(self._module.trainer, self._module)\n",
+        "",
+        f"{BEHAVIOURS}::test_what_was_wrong_once",
+    ),
+    fault(
+        "a flipped bit of a token file that is trained on",
+        "text/checked_file.py",
+        " != self._checksums[block]:",
+        " != self._checksums[block] and False:",
+        "tests/text/test_checked_file.py::test_a_flipped_bit_of_the_tokens_is_found_where_it_is_read",
+    ),
+    fault(
+        "a document mark that moved within its limits",
+        "text/indexed_dataset.py",
+        "zlib.crc32(index.data) != self._checksums.index",
+        "False",
+        "tests/text/test_checked_file.py::test_a_mark_that_moved_within_its_limits_is_found",
     ),
 )  # fmt: skip

@@ -241,6 +241,13 @@ def test_hyperparameters_are_plain():
         (lambda: LlamaConfig(dim=36, num_heads=4), r"dim=36 over num_heads=4.*multiple of 8"),
         (lambda: LlamaConfig(num_heads=8, num_kv_heads=3), r"num_heads=8, num_kv_heads=3.*divisor of 8"),
         (lambda: GPTConfig(dim=30, num_heads=4), r"dim=30 over num_heads=4.*multiple of 4"),
+        (lambda: LlamaConfig(num_heads=0), r"num_heads=0: must be a whole number of at least 1"),
+        (lambda: LlamaConfig(vocab_size="257"), r"vocab_size='257': must be a whole number"),
+        (lambda: GPTConfig(num_layers=True), r"num_layers=True: must be a whole number"),
+        (lambda: CausalLM(LLAMA, lr="fast"), r"lr='fast': must be a number of at least 0"),
+        (lambda: CausalLM(LLAMA, weight_decay=float("nan")), r"weight_decay=nan: must be a number"),
+        (lambda: CausalLM(LLAMA, warmup_steps=1.5), r"warmup_steps=1.5: must be a whole number"),
+        (lambda: CausalLM(LLAMA, max_steps="all"), r"max_steps='all': must be a whole number"),
         (lambda: HuggingFaceConfig(), r"model_type=None, pretrained=None: give one of the two"),
         (lambda: HuggingFaceConfig("lama").build(), r"'lama' is no architecture.*did you mean 'llama'"),
         (

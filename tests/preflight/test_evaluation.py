@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sp.preflight.numbers import RankNumbers, differences
+from lightning_sp.preflight.numbers import RankNumbers, counted_once, differences
 from lightning_sp.preflight.recording.logged import Number
 from tests.preflight import evaluation_ranks as ranks
 
@@ -35,8 +35,9 @@ def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, run: str):
     step = "test_step" if run == "test" else "validation_step"
     assert said.startswith(f"preflight: {step} on a crop of 2 x 32 tokens shows other numbers than one device: ")
     listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
-    assert [each.partition(" =")[0] for each in listed] == ["entropy", "summed", "norm (returned)", "total"]
-    assert "(sum of the ranks)" in listed[1]
+    assert [each.partition(" =")[0] for each in listed] == ["entropy", "norm (returned)", "total"]
+    # What all ranks have counts once: as many batches as validation has.
+    assert found["logged"]["summed"] == pytest.approx(found["num_steps"] * found["logged"]["val_loss"], rel=1e-6)
     assert "(rank 0), on one device" in listed[0]
 
 
@@ -119,7 +120,9 @@ def of_ranks(*values: tuple[float, float], reduced: str = "", sequence: int = 2,
         (of_ranks((1.0, 1.0), (1.0, 2.0)), [("rank 1", 2.0, 1.0)]),
         (of_ranks((1.0, 0.5), (1.0, 1.5), reduced="mean"), []),
         (of_ranks((1.0, 0.4), (1.0, 0.6), reduced="sum"), []),
-        (of_ranks((1.0, 1.0), (1.0, 1.0), reduced="sum"), [("sum of the ranks", 2.0, 1.0)]),
+        # What both ranks have counts once; what neither way is one device's is named.
+        (of_ranks((1.0, 1.0), (1.0, 1.0), reduced="sum"), []),
+        (of_ranks((1.0, 1.5), (1.0, 1.5), reduced="sum"), [("sum of the ranks", 3.0, 1.0)]),
         # Two groups of two ranks: each group's whole number counts once.
         (of_ranks((1.0, 1.0), (1.0, 1.0), (3.0, 3.0), (3.0, 3.0), reduced="mean"), []),
         (of_ranks((1.0, 0.5), (1.0, 0.5), (3.0, 1.0), (3.0, 2.0), reduced="sum"), []),
@@ -136,6 +139,25 @@ def test_what_differs(numbers: list[RankNumbers], wanted: list[tuple[str, float,
     found = differences(numbers)
     assert [(each.shown.value, each.wanted) for each in found] == [(shown, whole) for _, shown, whole in wanted]
     assert all(f"({how})" in each.describe() for each, (how, _, _) in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wanted"),
+    [
+        (of_ranks((1.0, 1.0), (1.0, 1.0), reduced="sum"), {"x": True}),
+        (of_ranks((1.0, 0.5), (1.0, 0.5), reduced="sum"), {"x": False}),
+        (of_ranks((2.0, 2.0), (2.0, 2.0), (3.0, 3.0), (3.0, 3.0), reduced="sum"), {"x": True}),
+        (of_ranks((2.0, 1.5), (2.0, 0.5), (3.0, 3.0), (3.0, 0.0), reduced="sum"), {"x": False}),
+        # Both, neither, of no sequence that ranks share, and what is no sum.
+        (of_ranks((0.0, 0.0), (0.0, 0.0), reduced="sum"), {}),
+        (of_ranks((1.0, 1.5), (1.0, 1.5), reduced="sum"), {}),
+        (of_ranks((1.0, 1.0), (1.0, 1.0), reduced="sum", sequence=1), {}),
+        (of_ranks((1.0, 1.0), (1.0, 1.0), reduced="mean"), {}),
+        (of_ranks((float("nan"), 1.0), (float("nan"), 1.0), reduced="sum"), {}),
+    ],
+)
+def test_which_sums_the_ranks_of_a_sequence_have_together(numbers: list[RankNumbers], wanted: dict[str, bool]):
+    assert counted_once(numbers) == wanted
 
 
 def test_a_number_that_a_rank_lacks_is_compared_where_it_is():

@@ -1,12 +1,15 @@
 """Documents of files and tables, and sources that give none."""
 
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.text.corpus import MemoryCorpus, split_by_name
 from lightning_sp.text.documents import Documents
+from lightning_sp.text.tokenizer import load_tokenizer
 
 
 def read(source, **options) -> dict[str, bytes | str]:
@@ -75,3 +78,32 @@ def test_sources_that_give_nothing_are_refused(folder):
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text"', encoding="utf-8")
     with pytest.raises(SequenceParallelError, match=r"bad\.jsonl, line 2 is no JSON"):
         read(f"{folder}/bad.jsonl")
+
+
+def test_files_that_are_not_what_their_name_says_are_refused_by_name(folder):
+    (folder / "deep.jsonl").write_text('{"text": ' + "[" * 200_000 + "\n")
+    (folder / "half.jsonl").write_text('{"text": "whole"}\n{"text": "a\\ud800b"}\n')
+    (folder / "no.parquet").write_bytes(b"PAR1 no parquet")
+    (folder / "short.parquet").write_bytes((folder / "rows.parquet").read_bytes()[:-20])
+    for file, match in (
+        ("deep.jsonl", r"deep\.jsonl, line 1 is no JSON: .*recursion"),
+        ("half.jsonl", r"half\.jsonl, line 2 holds half of a character, \\ud800 at 1 of 3"),
+        ("no.parquet", r"no\.parquet cannot be read as parquet: ArrowInvalid"),
+        ("short.parquet", r"short\.parquet cannot be read as parquet: ArrowInvalid"),
+    ):
+        with pytest.raises(SequenceParallelError, match=match):
+            read(f"{folder}/{file}")
+
+
+def test_a_file_whose_name_is_no_text_can_be_held_out(folder):
+    (folder / os.fsdecode(b"bad\xff.txt")).write_bytes(b"bytes")
+    corpus = MemoryCorpus.from_documents(Documents(f"{folder}/*.txt"), load_tokenizer("bytes"))
+    assert len(corpus.fingerprint()) == 32
+    assert sum(len(view.sizes) for view in split_by_name(corpus, 1)) == 3
+
+
+def test_a_file_that_cannot_be_read_is_named(folder):
+    documents = Documents(f"{folder}/*.txt")
+    (folder / "b.txt").unlink()
+    with pytest.raises(SequenceParallelError, match=r"source .*b\.txt' cannot be read: FileNotFoundError"):
+        list(documents)

@@ -112,7 +112,7 @@ def test_refusals_name_the_numbers():
         Windows(negative, 2, vocab_size=9)[0]
     with pytest.raises(SequenceParallelError, match=r"packing must be one of .* got 'pack'; did you mean 'packed'"):
         Windows(corpus, 4, packing="pack")
-    with pytest.raises(SequenceParallelError, match="sequence_length must be at least 1, got 0"):
+    with pytest.raises(SequenceParallelError, match="sequence_length=0: must be a whole number of at least 1"):
         Windows(corpus, 0)
     with pytest.raises(IndexError, match="window 1 of 1"):
         Windows(corpus, 4)[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection
 
@@ -104,7 +105,9 @@ class StepNumbers:
         elif isinstance(value, (Tensor, int, float)):
             reduce_fx = options.get("reduce_fx", "mean")
             by = _name_of(reduce_fx) if options.get("sync_dist") else ""
-            if not isinstance(value, Tensor) or value.numel() == 1:
+            # Whoever names the ranks has decided which of them add up.
+            decided = options.get("sync_dist") and options.get("sync_dist_group") not in (None, dist.group.WORLD)
+            if not decided and (not isinstance(value, Tensor) or value.numel() == 1):
                 self.numbers[name] = Number(_plain(value), {"avg": "mean"}.get(by, by))
                 if options.get("batch_size") is not None and not options.get("sync_dist"):
                     self.numbers[name + WEIGHT] = Number(_plain(options["batch_size"]))

@@ -1,0 +1,105 @@
+"""`self.log(..., reduce_fx="sum", sync_dist=True)` where ranks share a sequence: what all have counts once, parts add up.
+
+    a loss, a number of rows       the same on the ranks of a sequence      added up over data-parallel groups
+    a count of a rank's tokens     each rank's own                          added up over the world
+
+Which of the two a number is, the preflight tells by its name (`preflight/numbers.py:counted_once`). Of what a hook logs, or without the
+preflight, the values tell: one with a fraction that is the same to the bit on all ranks of each sequence is theirs together. A whole number
+that is the same may be either: it is added up over the world, with a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.mesh import SequenceMesh
+
+_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+class LoggedSums:
+    """The sums that a run's steps log; a class because the warning comes once, and not of what the preflight has told."""
+
+    def __init__(self) -> None:
+        self._warned = False
+        self._of_ranks: set[str] = set()  # names of sums that each rank has a part of
+        self._name: str | None = None  # of the number that is being logged
+
+    @contextmanager
+    def of_step(self, module: LightningModule, once: Mapping[str, bool], mesh: SequenceMesh) -> Iterator[None]:
+        """Let a step's sums add up over the ranks that have parts of them.
+
+        Args:
+            module: whose step runs.
+            once: by the name of a sum, whether the ranks of a sequence have it together.
+            mesh: of the run.
+        """
+        if not once:
+            yield
+            return
+        self._of_ranks |= {name for name, together in once.items() if not together}
+        before = vars(module).get("log")
+        log = module.log
+
+        def log_once(*args: Any, **kwargs: Any) -> None:
+            given = _SIGNATURE.bind_partial(None, *args, **kwargs).arguments
+            self._name = given.get("name", "")
+            if once.get(self._name) and given.get("sync_dist_group") is None:
+                kwargs["sync_dist_group"] = mesh.data_group
+            try:
+                log(*args, **kwargs)
+            finally:
+                self._name = None
+
+        vars(module)["log"] = log_once
+        try:
+            yield
+        finally:
+            if before is None:
+                vars(module).pop("log", None)
+            else:
+                vars(module)["log"] = before
+
+    def add_up(
+        self, value: Tensor, mesh: SequenceMesh, world: ProcessGroup | None, names: Collection[str] = ()
+    ) -> Tensor:
+        """Return the sum of a number of which its values tell how it adds up. Every rank must call it.
+
+        Args:
+            value: of this rank, one number.
+            mesh: of the run.
+            world: all ranks, on a backend for host objects.
+            names: under which it may be logged, where no step is logging it now.
+
+        Communicates: the value of each rank.
+        """
+        of_ranks = torch.tensor(comm.gather_objects(float(value), world), dtype=torch.float64).view(
+            -1, mesh.layout.size
+        )
+        alike = bool((of_ranks == of_ranks[:, :1]).all())
+        if alike and bool((of_ranks != of_ranks.round()).any()):
+            of_ranks = of_ranks[:, :1]
+        elif alike and bool(of_ranks.any()) and not self._warned and not self._is_told(names):
+            self._warned = True
+            rank_zero_warn(
+                f'a number logged with reduce_fx="sum", sync_dist=True is {float(of_ranks[0, 0]):g} on each of the {mesh.layout.size} ranks of '
+                "a sequence. It is taken for each rank's own, and added up over all ranks: if it is the whole sequence's, it counts "
+                f"{mesh.layout.size} times. sync_dist_group=self.trainer.strategy.data_parallel_group counts it once, "
+                "sync_dist_group=torch.distributed.group.WORLD says that it is each rank's own"
+            )
+        return of_ranks.sum().to(value)
+
+    def _is_told(self, names: Collection[str]) -> bool:
+        """Return whether the preflight has told that each rank has a part of it."""
+        names = names if self._name is None else [self._name]
+        return bool(names) and self._of_ranks.issuperset(names)

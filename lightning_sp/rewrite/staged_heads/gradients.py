@@ -23,6 +23,9 @@ from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.staged import ExchangedStage, StageOutputs, stage_heads
 from lightning_sp.rewrite.staged_heads.stages import Arguments, Stages
 
+# Tokens whose products are made at a time where they are summed in another dtype.
+_AT_A_TIME = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCall:
@@ -109,6 +112,7 @@ class _Backward:
         self._shared = [each for own in heads.others for each in own.parameters()]
         self._of_rows: list[Tensor | None] = [None] * len(self._split)
         self._sums: list[Tensor | None] = [None] * (len(leaves) + len(self._shared))
+        self._places = {id(leaf): place for place, leaf in enumerate(leaves) if leaf.requires_grad}
 
     def add(self, stage: int, grad: Tensor) -> None:
         """Add a stage's gradients. Shapes: grad (B, H, s, D)."""
@@ -136,7 +140,8 @@ class _Backward:
         """Make a stage's q, k and v again and exchange them; return them with what differentiates them."""
         stages, given = self._call.stages, iter(rows)
         projections = [
-            partial(_linear, next(given), None if own.bias is None else next(given)) for own in stages.heads.projections
+            partial(self._project, next(given), None if own.bias is None else next(given))
+            for own in stages.heads.projections
         ]
         with torch.enable_grad(), self._call.autocast():
             inputs = stages.inputs(stage, projections, *self._call.arguments.whole(self._leaves))
@@ -166,6 +171,26 @@ class _Backward:
                 self._of_rows[number] = laid = torch.zeros_like(whole)
             laid[heads.rows(own, stage)] = grad
 
+    def _project(self, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        place = self._places.get(id(x))
+        if place is None:
+            return F.linear(x, weight, bias)
+        out: Tensor = _Projection.apply(partial(self._add_product, place), x, weight, bias)
+        return out
+
+    def _add_product(self, place: int, grad: Tensor, weight: Tensor) -> None:
+        """Add to the sum of a leaf what comes of its projection, in place. Shapes: (..., rows), (rows, E) -> (..., E)."""
+        whole = self._sums[place]
+        if whole is None:
+            leaf = self._leaves[place]
+            whole = self._sums[place] = torch.zeros(leaf.shape, dtype=accumulator_dtype(leaf.dtype), device=leaf.device)
+        into, grad = whole.view(-1, whole.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        if into.dtype == grad.dtype:
+            into.addmm_(grad, weight)
+            return
+        for part, of_part in zip(into.split(_AT_A_TIME), grad.split(_AT_A_TIME), strict=True):
+            part += of_part @ weight.to(grad.dtype)
+
     def _add_sums(self, grads: Sequence[Tensor | None]) -> None:
         for number, grad in enumerate(grads):
             if grad is None:
@@ -178,5 +203,23 @@ class _Backward:
                 before += grad
 
 
-def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return F.linear(x, weight, bias)
+class _Projection(torch.autograd.Function):
+    """`F.linear` whose gradient of x is added where that of all stages is: by itself it would be as large for each projection of each stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, add: Callable[[Tensor, Tensor], None], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.add = add
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, _, of_weight, of_bias = ctx.needs_input_grad
+        ctx.add(grad, weight)
+        rows = grad.reshape(-1, grad.shape[-1])
+        dw = (rows.T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)).to(weight.dtype) if of_weight else None
+        return None, None, dw, rows.sum(0).to(weight.dtype) if of_bias else None

@@ -9,6 +9,7 @@ from functools import partial
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext
@@ -81,9 +82,14 @@ class StagedHeads(AbstractContextManager[None]):
                 elif "forward" in vars(module):
                     heads = "its forward is replaced on the module itself"
                 if isinstance(heads, str):
-                    reasons[f"{type(module).__name__} ({heads})"] += 1
+                    reasons[f"{_name(module)} ({heads})"] += 1
                 else:
                     found.append((module, heads))
             if not inside:
-                reasons[f"{type(block).__name__} ({_KNOWN})"] += 1
+                reasons[f"{_name(block)} ({_KNOWN})"] += 1
         return found, reasons
+
+
+def _name(module: nn.Module) -> str:
+    """Return the name of a module's class as its file has it: FSDP2 makes it a subclass."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule)).__name__

@@ -55,19 +55,23 @@ class StagedAttention:
         x = next((each for each in tensors if each.dim() == 3), None)
         if x is None or (caches and not learns) or self._context.leaves_alone(x.shape[1], x.shape[1]):
             return self._stages.forward(*args, **kwargs)
-        kwargs = uncached
+        call = StagedCall.of(self._stages, arguments, x.device.type)
         with torch.no_grad():
-            outputs = staged_attention(x, self._heads.num_stages, partial(self._inputs, args, kwargs))
-            return self._finish(outputs, arguments, tensors, learns)
+            outputs = staged_attention(x, self._heads.num_stages, partial(self._inputs, call, tensors))
+            return self._finish(outputs, call, tensors, learns)
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[StageInputs]:
+    def _inputs(self, call: StagedCall, tensors: list[Tensor]) -> Iterator[StageInputs]:
         """Yield each stage's q, k and v."""
-        heads = self._heads
+        heads, (args, kwargs) = self._heads, call.arguments.whole(tensors)
         for stage in range(heads.num_stages):
             projections = [partial(_some_rows, own, heads.rows(own, stage)) for own in heads.projections]
-            yield self._stages.inputs(stage, projections, args, kwargs)
+            # Under a mode of torch's dispatcher, a checkpoint policy's, autocast does not hold inside an operator.
+            with call.autocast():
+                inputs = self._stages.inputs(stage, projections, args, kwargs)
+            yield inputs
+            del inputs  # before the next one is made
 
-    def _finish(self, outputs: StageOutputs, arguments: Arguments, tensors: list[Tensor], learns: bool) -> Any:
+    def _finish(self, outputs: StageOutputs, call: StagedCall, tensors: list[Tensor], learns: bool) -> Any:
         """Run the forward to its end, with the out of all heads. Up to the attention it has no graph."""
         undo, reached = ExitStack(), False
 
@@ -78,11 +82,10 @@ class StagedAttention:
             if not learns:
                 return outputs.out
             torch.set_grad_enabled(True)  # until the forward has returned
-            call = StagedCall.of(self._stages, arguments, outputs.out.device.type)
             return attach(call, outputs, tensors)
 
         zeros = [partial(_zeros, own.out_features // self._heads.num_stages) for own in self._heads.projections]
-        args, kwargs = arguments.whole(tensors)
+        args, kwargs = call.arguments.whole(tensors)
         with undo:
             undo.enter_context(self._stages.running(zeros, HeadStage(operator=all_heads)))
             found = self._stages.forward(*args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.resident import peak_growth
@@ -77,6 +78,71 @@ def hooked() -> nn.Module:
     return model
 
 
+class HookedLate(nn.Module):
+    """A Llama whose forward registers a hook on the keys of its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = hf("llama", **TWO_LAYERS)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        self.inner.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
+        return self.inner(input_ids=input_ids, position_ids=position_ids).logits
+
+
+class HeadsLast(nn.Module):
+    """Attention whose projections give the numbers of a head one head after the other."""
+
+    def __init__(self, kv_heads: int = 4) -> None:
+        super().__init__()
+        self.head_dim = 8
+        self.q_proj, self.o_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.k_proj, self.v_proj = nn.Linear(32, 8 * kv_heads), nn.Linear(32, 8 * kv_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (own(x).unflatten(-1, (8, -1)).permute(0, 3, 1, 2) for own in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class OtherKeys(HeadsLast):
+    """Attention in which every second query head shares its keys, and which returns what it is told to."""
+
+    def __init__(self, dim: int | None = 1, returns: str = "") -> None:
+        super().__init__(kv_heads=2)
+        self.dim, self.returns = dim, returns
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (own(x).unflatten(-1, (-1, 8)).transpose(1, 2) for own in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = (t.repeat_interleave(2, 1) if self.dim is None else t.repeat(1, 2, 1, 1) for t in (k, v))
+        out = self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return (out, v) if self.returns else out
+
+
+class Around(nn.Module):
+    """An embedding, blocks of one attention module each, and a head."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), attention()) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            found = layer(x)
+            x = x + (found if isinstance(found, Tensor) else found[0])
+        return self.head(x)
+
+
+class Biased(HeadsLast):
+    """Attention with a bias for each head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (own(x).unflatten(-1, (-1, 8)).transpose(1, 2) for own in (self.q_proj, self.k_proj, self.v_proj))
+        bias = torch.arange(4.0, dtype=x.dtype)[None, :, None, None] * torch.arange(32.0, dtype=x.dtype)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, bias[:, : q.shape[1]]).transpose(1, 2).flatten(2))
+
+
 BUILDS: dict[str, Any] = {
     "ours 8/2": partial(ours, 8, 2, 32, 0.5),
     "ours 6/2": partial(ours, 6, 2, 36),
@@ -99,6 +165,12 @@ BUILDS: dict[str, Any] = {
     "half adapted": partial(adapted, "q_proj", 1),
     "adapted": partial(adapted, "v_proj", 2),
     "hooked": hooked,
+    "hooked late": HookedLate,
+    "heads last": partial(Around, HeadsLast),
+    "repeated keys": partial(Around, partial(OtherKeys, None)),
+    "other keys": partial(Around, OtherKeys),
+    "returned values": partial(Around, partial(OtherKeys, None, "values")),
+    "biased": partial(Around, Biased),
 }  # fmt: skip
 for _name, _build in BUILDS.items():
     rewrite_ranks.BUILDS.setdefault(f"staged {_name}", _build)

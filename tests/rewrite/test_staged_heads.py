@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.traffic import recomputed_sent_elements
-from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
+from lightning_sp.testing import RankPool, max_error
 from tests.rewrite import staged_heads_ranks as ranks
 from tests.trainer import scenarios
 from tests.trainer.test_fit import same_run
@@ -24,6 +24,7 @@ EXACT = {
         (dict(build="llama with a cache"), ULYSSES, "none"),
         (dict(build="qwen3", data={**PADDED, **PACKED}), ULYSSES, "full"),
         (dict(build="mistral window", data=PACKED), RING, "none"),
+        (dict(build="repeated keys"), RING, "none"),
         (dict(build="frozen"), ULYSSES, "selective"),
         (dict(build="half adapted"), ULYSSES, "auto"),
     ],
@@ -60,6 +61,11 @@ REFUSED = {
     "gpt oss": "2 GptOssAttention (it has parameters or buffers that are not of each head alike)",
     "adapted": "2 LlamaAttention (its v_proj is a tests.rewrite.staged_heads_ranks.Adapted, not a plain linear layer",
     "adapted output": "2 LlamaAttention (its o_proj is a tests.rewrite.staged_heads_ranks.Adapted, not a plain linear layer",
+    "hooked late": "LlamaAttention: its Linear has a hook",
+    "heads last": "HeadsLast: the first head's rows of what makes q change its heads [0, 1], and should [0]",
+    "other keys": "OtherKeys: the first head's rows of what makes k change its heads [0, 2], and should [0, 1]",
+    "returned values": "OtherKeys returns 2 tensors",
+    "biased": "in attention with a bias for each head: a stage has some of the heads alone",
     "hooked": "ranks find different attention modules to run in stages",
 }
 
@@ -94,6 +100,18 @@ def test_what_is_sent_is_the_formula_and_no_kernel_runs_again_for_the_backward(p
         parts = recomputed_sent_elements(8, 2, 2, 2, rank, **sizes, runs=runs)
         assert parts > whole  # a stage has one key-value head, which both ranks need
         assert staged["sent"] == 2 * 8 * parts
+
+
+def test_of_q_k_and_v_one_stage_is_alive():
+    # In tensors of this rank's tokens and all heads. Always there: out, its gradient, what is returned, the gradient of x. A stage's own, of n:
+    # q, k, v exchanged, its gradient of out and what stands for out, dq, dk, dv; or these packed, on their way and laid. In one stage of all
+    # heads out is exchanged besides, and the gradient of x comes in parts.
+    heads, dim, rows, length = 8, 32, 128, 128
+    unit = rows * length // 2 * heads * dim * 4
+    with RankPool(2, timeout_s=120) as pool:
+        for stages in (2, 4):
+            for grown in pool.run(ranks.peak_bytes, 2, heads, heads, dim, rows, length, stages):
+                assert 4 + 7.5 / stages < grown / unit < 4.4 + 9.5 / stages, f"{stages}: {grown / unit:.1f} tensors"
 
 
 OTHERS = {

@@ -2,7 +2,7 @@
 
     forward     stage 0: forward(x) with the stage's rows of q, k, v -> attention -> out, lse          without a graph
                 stage 1: ...
-                then forward(x) once more, with zeros for q, k, v of a stage: its attention returns the out of all heads,
+                then forward(x) once more, with nan for q, k, v of a stage: its attention returns the out of all heads,
                 so that what follows it (o_proj) and what is returned are the module's own
     backward    stage 0: forward(x) with a graph, up to the attention -> dq, dk, dv -> gradients of x and of the stage's rows
                 stage 1: ...
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_sp.attention.spec.codec import AttentionSpec
 from lightning_sp.attention.staged import StageInputs, StageOutputs, staged_attention
@@ -44,7 +45,7 @@ class StagedAttention:
 
     def __init__(self, context: SequenceContext, module: nn.Module, heads: AttentionHeads) -> None:
         self._context, self._heads = context, heads
-        self._stages = Stages(context, module, heads)
+        self._stages, self._is_checked = Stages(context, module, heads), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's forward returns."""
@@ -55,8 +56,13 @@ class StagedAttention:
         x = next((each for each in tensors if each.dim() == 3), None)
         if x is None or (caches and not learns) or self._context.leaves_alone(x.shape[1], x.shape[1]):
             return self._stages.forward(*args, **kwargs)
+        if self._stages.is_looked_at():
+            return self._stages.forward(*args, **kwargs)
         call = StagedCall.of(self._stages, arguments, x.device.type)
         with torch.no_grad():
+            if not self._is_checked:
+                self._stages.check_heads(x, args, uncached)
+                self._is_checked = True
             outputs = staged_attention(x, self._heads.num_stages, partial(self._inputs, call, tensors))
             return self._finish(outputs, call, tensors, learns)
 
@@ -84,13 +90,15 @@ class StagedAttention:
             torch.set_grad_enabled(True)  # until the forward has returned
             return attach(call, outputs, tensors)
 
-        zeros = [partial(_zeros, own.out_features // self._heads.num_stages) for own in self._heads.projections]
+        nothing = [partial(_nothing, own.out_features // self._heads.num_stages) for own in self._heads.projections]
         args, kwargs = call.arguments.whole(tensors)
         with undo:
-            undo.enter_context(self._stages.running(zeros, HeadStage(operator=all_heads)))
+            undo.enter_context(self._stages.running(nothing, HeadStage(operator=all_heads)))
             found = self._stages.forward(*args, **kwargs)
         if not reached:
             self._stages.refuse_unreached()
+        if (num_tensors := sum(isinstance(each, Tensor) for each in tree_leaves(found))) != 1:
+            self._stages.refuse_output(num_tensors)
         return found
 
 
@@ -98,6 +106,6 @@ def _some_rows(projection: nn.Linear, rows: slice, x: Tensor) -> Tensor:
     return F.linear(x, projection.weight[rows], None if projection.bias is None else projection.bias[rows])
 
 
-def _zeros(num_rows: int, x: Tensor) -> Tensor:
-    """Return what nobody reads, in the shape of a stage, without memory of its own."""
-    return x.new_zeros(()).expand(*x.shape[:-1], num_rows)
+def _nothing(num_rows: int, x: Tensor) -> Tensor:
+    """Return what nobody should read, in the shape of a stage, without memory of its own: who reads it has nan."""
+    return x.new_full((), torch.nan).expand(*x.shape[:-1], num_rows)

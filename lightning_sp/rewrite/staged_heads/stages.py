@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +17,7 @@ from lightning_sp.attention.staged import StageInputs
 from lightning_sp.context.head_stage import HeadStage
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.rewrite.staged_heads.structure import AttentionHeads
+from lightning_sp.rewrite.staged_heads.structure import AttentionHeads, hooks
 
 # What takes the place of a projection while a stage runs.
 Projection = Callable[[Tensor], Tensor]
@@ -109,11 +111,33 @@ class Stages:
                     else:
                         delattr(own, name)
 
+    def is_looked_at(self) -> bool:
+        """Return whether a search for what is not finite looks at the module's parts.
+
+        Raises:
+            SequenceParallelError: a hook that was registered after the modules were looked at. On the rank that has it.
+        """
+        found = hooks(self.heads)
+        for part, where in found:
+            if not where.startswith("lightning_sp."):
+                raise SequenceParallelError(
+                    f"stage_inputs='recomputed': {type(self.module).__name__}: its {part} has a hook, which would see some heads alone; register "
+                    "it before the fit, so that the module runs whole, or use stage_inputs='saved'"
+                )
+        return any(where.endswith(".non_finite") for _, where in found)
+
     def refuse_unreached(self) -> NoReturn:
         """Refuse a forward that did not come to its attention. Equal on all ranks."""
         raise SequenceParallelError(
             f"stage_inputs='recomputed': {type(self.module).__name__} made no attention call that lightning_sp could see, in a step or in its "
             "backward; use stage_inputs='saved', or call backward before the step has ended"
+        )
+
+    def refuse_output(self, num_tensors: int) -> NoReturn:
+        """Refuse a forward that returns more than its output. Equal on all ranks."""
+        raise SequenceParallelError(
+            f"stage_inputs='recomputed': {type(self.module).__name__} returns {num_tensors} tensors: what it returns beside its output may be of "
+            "some heads alone; use stage_inputs='saved'"
         )
 
     def _check(self, inputs: StageInputs) -> None:
@@ -124,9 +148,42 @@ class Stages:
         if found[0] != expected or found[1] not in (expected, heads.num_kv_heads // stages):
             raise SequenceParallelError(
                 f"stage_inputs='recomputed': {type(self.module).__name__} attends with {found[0]} query and {found[1]} key-value heads in a "
-                f"stage of {expected} and {heads.num_kv_heads // stages}: its projections are not heads one after the other; use "
-                "stage_inputs='saved'"
+                f"stage of {expected} and {heads.num_kv_heads // stages}: {_NOT_HEADS}"
             )
+
+    def check_heads(self, x: Tensor, args: Any, kwargs: Any) -> None:
+        """Refuse a module in which a head is made of other rows than its own, or attends to the keys of another. Equal on all ranks.
+
+        Two runs up to the attention, without a product or a message: once all rows are 1, once the first head's are not. The first head of
+        queries may differ then, and the query heads that share the first head of keys; any other may not.
+        """
+        # At least two key-value heads, for one says nothing.
+        few = next(n for n in range(self.heads.num_stages, 0, -1) if self.heads.num_kv_heads % n == 0 and self.heads.num_kv_heads // n > 1)
+        trial = Stages(self.context, self.module, replace(self.heads, num_stages=few))
+        trial.forward = self.forward
+        shared, kv_heads = self.heads.num_heads // self.heads.num_kv_heads, self.heads.num_kv_heads // few
+        rows, dim = [own.out_features // few for own in self.heads.projections], self.heads.head_dim
+        marks = [[partial(_marks, x, dim, marked, number) for number in rows] for marked in (False, True)]
+        found = [trial.inputs(1, each, args, kwargs) for each in marks]
+        for name, plain, marked in zip("qkv", *(each[:3] for each in found), strict=True):
+            allowed = 1 if name == "q" or plain.shape[1] == kv_heads else shared
+            differs = (plain != marked).transpose(0, 1).flatten(1).any(1).tolist()
+            if differs != [head < allowed for head in range(len(differs))]:
+                raise SequenceParallelError(
+                    f"stage_inputs='recomputed': {type(self.module).__name__}: the first head's rows of what makes {name} change its heads "
+                    f"{[head for head, there in enumerate(differs) if there]}, and should {list(range(allowed))}: {_NOT_HEADS}"
+                )
+
+
+_NOT_HEADS = "its projections are not heads one after the other, each with its own keys; use stage_inputs='saved'"
+
+
+def _marks(x: Tensor, head_dim: int, marked: bool, num_rows: int, _: Tensor) -> Tensor:
+    """Return a projection whose rows of the first head are marked, without memory for tokens."""
+    rows = x.new_ones(num_rows)
+    if marked:
+        rows[:head_dim] = torch.arange(2, head_dim + 2, dtype=x.dtype, device=x.device)
+    return rows.expand(*x.shape[:-1], num_rows)
 
 
 def _reach(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

@@ -32,6 +32,7 @@ class AttentionHeads:
         others: its modules with parameters that each head has alike: norms over a head.
         num_heads: query heads.
         num_kv_heads: key-value heads.
+        head_dim: D.
         num_stages: divides the key-value heads.
     """
 
@@ -39,6 +40,7 @@ class AttentionHeads:
     others: tuple[nn.Module, ...]
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     num_stages: int
 
     def rows(self, projection: nn.Linear, stage: int) -> slice:
@@ -80,8 +82,8 @@ def attention_heads(module: nn.Module, num_stages: int, ulysses_size: int) -> At
         return f"a stage has {num_heads // num_stages} of its {num_heads} query heads, and Ulysses {ulysses_size} ranks"
     others = tuple(each for each in module.children() if each not in (q, k, v, o))
     return AttentionHeads(
-        projections=(q, k, v), others=others, num_heads=num_heads, num_kv_heads=num_kv_heads, num_stages=num_stages
-    )
+        projections=(q, k, v), others=others, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_stages=num_stages
+    )  # fmt: skip
 
 
 def _names(module: nn.Module) -> tuple[str, ...] | None:
@@ -140,6 +142,17 @@ def _why_not_alone(module: nn.Module, layers: tuple[nn.Linear, ...], head_dim: i
     return f"it takes {others[0]}, of another sequence" if others else ""
 
 
+def hooks(heads: AttentionHeads) -> list[tuple[str, str]]:
+    """Return the hooks of a module's parts: the part's class, and where the hook is written."""
+    parts = [part for own in (*heads.projections, *heads.others) for part in own.modules()]
+    return [(type(part).__name__, where) for part in parts for where in _hooks(part)]
+
+
 def _has_hooks(module: nn.Module) -> bool:
+    return any(not where.startswith("lightning_sp.") for where in _hooks(module))
+
+
+def _hooks(module: nn.Module) -> list[str]:
     own: Any = module
-    return bool(own._forward_hooks or own._forward_pre_hooks or own._backward_hooks or own._backward_pre_hooks)
+    found = (own._forward_hooks, own._forward_pre_hooks, own._backward_hooks, own._backward_pre_hooks)
+    return [str(getattr(hook, "__module__", "")) for each in found for hook in each.values()]

@@ -93,7 +93,17 @@ def ulysses_sent_elements(
 
 
 def recomputed_sent_elements(
-    heads: int, kv_heads: int, size: int, stages: int, rank: int, *, batch: int, tokens: int, dim: int, delta: int = 1, runs: int = 1
+    heads: int,
+    kv_heads: int,
+    size: int,
+    stages: int,
+    rank: int,
+    *,
+    batch: int,
+    tokens: int,
+    dim: int,
+    delta: int = 1,
+    runs: int = 1,
 ) -> int:
     """Return what a Ulysses rank sends for an attention in stages that are projected again, forward and backward, in elements.
 

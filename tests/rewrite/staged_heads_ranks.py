@@ -176,9 +176,15 @@ for _name, _build in BUILDS.items():
     rewrite_ranks.BUILDS.setdefault(f"staged {_name}", _build)
 
 
-def one_process(build: str, **options: Any) -> dict[str, Any]:
+def one_process(build: str, kind: str = "logits", data: Any = None) -> dict[str, Any]:
     """Return loss and gradients of plain torch and plain transformers."""
-    return rewrite_ranks.one_process(f"staged {build}", **options)
+    module = rewrite_ranks.Model(f"staged {build}", kind).double()
+    module.cross_entropy = F.cross_entropy
+    if hasattr(module.model, "config") and (data or {}).get("packed"):
+        module.model.config.use_cache = False  # transformers' own documents need that
+    loss = module.training_step(rewrite_ranks.collate(rewrite_ranks.rows_of(**(data or {}))), 0)
+    loss.backward()
+    return {"loss": float(loss.detach()), "grads": {n: p.grad for n, p in module.named_parameters()}}
 
 
 def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -230,7 +236,7 @@ def peak_bytes(
     peaks = []
     with SdpaInterception(context, BoundNames(module)), StagedHeads(context, [module], stages, []):
         context.begin(Step(batch=whole))
-        for _ in range(5):
+        for _ in range(3):
             leaf = x.detach().requires_grad_()
             if dist.is_initialized():
                 dist.barrier()

@@ -86,7 +86,6 @@ def test_the_modules_that_are_staged_are_counted_and_the_others_named(pools):
     assert half["told"][0].startswith(said.format(1) + "; whole run 1 LlamaAttention (its q_proj is a ")
 
 
-
 @pytest.mark.parametrize(("policy", "runs"), [("none", 1), ("selective", 1), ("full", 2)])
 def test_what_is_sent_is_the_formula_and_no_kernel_runs_again_for_the_backward(pools, policy, runs):
     strategy = {**ULYSSES, "shard_size": 1, "activation_checkpointing": policy}
@@ -128,7 +127,13 @@ OTHERS = {
 def test_a_fit_is_that_of_saved_stages(pools, name):
     more, options = OTHERS[name]["strategy"], OTHERS[name].get("options", dict(max_steps=2))
     cases = [
-        dict(model="hugging face", world=2, strategy={**ULYSSES, "preflight": False, **more, **way}, data=dict(size=4), **options)
+        dict(
+            model="hugging face",
+            world=2,
+            strategy={**ULYSSES, "preflight": False, **more, **way},
+            data=dict(size=4),
+            **options,
+        )
         for way in (dict(ulysses_stages=2), STAGED)
     ]
     for saved, staged in pools(2).run(scenarios.fits, cases):
@@ -157,4 +162,3 @@ def test_evaluation_is_that_of_saved_stages(pools):
         for key, value in saved["metrics"][0].items():
             assert staged["metrics"][0][key] == pytest.approx(value, abs=1e-10)
         assert (staged["best"] == saved["best"]).all()
-

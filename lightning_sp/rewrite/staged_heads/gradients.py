@@ -58,7 +58,7 @@ def attach(call: StagedCall, outputs: StageOutputs, tensors: Sequence[Tensor]) -
         tensors: that the module was given.
     """
     parameters = _parameters(call.stages)
-    out: Tensor = _StagedOut.apply(call, len(tensors), *outputs, *tensors, *parameters)
+    out: Tensor = _StagedOut.apply(call, len(tensors), *outputs, *tensors, *parameters)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -80,7 +80,7 @@ class _StagedOut(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         needs, call = ctx.needs_input_grad, ctx.call
         if grad is None:
@@ -88,7 +88,8 @@ class _StagedOut(torch.autograd.Function):
         out, lse, visible, *tensors = ctx.saved_tensors
         first = len(needs) - len(tensors) - len(_parameters(call.stages))
         leaves = [
-            each.detach().requires_grad_(own) for each, own in zip(tensors, needs[first : first + len(tensors)], strict=True)
+            each.detach().requires_grad_(own)
+            for each, own in zip(tensors, needs[first : first + len(tensors)], strict=True)
         ]
         backward = _Backward(call, StageOutputs(out, lse, visible), leaves)
         for stage in range(call.stages.heads.num_stages):
@@ -122,9 +123,9 @@ class _Backward:
         made = exchanged.gradients(out[:, own], lse[stage], visible[stage], grad[:, own])
         asked = [*self._leaves, *self._shared, *rows]
         wanted = [each for each in asked if each.requires_grad]
-        there = [number for number, edge in enumerate(edges) if edge is not None]
-        of = torch.autograd.grad([edges[n] for n in there], wanted, [made[n] for n in there], allow_unused=True)
-        found = iter(of)
+        pairs = [(edge, each) for edge, each in zip(edges, made, strict=True) if edge is not None]
+        outputs, given = [edge for edge, _ in pairs], [each for _, each in pairs]
+        found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         grads = [next(found) if each.requires_grad else None for each in asked]
         self._add_sums(grads[: len(self._sums)])
         self._lay_rows(stage, grads[len(self._sums) :])
@@ -175,7 +176,7 @@ class _Backward:
         place = self._places.get(id(x))
         if place is None:
             return F.linear(x, weight, bias)
-        out: Tensor = _Projection.apply(partial(self._add_product, place), x, weight, bias)
+        out: Tensor = _Projection.apply(partial(self._add_product, place), x, weight, bias)  # type: ignore[no-untyped-call]
         return out
 
     def _add_product(self, place: int, grad: Tensor, weight: Tensor) -> None:
@@ -188,7 +189,7 @@ class _Backward:
         if into.dtype == grad.dtype:
             into.addmm_(grad, weight)
             return
-        for part, of_part in zip(into.split(_AT_A_TIME), grad.split(_AT_A_TIME), strict=True):
+        for part, of_part in zip(torch.split(into, _AT_A_TIME), torch.split(grad, _AT_A_TIME), strict=True):
             part += of_part @ weight.to(grad.dtype)
 
     def _add_sums(self, grads: Sequence[Tensor | None]) -> None:
@@ -215,7 +216,7 @@ class _Projection(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, _, of_weight, of_bias = ctx.needs_input_grad

@@ -17,7 +17,9 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.staged_heads.module import StagedAttention
 from lightning_sp.rewrite.staged_heads.structure import AttentionHeads, attention_heads, candidates
 
-_KNOWN = "no module in it has linear layers q_proj, k_proj, v_proj and o_proj (or query, key, value and output) side by side"
+_KNOWN = (
+    "no module in it has linear layers q_proj, k_proj, v_proj and o_proj (or query, key, value and output) side by side"
+)
 
 
 class StagedHeads(AbstractContextManager[None]):
@@ -48,8 +50,8 @@ class StagedHeads(AbstractContextManager[None]):
         of_ranks = comm.gather_objects((len(found), reasons))
         if any(each != of_ranks[0] for each in of_ranks):
             raise SequenceParallelError(
-                f"stage_inputs='recomputed': ranks find different attention modules to run in stages: {of_ranks}; build the same model, with the "
-                "same hooks, on all ranks, or use stage_inputs='saved'"
+                f"stage_inputs='recomputed': ranks find different attention modules to run in stages: {of_ranks}; build the same model, "
+                "with the same hooks, on all ranks, or use stage_inputs='saved'"
             )
         left = "; ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
         if not found:

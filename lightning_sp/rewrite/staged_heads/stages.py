@@ -121,8 +121,8 @@ class Stages:
         for part, where in found:
             if not where.startswith("lightning_sp."):
                 raise SequenceParallelError(
-                    f"stage_inputs='recomputed': {type(self.module).__name__}: its {part} has a hook, which would see some heads alone; register "
-                    "it before the fit, so that the module runs whole, or use stage_inputs='saved'"
+                    f"stage_inputs='recomputed': {type(self.module).__name__}: its {part} has a hook, which would see some heads alone; "
+                    "register it before the fit, so that the module runs whole, or use stage_inputs='saved'"
                 )
         return any(where.endswith(".non_finite") for _, where in found)
 
@@ -136,8 +136,8 @@ class Stages:
     def refuse_output(self, num_tensors: int) -> NoReturn:
         """Refuse a forward that returns more than its output. Equal on all ranks."""
         raise SequenceParallelError(
-            f"stage_inputs='recomputed': {type(self.module).__name__} returns {num_tensors} tensors: what it returns beside its output may be of "
-            "some heads alone; use stage_inputs='saved'"
+            f"stage_inputs='recomputed': {type(self.module).__name__} returns {num_tensors} tensors: what it returns beside its output may be "
+            "of some heads alone; use stage_inputs='saved'"
         )
 
     def _check(self, inputs: StageInputs) -> None:
@@ -158,7 +158,11 @@ class Stages:
         queries may differ then, and the query heads that share the first head of keys; any other may not.
         """
         # At least two key-value heads, for one says nothing.
-        few = next(n for n in range(self.heads.num_stages, 0, -1) if self.heads.num_kv_heads % n == 0 and self.heads.num_kv_heads // n > 1)
+        few = next(
+            n
+            for n in range(self.heads.num_stages, 0, -1)
+            if self.heads.num_kv_heads % n == 0 and self.heads.num_kv_heads // n > 1
+        )
         trial = Stages(self.context, self.module, replace(self.heads, num_stages=few))
         trial.forward = self.forward
         shared, kv_heads = self.heads.num_heads // self.heads.num_kv_heads, self.heads.num_kv_heads // few

@@ -95,7 +95,7 @@ def _why_not_linear(layer: nn.Module) -> str:
     """Return why the rows of a layer cannot be taken, empty where they can."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
         return f"is a {type(layer).__module__}.{type(layer).__name__}, not a plain linear layer (a LoRA's is none)"
-    if is_quantized(layer.weight):
+    if any(map(is_quantized, layer.parameters())):
         return "has a quantized weight"
     return "has a hook, which would see some heads alone" if _has_hooks(layer) else ""
 
@@ -111,9 +111,7 @@ def _numbers_of_heads(
     if q.out_features != o.in_features:
         return f"it projects to {q.out_features} features of queries and back from {o.in_features}: they hold more than queries"
     if k.out_features != v.out_features or any(each.out_features % head_dim for each in (q, k)):
-        return (
-            f"its {q.out_features} features of queries, {k.out_features} of keys and {v.out_features} of values are not heads of {head_dim}"
-        )
+        return f"its {q.out_features} features of queries, {k.out_features} of keys and {v.out_features} of values are not heads of {head_dim}"
     num_heads, num_kv_heads = q.out_features // head_dim, k.out_features // head_dim
     if num_heads % num_kv_heads:
         return f"its {num_heads} query heads are no multiple of its {num_kv_heads} key-value heads"

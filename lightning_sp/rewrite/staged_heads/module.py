@@ -12,6 +12,7 @@ Of q, k and v, and of what was exchanged, one stage's are alive. The out of all 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -45,6 +46,7 @@ class StagedAttention:
 
     def __init__(self, context: SequenceContext, module: nn.Module, heads: AttentionHeads) -> None:
         self._context, self._heads = context, heads
+        self.__signature__ = inspect.signature(module.forward)
         self._stages, self._is_checked = Stages(context, module, heads), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -75,6 +75,8 @@ class Stages:
             args: of the forward.
             kwargs: likewise.
         """
+        if self.context.step is None:
+            self.refuse_unreached()  # a backward after its step
         # Once for each forward, and not for the backward's.
         is_first = stage == 0 and not torch.is_grad_enabled()
         try:

@@ -114,12 +114,13 @@ def test_of_q_k_and_v_one_stage_is_alive():
 
 
 OTHERS = {
-    "rows of micro-batches, clipped": dict(strategy={}, options=dict(accumulate_grad_batches=2, max_steps=1, gradient_clip_val=0.5)),
+    "micro-batches, clipped, whole parameters": dict(
+        strategy=dict(reshard_after_forward=False), options=dict(accumulate_grad_batches=2, max_steps=1, gradient_clip_val=0.5)
+    ),
     "inputs on disk, MLPs in tiles": dict(
         strategy=dict(activation_checkpointing="selective", activation_offload="disk", activation_loading_horizon=1, mlp_tile_tokens=8)
     ),
     "with the preflight": dict(strategy=dict(preflight=True)),
-    "whole parameters": dict(strategy=dict(reshard_after_forward=False)),
 }  # fmt: skip
 
 

@@ -77,6 +77,7 @@ CONTESTANTS = (
     ours("nothing recomputed", activation_checkpointing="none"),
     ours("selective", activation_checkpointing="selective"),
     ours("full", LONG, activation_checkpointing="full"),
+    ours("4 stages made again, full", LONG, activation_checkpointing="full", ulysses_stages=4, stage_inputs="recomputed"),
     ours("full, tiled MLPs", LONG, activation_checkpointing="full", mlp_tile_tokens="auto"),
     ours(
         "full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",

@@ -92,6 +92,30 @@ def ulysses_sent_elements(
     return batch * tokens * dim * (qkv + out), batch * tokens * (dim * (out_grad + qkv_grad) + delta * out_grad)
 
 
+def recomputed_sent_elements(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    stages: int,
+    rank: int,
+    *,
+    batch: int,
+    tokens: int,
+    dim: int,
+    delta: int = 1,
+    runs: int = 1,
+) -> int:
+    """Return what a Ulysses rank sends for an attention in stages that are projected again, forward and backward, in elements.
+
+    The formula of docs/memory.md. `runs`: forwards of it, 2 where a block is recomputed with its attention.
+    """  # fmt: skip
+    split = HeadSplit(heads // stages, kv_heads // stages, size)
+    forward, backward = ulysses_sent_elements(split, rank, batch=batch, tokens=tokens, dim=dim, delta=delta)
+    others = [u for u in range(size) if u != rank]
+    again = sum(sum(end - start for start, end in (split.queries(u), *(split.keys(u),) * 2)) for u in others)
+    return stages * (runs * forward + backward + batch * tokens * dim * again)
+
+
 def ring_options(transport: str, method: str = "auto") -> AttentionKeywords:
     """Return the options of a ring by a transport; with "+saved" behind its name, arriving keys and values are saved for the backward."""
     name, _, saved = transport.partition("+")

@@ -85,6 +85,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         activation_checkpointing: bool | str = "auto",
         memory_budget_gib: float | Literal["auto"] = "auto",
         mlp_tile_tokens: int | Literal["auto"] | None = None,
+        stage_inputs: str = "saved",
         activation_offload: str = "none",
         activation_loading_horizon: int = 4,
         offload_folder: str | None = None,

@@ -327,3 +327,32 @@ def test_a_memory_option_needs_a_device(options, device, message):
     with refusal(message):
         check_memory_device(StrategyConfig(**options), device)
     check_memory_device(StrategyConfig(**options), {"cpu": "cuda", "cuda": "cpu"}[device])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(stage_inputs="recompute"), "stage_inputs='recompute': must be one of saved, recomputed; did you mean 'recomputed'?"),
+        (dict(stage_inputs="recomputed"), "stage_inputs='recomputed' with ulysses_stages=1: one stage has all heads"),
+        (
+            dict(stage_inputs="recomputed", ulysses_stages=2, ring_saves_kv=True),
+            "stage_inputs='recomputed' with ring_saves_kv=True: the one computes keys again for the backward, the other saves them for it",
+        ),
+        (
+            dict(stage_inputs="recomputed", ulysses_stages=2, compile=True),
+            "stage_inputs='recomputed' with compile=True: a compiled block is one graph",
+        ),
+    ],
+)  # fmt: skip
+def test_stage_inputs_that_do_not_fit(options, message):
+    with refusal(message):
+        StrategyConfig(**options)
+
+
+def test_recomputed_stages_are_the_modules_and_not_the_operators():
+    recomputed = StrategyConfig(ulysses_stages=3, stage_inputs="recomputed")
+    assert (recomputed.recomputed_stages, recomputed.attention.ulysses_stages) == (3, 1)
+    # 8 heads over 4 ranks: the operator's own three stages are refused.
+    assert resolve_split(recomputed, 4, 8) == (4, 1)
+    saved = StrategyConfig(ulysses_stages=3)
+    assert (saved.recomputed_stages, saved.attention.ulysses_stages) == (1, 3)

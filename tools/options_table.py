@@ -18,6 +18,7 @@ from lightning_sp.config import (
     OFFLOAD_TIERS,
     RING_METHODS,
     RING_TRANSPORTS,
+    STAGE_INPUTS,
     AttentionOptions,
     MemoryOptions,
     Size,
@@ -32,6 +33,7 @@ CHOICES = {
     "ring_method": RING_METHODS,
     "activation_checkpointing": CHECKPOINT_POLICIES,
     "activation_offload": OFFLOAD_TIERS,
+    "stage_inputs": STAGE_INPUTS,
     "balance": BALANCES,
     "gradient_dtype": GRADIENT_DTYPES,
 }

@@ -63,6 +63,40 @@ def sequence_parallel_attention(
     Raises:
         SequenceParallelError: shapes, dtypes, degrees, a kernel or a transport that cannot be served.
     """
+    return attention_by(
+        _whole_attention, q, k, v, mesh=mesh, mask=mask, layout=layout, scale=scale, sinks=sinks, softcap=softcap, bias=bias,
+        score_mod=score_mod, dropout=dropout, **options,
+    )  # fmt: skip
+
+
+def _whole_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    out: Tensor
+    out, *_ = attention_op(q, k, v, *encode(spec))
+    return out
+
+
+def attention_by(
+    operator: Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: SequenceMesh | None,
+    mask: AttentionMask,
+    layout: SequenceLayout | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    score_mod: ScoreMod | Callable[..., Tensor] | None,
+    dropout: AttentionDropout | None = None,
+    **options: Unpack[AttentionKeywords],
+) -> Tensor:
+    """Return `sequence_parallel_attention`, computed by what stands for the operator. As that, in shapes and errors.
+
+    Args:
+        operator: is given q, k and v in one dtype and head dim, and all the rest as one value; returns out, (B, H, s, D).
+    """
     q, k, v = _in_one_dtype(q, k, v)
     degrees = mesh.layout if mesh is not None else SequenceLayout()
     _check(q, k, v, sinks, softcap, degrees.ulysses_size)
@@ -77,8 +111,7 @@ def sequence_parallel_attention(
     )  # fmt: skip
     width = v.shape[-1]
     q, k, v = _in_one_head_dim(q, k, v)
-    out: Tensor
-    out, *_ = attention_op(q, k, v, *encode(spec))
+    out = operator(q, k, v, spec)
     return out[..., :width] if width < q.shape[-1] else out
 
 

@@ -81,7 +81,7 @@ def resolve_split(
             f"with sequence_parallel_size={sp}, ulysses_size can be one of {allowed}, with ring_size = {sp} / ulysses_size"
         )
     if num_query_heads is not None:
-        check_stages(config.ulysses_stages, num_query_heads, ulysses)
+        check_stages(config.attention.ulysses_stages, num_query_heads, ulysses)
     return ulysses, ring
 
 

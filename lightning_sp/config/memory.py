@@ -12,6 +12,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 
 GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
 OFFLOAD_TIERS = ("none", "host", "disk")
+STAGE_INPUTS = ("saved", "recomputed")
 
 # How blocks recompute themselves, those that are named the cheapest in time first.
 CHECKPOINT_POLICIES = ("auto", "none", "every_<n>", "selective", "full")
@@ -47,6 +48,10 @@ class MemoryOptions:
             its cgroup's limit, divided by the ranks there. A budget that you give and nothing fits is refused; one by "auto" is warned of.
         mlp_tile_tokens: Tokens of a tile in which the MLPs of blocks are computed, and recomputed in the backward: of their wide activations one
             tile's are alive. "auto": as many as the MLP's input has features. None: whole.
+        stage_inputs: What the backward has of the q, k and v that a stage of `ulysses_stages` attends with. "saved": all of them, as they were
+            exchanged. "recomputed": none; each stage is projected, rotated and exchanged again, so that of q, k and v one stage's are alive,
+            forward and backward, with or without Ulysses. For attention modules that are known by their structure; the others run whole.
+            The stages divide the key-value heads then.
         activation_offload: Where the inputs of recomputed blocks are between forward and backward. "host": in its pinned memory, of a GPU.
             "disk": in a file of each rank. "none": on the device.
         activation_loading_horizon: Of these inputs, those in memory at once: one that is used, the others on their way out or back.
@@ -67,6 +72,7 @@ class MemoryOptions:
     activation_checkpointing: bool | str = "auto"
     memory_budget_gib: float | Literal["auto"] = "auto"
     mlp_tile_tokens: Size | None = None
+    stage_inputs: str = "saved"
     activation_offload: str = "none"
     activation_loading_horizon: int = 4
     offload_folder: str | None = None
@@ -80,6 +86,7 @@ class MemoryOptions:
                 check_size(name, getattr(self, name))
         check_name("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
         check_name("activation_offload", self.activation_offload, OFFLOAD_TIERS)
+        check_name("stage_inputs", self.stage_inputs, STAGE_INPUTS)
         if self.reshard_after_forward != "auto" and not isinstance(self.reshard_after_forward, bool):
             raise SequenceParallelError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_sp.config.attention import AttentionOptions
@@ -87,6 +87,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 f"mlp_tile_tokens={self.mlp_tile_tokens!r} with compile=True: a compiled block is one graph, in which each tile would be a copy "
                 "of the MLP; use activation_checkpointing, or leave compile=False"
             )
+        self._check_stage_inputs()
         if self.compile and self.activation_offload != "none":
             raise SequenceParallelError(
                 f"activation_offload={self.activation_offload!r} with compile=True: torch.compile decides in its own graph what is saved for "
@@ -100,6 +101,35 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 f"ulysses_size={ulysses} x ring_size={ring} = {ulysses * ring}, but sequence_parallel_size={sp}: "
                 "their product must be sequence_parallel_size; leave one of the three 'auto'"
             )
+
+    def _check_stage_inputs(self) -> None:
+        if self.stage_inputs == "saved":
+            return
+        if self.ulysses_stages == 1:
+            raise SequenceParallelError(
+                "stage_inputs='recomputed' with ulysses_stages=1: one stage has all heads, so nothing would be saved; set ulysses_stages to a "
+                "divisor of the model's key-value heads"
+            )
+        if self.ring_saves_kv:
+            raise SequenceParallelError(
+                "stage_inputs='recomputed' with ring_saves_kv=True: the one computes keys again for the backward, the other saves them for it; "
+                "use one of the two"
+            )
+        if self.compile:
+            raise SequenceParallelError(
+                "stage_inputs='recomputed' with compile=True: a compiled block is one graph, which decides itself what is saved for the "
+                "backward; use stage_inputs='saved', or leave compile=False"
+            )
+
+    @property
+    def recomputed_stages(self) -> int:
+        """Stages of each attention module that is projected again in the backward; 1 where none is."""
+        return self.ulysses_stages if self.stage_inputs == "recomputed" else 1
+
+    @property
+    def attention(self) -> AttentionOptions:
+        """The options of each attention call: one of a stage that is projected again has no stages of its own."""
+        return replace(super().attention, ulysses_stages=self.ulysses_stages if self.recomputed_stages == 1 else 1)
 
     @property
     def memory(self) -> MemoryOptions:

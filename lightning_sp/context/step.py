@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.config import AttentionOptions
 from lightning_sp.context.dropout import DropoutCalls
+from lightning_sp.context.head_stage import HeadStage
 from lightning_sp.context.masks import AttentionPattern, build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.unsharded import UnshardedModules, WholeCalls
@@ -106,6 +107,8 @@ class SequenceContext:
         self.in_reference: list[Callable[[], AbstractContextManager[None]]] = []
         # Called when the user's step has returned, before its backward.
         self.at_step_end: list[Callable[[], None]] = []
+        # Of a module whose heads are computed in stages, the one in progress.
+        self.head_stage: HeadStage | None = None
         # Whether output heads may give logits that are made when they are read.
         self.defers_logits = True
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.parallelize.memory_prediction import BlockBytes, StepBytes
 
 # A loss over a vocabulary has its logits three times at the peak: as it saved them, their gradient, and that of what it was computed from.
@@ -79,7 +80,7 @@ class _AttentionOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is torch.ops.lightning_sp.attention.default:
+        if func in SAVED_OPERATORS:
             self.storages.update({_key(each): each.untyped_storage() for each in made})
         return made
 

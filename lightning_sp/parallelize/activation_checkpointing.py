@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
+from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.parallelize.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
@@ -186,7 +187,7 @@ def _checkpointed(
 
 
 def _saves(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = operator in (torch.ops.lightning_sp.attention.default, attention_op)
+    saved = operator in SAVED_OPERATORS or operator is attention_op
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -13,12 +13,14 @@ from lightning_sp.rewrite.hugging_face.models import hugging_face_models, why_un
 from lightning_sp.rewrite.hugging_face.virtual_tokens import check_virtual_tokens, num_virtual_tokens
 from lightning_sp.rewrite.row_dropout import RowDropoutInterception
 from lightning_sp.rewrite.sdpa import SdpaInterception
+from lightning_sp.rewrite.staged_heads import StagedHeads
 
 __all__ = [
     "FlexInterception",
     "HuggingFaceRewrite",
     "RowDropoutInterception",
     "SdpaInterception",
+    "StagedHeads",
     "check_virtual_tokens",
     "decoder_inputs",
     "hidden_decoder_token",

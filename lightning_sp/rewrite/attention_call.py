@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
+from lightning_sp.attention.sequence_parallel import attention_by
 from lightning_sp.attention.spec.score_mod import ScoreMod
 from lightning_sp.context.masks import AttentionPattern
 from lightning_sp.context.step import SequenceContext
@@ -35,16 +36,20 @@ def attend(
 
     Shapes: query (B, H, s, D), key and value (B, K, t, D) -> (B, H, s, D), s and t of `SequenceContext.sequences`.
     """
-    step = context.step
+    step, stage = context.step, context.head_stage
     assert step is not None
     # A checkpointed region may have no side effect under torch.compile; see `StepRunner._counted`.
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (stage is None or stage.is_first):
         step.num_attention_calls += 1
         step.attention_patterns.append(AttentionPattern.of(mask))
         if not (context.attention_told or context.unsharded.known):
             _check_own_tokens(context, query, key)
+    operator = sequence_parallel_attention
+    if stage is not None:
+        _check_stage(bias=bias, sinks=sinks, mask=mask, dropout_p=dropout_p)
+        operator = partial(attention_by, stage.operator)
     run = partial(
-        sequence_parallel_attention,
+        operator,
         query,
         key,
         value,
@@ -59,6 +64,22 @@ def attend(
         **context.options.keywords(),
     )
     return _with_dropout(run, context, dropout_p) if dropout_p else run()
+
+
+def _check_stage(*, bias: Tensor | None, sinks: Tensor | None, mask: AttentionMask, dropout_p: float) -> None:
+    """Refuse, in attention to a stage of a module's heads, what is given for each of all heads, or learns. Equal on all ranks."""
+    given = {
+        "a bias that is learned": bias is not None and bias.requires_grad,
+        "a bias for each head": bias is not None and bias.shape[1] > 1,
+        "sinks": sinks is not None,
+        "a mask for each head": mask.dense is not None and mask.dense.shape[1] > 1,
+        "dropout": bool(dropout_p),
+    }
+    if found := [name for name, there in given.items() if there]:
+        raise SequenceParallelError(
+            f"stage_inputs='recomputed' in attention with {', '.join(found)}: a stage has some of the heads alone, and numbers them from 0; use "
+            "stage_inputs='saved'"
+        )
 
 
 def _check_own_tokens(context: SequenceContext, query: Tensor, key: Tensor) -> None:

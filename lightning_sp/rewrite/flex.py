@@ -82,6 +82,11 @@ class FlexInterception(AbstractContextManager[None]):
             assert context.reference is not None
             context.note_reference_attention(query.shape[2], key.shape[2])
             return _whole_flex_attention(context.reference, query, key, value, score_mod, block_mask, scale)
+        if context.head_stage is not None:
+            raise SequenceParallelError(
+                "stage_inputs='recomputed' in a module that calls flex_attention: its functions are asked for the numbers of heads, and a stage "
+                "numbers its own from 0; use stage_inputs='saved'"
+            )
         queries, keys = context.sequences(query.shape[2], key.shape[2])
         learned = None if score_mod is None else learned_score_mod(score_mod, query, (queries, keys))
         mask_function = block_mask.mask_mod if block_mask is not None else None

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sp.rewrite.rebind import BoundNames
 
-_HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
-_KV_HEAD_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads")
+KV_HEAD_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 # Parts of a config of transformers that are no text: a tower of images or sounds, and what reads its tokens.
 _TOWER = re.compile("(vision|image|video|audio|speech|qformer).*_config")
 _TOKEN_NAMES = ("input_ids", "input", "inputs", "tokens", "token_ids", "ids", "idx", "x")
@@ -31,12 +31,12 @@ _BASE_CLASSES = ("torch.nn.modules.module", "lightning.pytorch.core.module")
 
 def named_query_heads(module: nn.Module) -> int | None:
     """Return the smallest number of query heads that modules or configs name, None if none does. Towers run whole, and do not count."""
-    return min(_named(module, _HEAD_NAMES), default=None)
+    return min(_named(module, HEAD_NAMES), default=None)
 
 
 def named_kv_heads(module: nn.Module) -> int | None:
     """Return the largest number of key-value heads that modules or configs name, None if none does: an estimate of what a ring sends."""
-    return max(_named(module, _KV_HEAD_NAMES), default=None)
+    return max(_named(module, KV_HEAD_NAMES), default=None)
 
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> list[int]:

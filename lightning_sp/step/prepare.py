@@ -71,6 +71,7 @@ from lightning_sp.rewrite import (
     HuggingFaceRewrite,
     RowDropoutInterception,
     SdpaInterception,
+    StagedHeads,
     check_virtual_tokens,
     decoder_inputs,
     hidden_decoder_token,
@@ -326,6 +327,7 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
 def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
     names = BoundNames(module)
+    blocks = [] if config.recomputed_stages == 1 else transformer_blocks(module)
     with (
         used_as_whole(module),
         ReductionScope(context),
@@ -335,5 +337,6 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         SdpaInterception(context, names),
         FlexInterception(context, names),
         HuggingFaceRewrite(context, module),
+        StagedHeads(context, blocks, config.recomputed_stages, list(compiled_modules(module))),
     ):
         yield

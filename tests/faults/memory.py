@@ -10,8 +10,52 @@ OFFLOAD = "tests/parallelize/test_activation_offload.py"
 ONCE = f"{UNITS}::test_gradients_are_one_process_and_a_head_is_gathered_and_reduced_once"
 
 CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
+STAGED = "tests/rewrite/test_staged_heads.py"
+STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
 
 MEMORY = (
+    fault(
+        "the gradient of a stage's rows laid where another stage's are",
+        "rewrite/staged_heads/gradients.py",
+        "laid[heads.rows(own, stage)] = grad",
+        "laid[heads.rows(own, 0)] = grad",
+        f"{STAGED_LAW}[2]",
+    ),
+    fault(
+        "stages whose first gradient of x is the only one",
+        "rewrite/staged_heads/gradients.py",
+        "into.addmm_(grad, weight)",
+        "into.copy_(grad @ weight)",
+        f"{STAGED_LAW}[2]",
+    ),
+    fault(
+        "the bias of a projection that is another stage's",
+        "rewrite/staged_heads/module.py",
+        "else projection.bias[rows]",
+        "else projection.bias[: rows.stop - rows.start]",
+        f"{STAGED_LAW}[2]",
+    ),
+    fault(
+        "rows that are taken for heads and are none",
+        "rewrite/staged_heads/stages.py",
+        "if differs != [head < allowed for head in range(len(differs))]:",
+        "if False:",
+        f"{STAGED}::test_what_cannot_be_staged_is_refused_by_name_on_all_ranks",
+    ),
+    fault(
+        "a checkpoint policy that runs the stages again",
+        "attention/staged.py",
+        "torch.ops.lightning_sp.staged_attention.default)",
+        "torch.ops.lightning_sp.attention.default)",
+        f"{STAGED}::test_what_is_sent_is_the_formula_and_no_kernel_runs_again_for_the_backward[selective-1]",
+    ),
+    fault(
+        "a hook that sees some heads alone",
+        "rewrite/staged_heads/stages.py",
+        'if not where.startswith("lightning_sp."):',
+        "if False:",
+        f"{STAGED}::test_what_cannot_be_staged_is_refused_by_name_on_all_ranks",
+    ),
     fault(
         "a head that is reduced before its last part has its gradient, or for each part",
         "parallelize/fsdp/unused_parameters.py",

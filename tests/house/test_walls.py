@@ -26,6 +26,10 @@ PLANTED = {
     "Inside text": ("text/tokenizer.py", "from lightning_sp.text import corpus"),
     "Text apart from sequences": ("text/documents.py", "from lightning_sp import layout"),
     "Inside rewrite": ("rewrite/rebind.py", "from lightning_sp.rewrite import flex"),
+    "Inside rewrite.staged_heads": (
+        "rewrite/staged_heads/structure.py",
+        "from lightning_sp.rewrite.staged_heads import module",
+    ),
     "Inside rewrite.hugging_face": (
         "rewrite/hugging_face/models.py",
         "from lightning_sp.rewrite.hugging_face import masks",

@@ -436,6 +436,7 @@ def _globals(module: Model) -> dict[str, Any]:
         "implementation": getattr(getattr(module.model, "config", None), "_attn_implementation", None),
         "on the model": sorted(n for n in ("generate", "loss_function", "_loss_function") if n in vars(module.model)),
         "rotary": sum("forward" in vars(m) for m in module.model.modules() if "Rotary" in type(m).__name__),
+        "staged": sum(type(vars(m).get("forward")).__name__ == "StagedAttention" for m in module.modules()),
         "hooks": sum("pass_position_ids" in repr(hook) for hook in module.model._forward_pre_hooks.values()),
     }
 

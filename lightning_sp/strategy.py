@@ -292,17 +292,6 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         with loops.without_loggers(self._module.trainer):
             return self._counted_step(Strategy.training_step, *args, **kwargs)
 
-    def _counted_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._sums.of_step(
-            self._module, self._steps.context.logged_once.get(step.__name__, {}), self.sequence_mesh
-        ):
-            return step(self, *args, **kwargs)
-
-    @override
-    def _add_up(self, number: Tensor) -> Tensor:
-        names = loops.names_of_sum(self._module.trainer, number)
-        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names)
-
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -395,11 +384,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._mesh is not None and self._batch is not None:
-            explain_out_of_memory(
-                exception, self._module, self.optimizers, self.config, self._mesh, tokens=self._batch.local_tokens,
-                step=self._module.trainer.global_step, shard_size=self._shard_size,
-            )  # fmt: skip
+        explain_out_of_memory(exception, self._module, self.config, self._mesh, self._batch, self._shard_size)
 
     @override
     def teardown(self) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_sp.comm import HostGroups
 from lightning_sp.config import StrategyConfig, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.runner import StepRunner
+from lightning_sp.trainer.logged_sums import LoggedSums
+from lightning_sp.trainer.loops import names_of_sum
 
 _NOT_GIVEN: Any = object()
 
@@ -26,6 +30,9 @@ class CurrentSequence:
     _mesh: SequenceMesh | None
     _runner: StepRunner | None
     _batch: SequenceInfo | None
+    _sums: LoggedSums
+    _module: Any
+    _groups: HostGroups
 
     @property
     def sequence_mesh(self) -> SequenceMesh:
@@ -77,9 +84,16 @@ class CurrentSequence:
                 return self._add_up(tensor)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
-    def _add_up(self, number: Tensor) -> Any:
+    def _add_up(self, number: Tensor) -> Tensor:
         """Return the sum of a logged number, of which its values and its name tell how it adds up."""
-        raise NotImplementedError
+        names = names_of_sum(self._module.trainer, number)
+        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names)
+
+    def _counted_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step of Lightning's strategy; what it logs is known where it is added up."""
+        logged_once = self._steps.context.logged_once.get(step.__name__, {})
+        with self._sums.of_step(self._module, logged_once, self.sequence_mesh):
+            return step(self, *args, **kwargs)
 
     @property
     def _steps(self) -> StepRunner:

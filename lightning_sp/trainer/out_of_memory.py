@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sp.config import StrategyConfig
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token
@@ -47,13 +49,10 @@ class Held:
 
 def explain_out_of_memory(
     error: BaseException,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
+    module: LightningModule,
     config: StrategyConfig,
-    mesh: SequenceMesh,
-    *,
-    tokens: int,
-    step: int,
+    mesh: SequenceMesh | None,
+    batch: SequenceInfo | None,
     shard_size: int,
 ) -> None:
     """Add to an out-of-memory error of torch, of a GPU or a CPU, what is known of its causes; leave any other as it is.
@@ -61,22 +60,21 @@ def explain_out_of_memory(
     Args:
         error: its message grows; it stays of its class, which Lightning's `Tuner` and others know it by.
         module: sharded.
-        optimizers: that step it.
         config: of the run.
-        mesh: the attention's.
-        tokens: of the batch on this rank.
-        step: optimizer steps so far.
+        mesh: the attention's; None before the model is laid out.
+        batch: the last one; None before there is one.
         shard_size: ranks over which parameters are split.
     """
-    if not tokens or not is_oom_error(error):
+    if mesh is None or batch is None or not is_oom_error(error):
         return
+    tokens, trainer = batch.local_tokens, module.trainer
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     checkpoints = block_checkpoints(module)
     whole = model_bytes(module, checkpoints.blocks, (), device)
     held = Held(
         parameters=_bytes(module.parameters()),
         gradients=_bytes(each.grad for each in module.parameters() if each.grad is not None),
-        optimizer=_bytes(_state(optimizers)),
+        optimizer=_bytes(_state(trainer.optimizers)),
         gathered=whole.gathered,
     )
     policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
@@ -89,7 +87,7 @@ def explain_out_of_memory(
     least = _LEAST * activations
     shown = [f"{what} ({_size(less)} less)" for what, less in known if less > least][:_SHOWN]
     error.args = (
-        f"{error.args[0]}\nsequence_parallel: out of memory after {step:,} steps, at {tokens:,} tokens of this rank. Parameters "
+        f"{error.args[0]}\nsequence_parallel: out of memory after {trainer.global_step:,} steps, at {tokens:,} tokens of this rank. Parameters "
         f"{_size(held.parameters)}, gradients {_size(held.gradients)}, optimizer {_size(held.optimizer)}, whole at a time for FSDP up to "
         f"{_size(held.gathered)}; activations as predicted {_size(activations)}, with activation_checkpointing={policy!r}. What would need "
         f"less, the cheapest in time first: {'; '.join(shown)}",

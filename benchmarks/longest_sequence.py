@@ -83,6 +83,10 @@ CONTESTANTS = (
         "full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",
         activation_loading_horizon=2,
     ),
+    ours(
+        "4 stages made again, full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto",
+        activation_offload="disk", activation_loading_horizon=2, ulysses_stages=4, stage_inputs="recomputed",
+    ),
 )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ DATA = (
     fault(
         "shuffled whatever the user said",
         "data/loaders/replace_sampler.py",
-        'shuffle = isinstance(batches.sampler, RandomSampler) or getattr(batches.sampler, "shuffle", False)',
+        "shuffle = _shuffles(batches)",
         "shuffle = True",
         "tests/trainer/test_lightning.py::test_loggers_and_checkpoints_of_one_device",
     ),

@@ -122,8 +122,8 @@ USERS = (
     fault(
         "a user's split split again",
         "data/loaders/same_samples.py",
-        "    if can_replace_sampler(loader) and not own_samplers:\n",
-        "    if can_replace_sampler(loader):\n",
+        "    replaced = can_replace_sampler(loader) and not own_samplers\n",
+        "    replaced = can_replace_sampler(loader)\n",
         f"{OPTIONS}::test_a_users_split_is_not_split_again[dataset]",
     ),
     fault(

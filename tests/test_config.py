@@ -327,3 +327,16 @@ def test_a_memory_option_needs_a_device(options, device, message):
     with refusal(message):
         check_memory_device(StrategyConfig(**options), device)
     check_memory_device(StrategyConfig(**options), {"cpu": "cuda", "cuda": "cpu"}[device])
+
+
+def test_a_hang_is_named_before_the_run_ends():
+    assert StrategyConfig().warns_after_s == 60.0
+    assert StrategyConfig(timeout_s=30.0).warns_after_s == 15.0
+    assert StrategyConfig(timeout_s=30.0, hang_s=20).warns_after_s == 20
+    with refusal(
+        "hang_s=300 with timeout_s=300: a run ends at timeout_s, and the warning of a rank that is late comes before; give less"
+    ):
+        StrategyConfig(hang_s=300.0)
+    for seconds in (0, -1.5, float("nan"), True, "soon"):
+        with refusal(f"hang_s={seconds!r}: must be positive, in seconds"):
+            StrategyConfig(hang_s=seconds)

@@ -102,6 +102,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         exclude_frozen_parameters: bool = False,
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
+        hang_s: float | Literal["auto"] = "auto",
         process_group_backend: str | None = None,
         **unknown: Any,
     ) -> None:

@@ -356,3 +356,16 @@ def test_recomputed_stages_are_the_modules_and_not_the_operators():
     assert resolve_split(recomputed, 4, 8) == (4, 1)
     saved = StrategyConfig(ulysses_stages=3)
     assert (saved.recomputed_stages, saved.attention.ulysses_stages) == (1, 3)
+
+
+def test_a_hang_is_named_before_the_run_ends():
+    assert StrategyConfig().warns_after_s == 60.0
+    assert StrategyConfig(timeout_s=30.0).warns_after_s == 15.0
+    assert StrategyConfig(timeout_s=30.0, hang_s=20).warns_after_s == 20
+    with refusal(
+        "hang_s=300 with timeout_s=300: a run ends at timeout_s, and the warning of a rank that is late comes before; give less"
+    ):
+        StrategyConfig(hang_s=300.0)
+    for seconds in (0, -1.5, float("nan"), True, "soon"):
+        with refusal(f"hang_s={seconds!r}: must be positive, in seconds"):
+            StrategyConfig(hang_s=seconds)

@@ -33,6 +33,7 @@ from lightning_sp.comm.groups import (
     when_destroyed,
     world,
 )
+from lightning_sp.comm.hangs import end_run, leave_run, watch_run
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "cached_per_world",
     "check_same_batch",
     "connection_error",
+    "end_run",
     "exchange",
     "failures_of_all",
     "gather",
@@ -63,6 +65,7 @@ __all__ = [
     "is_of_communication",
     "is_registered",
     "largest",
+    "leave_run",
     "next_pass",
     "num_passes",
     "own_timeouts",
@@ -74,6 +77,7 @@ __all__ = [
     "sum_over_ranks",
     "tell_failure",
     "timeout_s",
+    "watch_run",
     "when_destroyed",
     "world",
 ]

@@ -27,14 +27,18 @@ def is_of_communication(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _OF_COMMUNICATION)
 
 
-def connection_error(error: BaseException) -> SequenceParallelError | None:
+def connection_error(error: BaseException, told: str = "") -> SequenceParallelError | None:
     """Return what an error of a message between ranks means: what was given, the rule, the remedy. None for any other error.
 
-    Without communication: each rank says what it knows itself.
+    Without communication: each rank says what it knows itself, and what it was told.
+
+    Args:
+        error: what was raised.
+        told: why another rank is lost, if any rank knows (`hangs.leave_run`).
     """
     if isinstance(error, SequenceParallelError) or not is_of_communication(error):
         return None
-    said = str(error).strip().split("\n")[0]
+    said = str(error).strip().split("\n")[0].partition(" This is typically caused by")[0]
     for words, variable in _NO_INTERFACE.items():
         if words in str(error):
             return SequenceParallelError(
@@ -48,6 +52,12 @@ def connection_error(error: BaseException) -> SequenceParallelError | None:
             f"the ranks did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, MASTER_PORT={os.environ.get('MASTER_PORT')!r}: rank 0 "
             f"listens there, and every rank must reach it within timeout_s; start all ranks, and name an address of rank 0's host that "
             f"{socket.gethostname()} reaches ({said})"
+        )
+    if told:
+        return SequenceParallelError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} on host {socket.gethostname()} has lost another rank: {told}\nWhere a rank "
+            f"ends, or is late, all end, after timeout_s={timeout_s():g} s at the latest; go on from the last checkpoint, trainer.fit(..., "
+            f"ckpt_path=...) ({said})"
         )
     return SequenceParallelError(
         f"rank {dist.get_rank()} of {dist.get_world_size()} on host {socket.gethostname()} has lost another rank: every rank takes part in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightning_sp.config.attention import AttentionOptions
 from lightning_sp.config.checks import Size, check_name, check_seconds, check_size
@@ -43,6 +43,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         timeout_s: Time limit of every collective from the first batch on, in seconds.
         start_timeout_s: The same before it, in seconds: while rank 0 builds the model, reads its weights or a checkpoint, the others wait. Of a
             process group that others made neither limit is changed.
+        hang_s: After how long a rank that others wait for is named, with its stack, in seconds. "auto": 60, or half of timeout_s if that is
+            less.
     """
 
     sequence_parallel_size: Size = "auto"
@@ -61,6 +63,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     exclude_frozen_parameters: bool = False
     timeout_s: float = 300.0
     start_timeout_s: float = 1800.0
+    hang_s: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         AttentionOptions.__post_init__(self)
@@ -95,6 +98,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             )
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
+        self._check_hang()
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
         if sp != "auto" and ulysses != "auto" and ring != "auto" and ulysses * ring != sp:
             raise SequenceParallelError(
@@ -130,6 +134,21 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     def attention(self) -> AttentionOptions:
         """The options of each attention call: one of a stage that is projected again has no stages of its own."""
         return replace(super().attention, ulysses_stages=self.ulysses_stages if self.recomputed_stages == 1 else 1)
+
+    def _check_hang(self) -> None:
+        if self.hang_s == "auto":
+            return
+        check_seconds("hang_s", self.hang_s)
+        if self.hang_s >= self.timeout_s:
+            raise SequenceParallelError(
+                f"hang_s={self.hang_s:g} with timeout_s={self.timeout_s:g}: a run ends at timeout_s, and the warning of a rank that is late "
+                "comes before; give less than timeout_s, or 'auto'"
+            )
+
+    @property
+    def warns_after_s(self) -> float:
+        """`hang_s` in seconds."""
+        return min(60.0, self.timeout_s / 2) if self.hang_s == "auto" else self.hang_s
 
     @property
     def memory(self) -> MemoryOptions:

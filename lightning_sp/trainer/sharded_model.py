@@ -62,7 +62,12 @@ class ShardedModelStrategy(ProcessStrategy):
 
     def __init__(self, *, process_group_backend: str | None, config: StrategyConfig) -> None:
         limits = timedelta(seconds=config.start_timeout_s), timedelta(seconds=config.timeout_s)
-        super().__init__(process_group_backend=process_group_backend, timeouts=limits, host_shards=config.cpu_offload)
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeouts=limits,
+            hang_s=config.warns_after_s,
+            host_shards=config.cpu_offload,
+        )
         self.config = config
         self._log_once = LogOnce()
         self._averages = WeightAverages()

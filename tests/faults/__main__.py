@@ -23,6 +23,7 @@ from tests.faults.copies import ROOT, copies, failed_with, failures, not_found
 from tests.faults.data import DATA
 from tests.faults.fault import Fault
 from tests.faults.groups import GROUPS
+from tests.faults.hangs import HANGS
 from tests.faults.loss import LOSS
 from tests.faults.memory import MEMORY
 from tests.faults.preflight import PREFLIGHT
@@ -30,7 +31,7 @@ from tests.faults.reductions import REDUCTIONS
 from tests.faults.scores import SCORES
 from tests.faults.users import USERS
 
-FAULTS = (*LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *DATA, *GROUPS, *MEMORY, *USERS, *PREFLIGHT)
+FAULTS = (*LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *DATA, *GROUPS, *HANGS, *MEMORY, *USERS, *PREFLIGHT)
 # How the line of a test that noticed ends.
 NOTICED = " | ok"
 

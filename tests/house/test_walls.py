@@ -87,6 +87,7 @@ PLANTED = {
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),
+    "Inside comm.hangs": ("comm/hangs/report.py", "from lightning_sp.comm.hangs import watch"),
     "Lightning in its rooms": ("loss/check.py", "from lightning.pytorch import Trainer"),
 }
 COLLECTIVES = {

@@ -28,7 +28,7 @@ def test_a_start_may_take_longer_than_a_step(where):
 
 def test_a_step_that_hangs_ends_by_its_own_limit():
     (_, _, first), (error, seconds, _) = run_ranks(
-        timeout_ranks.fit_twice, 2, "training_step", 10.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, True
+        timeout_ranks.fit_twice, 2, "training_step", 6.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, True
     )
     assert first[-1][0] == "training_step"
     assert re.search(LATE, error), error
@@ -38,7 +38,7 @@ def test_a_step_that_hangs_ends_by_its_own_limit():
 @pytest.mark.slow
 def test_a_start_that_hangs_ends_by_its_own_limit():
     _, (error, _, limits) = run_ranks(
-        timeout_ranks.fit_twice, 2, "configure_model", 20.0, {"timeout_s": 400.0, "start_timeout_s": 4.0}, True
+        timeout_ranks.fit_twice, 2, "configure_model", 6.0, {"timeout_s": 400.0, "start_timeout_s": 4.0}, True
     )
     assert re.search(LATE, error), error
     assert [where for where, _ in limits] == ["setup", "configure_model"]

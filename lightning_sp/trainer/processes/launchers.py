@@ -6,8 +6,10 @@ Where torchrun or SLURM has started the ranks, Lightning itself has no launcher.
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -15,7 +17,36 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.trainer.processes.parent import STARTED_BY
+from lightning_sp.trainer.processes.parent import STARTED_BY, is_stopped
+
+# On a busy machine the first process takes seconds from the error of a connection to its own.
+_SAYS_WHY_S = 8.0
+
+
+class ChildRank:
+    """A rank's process, whose end is told a moment later: Lightning kills this process when it hears of it, and it has to say why first.
+
+    Args:
+        process: the rank's.
+        grace_s: how long this process has.
+    """
+
+    def __init__(self, process: subprocess.Popen[Any], grace_s: float = _SAYS_WHY_S) -> None:
+        self._process, self._grace_s = process, grace_s
+        self._ended_at: float | None = None
+        self.pid, self.send_signal, self.kill, self.wait = process.pid, process.send_signal, process.kill, process.wait
+
+    @property
+    def returncode(self) -> int | None:
+        """The code with which it has ended."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """Return the code with which it has ended, None for a while after its end, too."""
+        code = self._process.poll()
+        if code is not None and self._ended_at is None:
+            self._ended_at = time.monotonic()
+        return code if self._ended_at is not None and time.monotonic() - self._ended_at >= self._grace_s else None
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -25,7 +56,23 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         # The ranks get this environment.
         os.environ[STARTED_BY] = str(os.getpid())
-        return super().launch(_run, function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(_run, function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            self._kill_stopped()
+            raise
+
+    @override
+    def _call_children_scripts(self) -> None:
+        super()._call_children_scripts()
+        # Lightning's observer gets this list.
+        self.procs[:] = [cast(Any, ChildRank(each)) for each in self.procs]
+
+    def _kill_stopped(self) -> None:
+        """Kill the ranks that are stopped: they do not see that the run has ended, and keep their memory and device."""
+        for each in self.procs:
+            if is_stopped(each.pid):
+                each.kill()
 
 
 class ExternalLauncher(_Launcher):
@@ -53,7 +100,10 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     try:
         return function(*args, **kwargs)
-    except Exception as error:
-        if (named := comm.connection_error(error)) is not None:
+    except BaseException as error:
+        # An exit and an interrupt end a run too, and the other ranks would wait.
+        is_lost = isinstance(error, Exception) and comm.connection_error(error) is not None
+        told = comm.leave_run(error, is_lost=is_lost)
+        if is_lost and (named := comm.connection_error(error, told)) is not None:
             raise named from error
         raise

@@ -69,10 +69,23 @@ def _wait(pid: int, stopped: Event) -> bool:
     return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped: by SIGSTOP, Ctrl-Z or a debugger."""
+    try:
+        return _state(pid) in "Tt"
+    except OSError:
+        return False
+
+
+def _state(pid: int) -> str:
+    """Return the kernel's letter for what a process does."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def _is_alive(pid: int) -> bool:
     """Return whether a process runs. One that has ended, and that nobody has waited for, is a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return _state(pid) not in "ZX"
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return False

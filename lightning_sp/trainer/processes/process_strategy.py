@@ -40,12 +40,25 @@ class ProcessStrategy(ParallelStrategy):
     is_distributed = True
 
     def __init__(
-        self, *, process_group_backend: str | None, timeouts: tuple[timedelta, timedelta], host_shards: bool = False
+        self,
+        *,
+        process_group_backend: str | None,
+        timeouts: tuple[timedelta, timedelta],
+        hang_s: float,
+        host_shards: bool = False,
     ) -> None:
-        """Take the time limits of collectives, before the first batch of a run and from it on; and whether the host's tensors travel too."""
+        """Make a strategy.
+
+        Args:
+            process_group_backend: None for that of the device.
+            timeouts: time limits of collectives, before the first batch of a run and from it on.
+            hang_s: after how long a rank that others wait for is named.
+            host_shards: the host's tensors travel too.
+        """
         super().__init__()
         self._process_group_backend, self._host_shards = process_group_backend, host_shards
         self._start_timeout, self._timeout = timeouts
+        self._hang_s = hang_s
         self._starting = True
         self.num_nodes = 1
         self._parent = ParentWatch()
@@ -102,6 +115,15 @@ class ProcessStrategy(ParallelStrategy):
             comm.own_timeouts()
         comm.set_timeouts(self._start_timeout)
         self._starting = True
+        comm.watch_run(hang_s=self._hang_s, at=self._progress)
+
+    def _progress(self) -> str:
+        """Return the stage and the step that this rank is in."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        stage, batch = trainer.state.stage, trainer.fit_loop.epoch_loop.batch_idx
+        what = f"{stage.value if stage is not None else trainer.state.fn}, step {trainer.global_step}"
+        return f"{what}, batch {batch}" if batch >= 0 else what
 
     def _default_backend(self) -> str:
         own = str(_get_default_process_group_backend_for_device(self.root_device))
@@ -170,6 +192,7 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._parent.stop()
+        comm.end_run()
         # The sharded model stays where it is: a later fit or evaluation goes on with it.
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

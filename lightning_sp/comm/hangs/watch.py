@@ -1,0 +1,251 @@
+"""A thread that looks once a second what this rank's main thread does, and turns a hang into an error that names ranks, collectives and lines.
+
+    main thread runs                        reads one entry of the store every other second
+    it waits for 3 s, without any CPU time  says where; one of the ranks that wait compares, and asks those that do not
+    all wait, and nothing travels           an error on all, within 10 s: `report.is_deadlock`
+    some do not wait                        a warning with the stack of each at hang_s; the run ends at the collective's own limit, and the
+                                            error says who was late, and where
+
+Owns: when a rank is told, and the end of a rank that nothing else ends. Not what is said (`report`), nor how (`meeting`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Event, Thread
+
+import torch.distributed as dist
+
+from lightning_sp.comm.groups import timeout_s
+from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_of_error
+from lightning_sp.comm.hangs.meeting import Answer, Meeting
+from lightning_sp.comm.hangs.report import (
+    Report,
+    Seen,
+    State,
+    is_deadlock,
+    process_here,
+    process_state,
+    same_waits,
+    told_deadlock,
+    told_late,
+    told_places,
+)
+from lightning_sp.comm.hangs.side_channel import SideChannel, has_groups_of_others
+from lightning_sp.comm.hangs.traffic import Traffic, traffic
+
+_LOOK_S = 1.0
+_LOOKS_PER_TALK = 2
+_ASKS_AFTER_S = 3.0
+# A rank that is told of the end may end by itself, as one whose connections break: it then raises, and its script may clean up.
+_FIRST_GRACE_S, _GRACE_S = 1.0, 5.0
+_LATE_S = 3.0
+# How long a rank that was lost waits for what the others say.
+_LOST_S = 2.0
+# How long rank 0 waits for the others to hear why it leaves.
+_STAYS_S = 2.5
+
+log = logging.getLogger(__name__)
+
+
+class RunWatch:
+    """Watches one run of this rank, from the thread that makes it. A class because it lives as long as the run.
+
+    Args:
+        channel: to the other ranks.
+        run: the how many-th of the world.
+        hang_s: after which a rank that others wait for is named, with its stack.
+        at: the stage and step.
+    """
+
+    def __init__(self, channel: SideChannel, *, run: int, hang_s: float, at: Callable[[], str]) -> None:
+        self._channel, self._run, self._hang_s, self._at = channel, run, hang_s, at
+        self._rank = dist.get_rank()
+        self._meeting = Meeting(channel, run=run, rank=self._rank, world=dist.get_world_size())
+        self._main, self._process, self._number = MainThread(), process_here(), 0
+        self._store_holder: Seen | None = None
+        self._stopped, self._is_asked = Event(), False
+        self._traffic: tuple[int, Traffic | None] = (-1, None)
+        self._deadlock: tuple[int, ...] = ()
+        self._warned = -1
+        self._end: tuple[float, Answer] | None = None
+        self._meeting.begin(self._report(State.ELSEWHERE))
+        Thread(target=self._watch, name="lightning_sp hang watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End with the run, which has ended as it should."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._meeting.step_down()
+            self._meeting.acknowledge()
+            self._meeting.tell(self._report(State.ENDED, why="has ended its run, without an error"))
+
+    def leave(self, error: BaseException, *, is_lost: bool) -> str:
+        """Tell the other ranks of the error that ends this one's run, and return what they say of their own; empty for nothing.
+
+        Args:
+            error: what was raised.
+            is_lost: it is of a message between ranks: the reason is another rank's.
+        """
+        if self._stopped.is_set():
+            return ""
+        self._stopped.set()
+        self._meeting.acknowledge()
+        place = place_of_error(error)
+        why = self._lost(place) if is_lost else self._raised(error, place)
+        if self._rank == 0:  # the store may end with this process, and what it says
+            self._meeting.wait_for_all(_STAYS_S)
+        return why
+
+    def _raised(self, error: BaseException, place: Place) -> str:
+        """Tell the others of an error of this rank's own."""
+        words = str(error).strip().split("\n")[0]
+        why = f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
+        self._meeting.tell(self._report(State.ENDED, place, why=why))
+        if not self._channel.silent_s:
+            self._meeting.end(f"rank {self._rank} {why}, at {self._where()}")
+        return ""
+
+    # ---- the thread
+
+    def _watch(self) -> None:
+        looks = 0
+        while not self._stopped.wait(_LOOK_S):
+            looks += 1
+            self._main.look()
+            if looks == 1:
+                self._store_holder = next(iter(self._meeting.reports([0])), None)
+            place = self._main.place() if self._main.blocked_s >= _ASKS_AFTER_S or self._is_asked else None
+            waits = place is not None and bool(place.collective) and self._main.blocked_s >= _ASKS_AFTER_S
+            if not waits:
+                self._meeting.step_down()
+            if waits or self._is_asked or looks % _LOOKS_PER_TALK == 0:
+                self._talk(place, waits=waits)
+            if self._end is not None:
+                self._end_if_due(waits=waits)
+
+    def _talk(self, place: Place | None, *, waits: bool) -> None:
+        state = State.WAITS if waits else State.ELSEWHERE
+        answer = self._meeting.talk(None if place is None else self._report(state, place), waits=waits)
+        if self._stopped.is_set():
+            return
+        if answer is None:
+            self._warn_of_store(waits=waits)
+            return
+        self._is_asked = answer.is_asked
+        if answer.why and self._end is None:
+            self._end = time.monotonic(), answer
+            self._meeting.acknowledge()
+        if answer.seen is not None:
+            self._compare(answer.seen)
+
+    def _compare(self, seen: Sequence[Seen]) -> None:
+        before, self._deadlock = self._deadlock, ()
+        if is_deadlock(seen, self._run):
+            self._deadlock = same_waits(seen)
+            if self._deadlock == before:
+                self._meeting.end(told_deadlock(seen), stuck=[each.rank for each in seen if each.is_stuck])
+            return
+        words = told_late(seen, self._rank)
+        self._meeting.say_late(words)
+        self._warn(words)
+
+    def _warn_of_store(self, *, waits: bool) -> None:
+        if waits and self._channel.silent_s:
+            self._warn(f"rank {self._rank} has waited for {self._main.blocked_s:.0f} s; {self._store_words()}")
+
+    def _warn(self, words: str) -> None:
+        if self._main.blocked_s >= self._hang_s and self._warned != self._main.moves:
+            self._warned = self._main.moves
+            log.warning(f"sequence_parallel: {words}\nThe run goes on if it ends within timeout_s={timeout_s():g} s.")
+
+    def _end_if_due(self, *, waits: bool) -> None:
+        """End this process, where nothing else does: its main thread is in a wait that cannot be interrupted, or does not come back."""
+        assert self._end is not None
+        since, answer = self._end
+        due = time.monotonic() - since >= (_FIRST_GRACE_S if answer.goes_first else _GRACE_S)
+        # It may write a file, say, and has its time: as much as others wait for it, and a moment more.
+        is_late = self._main.still_s >= timeout_s() + _LATE_S
+        if due if waits else is_late:
+            moves = self._main.moves
+            self._main.look()
+            if self._stopped.is_set() or (waits and self._main.moves != moves):
+                return  # it has come back since
+            sys.stderr.write(f"sequence_parallel: rank {self._rank} ends. {answer.why}\n")
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(1)
+
+    # ---- what is said
+
+    def _report(self, state: State, place: Place | None = None, *, why: str = "") -> Report:
+        self._number += 1
+        return Report(
+            rank=self._rank,
+            run=self._run,
+            number=self._number,
+            moves=self._main.moves,
+            at=self._where(),
+            state=state,
+            since_s=self._main.blocked_s if state is State.WAITS else self._main.still_s,
+            collective=place.collective if place is not None else "",
+            line=place.line if place is not None else "",
+            stack=place.stack if place is not None else (),
+            is_quiet=state is State.WAITS and self._is_quiet(),
+            process=self._process,
+            why=why,
+        )
+
+    def _is_quiet(self) -> bool:
+        """Return whether nothing has come or gone since the first report of this wait."""
+        moves, before = self._traffic
+        if has_groups_of_others(self._channel.port):
+            return False  # a wait may be for a process that is no rank of this world, an inference server's say
+        now = traffic(self._channel.port)
+        if moves != self._main.moves or before is None:
+            self._traffic = self._main.moves, now
+            return False
+        return now is not None and now.is_quiet_since(before)
+
+    def _where(self) -> str:
+        try:
+            return self._at()
+        except Exception:  # the main thread changes what it reads
+            return "a step"
+
+    def _store_words(self) -> str:
+        words = f"the store of the ranks, in rank 0's process or its launcher's, has not answered for {self._channel.silent_s:.0f} s"
+        if self._store_holder is None:
+            return words
+        return f"{words}; {told_places([replace(self._store_holder, silent_s=self._channel.silent_s)])}"
+
+    def _lost(self, place: Place) -> str:
+        """Return why this rank has lost another one, and see that ranks that still run know it."""
+        where = place.collective or place.stack[-1]
+        why = f"has lost another rank in {where}{f', from {place.line}' if place.line else ''}"
+        if self._end is not None:
+            return self._end[1].why
+        if not self._channel.silent_s:
+            self._meeting.tell(self._report(State.LOST, place, why=why))
+        if self._channel.silent_s:
+            return self._store_words()
+        if told := self._meeting.why():
+            return told
+        known, until = self._gone() or self._meeting.late(), time.monotonic() + _LOST_S
+        while not known and time.monotonic() < until:
+            time.sleep(0.1)
+            known = self._meeting.why() or self._gone()
+        return self._meeting.end(known) if known else ""
+
+    def _gone(self) -> str:
+        """Return which ranks have ended without a word, or how all have lost one another; empty for neither."""
+        seen = [each for each in self._meeting.reports() if each.is_in(self._run)]
+        gone = [each for each in seen if not each.has_left and process_state(each.process) == "X"]
+        if gone:
+            return told_places(gone)
+        return told_deadlock(seen) if all(each.has_left for each in seen) else ""

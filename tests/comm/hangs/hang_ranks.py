@@ -1,0 +1,131 @@
+"""What the tests of hangs run on real ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+
+from lightning_sp import comm
+from lightning_sp.comm.hangs.meeting import Meeting
+from lightning_sp.comm.hangs.report import Report, State
+from lightning_sp.comm.hangs.side_channel import SideChannel, has_groups_of_others
+
+
+def _gone(_):
+    raise dist.DistNetworkError("the store has ended")
+
+
+def slow_store():
+    """Return what requests bring: one in time, one that is not waited for, the next one once the store answers again, and one that fails."""
+    channel, go_on = SideChannel(), threading.Event()
+    found = [channel.ask(lambda store: store.add("tests/slow", 1)), channel.silent_s]
+    began = time.monotonic()
+    found += [channel.ask(lambda _: go_on.wait(), within_s=0.2), time.monotonic() - began, channel.silent_s]
+    go_on.set()
+    found += [channel.ask(lambda store: store.add("tests/slow", 0) > 0, within_s=10.0), channel.silent_s]
+    found += [channel.ask(_gone), channel.ask(lambda _: "not asked within 30 s")]
+    channel.close()
+    return found
+
+
+def groups_of_others():
+    """Return whether groups reach beyond the world: with groups of it alone, and with one of a store of its own."""
+    channel = SideChannel()
+    channel.ask(lambda store: store.check(["any"]))
+    dist.new_group([0])
+    found = [has_groups_of_others(channel.port)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group, _ = _c10d._new_process_group_helper(
+        1,
+        0,
+        [0],
+        dist.Backend("gloo"),
+        dist.PrefixStore("others", store),
+        group_name="others",
+        timeout=timedelta(seconds=9),
+    )
+    found.append(has_groups_of_others(channel.port))
+    channel.close()
+    del _c10d._world.pg_map[group]
+    return found
+
+
+def one_compares():
+    """Return, of two ranks that wait, who compares; then who does once the first of them waits no more, and why the run ends at last."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    channel = SideChannel()
+    meeting = Meeting(channel, run=99, rank=rank, world=world)
+    report = Report(rank=rank, run=99, number=1, state=State.WAITS)
+    found = []
+
+    def talk(number):
+        for each in range(world):  # one after the other
+            if each == rank:
+                answer = meeting.talk(Report(rank=rank, run=99, number=number, state=State.WAITS), waits=True)
+                ages = None if answer.seen is None else [one.age_s < 5 for one in answer.seen]
+                found.append((answer.is_asked, ages, answer.why, answer.goes_first))
+            dist.barrier()
+
+    meeting.begin(report)
+    meeting.tell(report)
+    dist.barrier()
+    talk(2)
+    talk(3)
+    if rank == 0:
+        meeting.step_down()
+    dist.barrier()
+    if rank == 1:
+        found.append(meeting.talk(report, waits=True).seen is not None)
+        found.append(meeting.end("first", stuck=[0, 1]))
+    dist.barrier()
+    if rank == 0:
+        found.append(meeting.end("second", stuck=[0, 1]))
+    dist.barrier()
+    talk(4)
+    dist.barrier()
+    channel.close()
+    return found
+
+
+def leaves():
+    """Return what rank 1 is told when rank 0 raises, in a run of its own; and how long rank 0 has waited for it."""
+    comm.watch_run(hang_s=60.0, at=lambda: "train, step 3")
+    dist.barrier()
+    began, told = time.monotonic(), ""
+    if dist.get_rank() == 0:
+        try:
+            raise ValueError("my error\nof two lines")
+        except ValueError as error:
+            comm.leave_run(error, is_lost=False)
+    else:
+        time.sleep(0.5)
+        told = comm.leave_run(RuntimeError("gloo/ Connection closed by peer"), is_lost=True)
+    seconds = time.monotonic() - began
+    comm.end_run()
+    dist.barrier()
+    return told, seconds
+
+
+def cost_s(seconds):
+    """Return the CPU-seconds of the watch's threads, where the main thread sleeps and where it computes."""
+    found = []
+    for act in (lambda: time.sleep(0.1), lambda: sum(range(300_000))):
+        dist.barrier()
+        comm.watch_run(hang_s=60.0, at=lambda: "train, step 3")
+        until = time.monotonic() + seconds
+        time.sleep(0.1)
+        threads = [
+            each for each in threading.enumerate() if each.name.startswith(("lightning_sp hang", "lightning_sp side"))
+        ]
+        clocks = [time.pthread_getcpuclockid(each.ident) for each in threads]
+        before = sum(map(time.clock_gettime, clocks))
+        while time.monotonic() < until:
+            act()
+        found.append(sum(map(time.clock_gettime, clocks)) - before)
+        comm.end_run()
+        dist.barrier()
+    return found

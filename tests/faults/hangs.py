@@ -1,0 +1,74 @@
+"""Faults of what is said of a hang: a run that is ended without one, and a rank that is not named."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+REPORTS = "tests/comm/hangs/test_report.py"
+MAY_GO_ON = f"{REPORTS}::test_a_rank_that_may_go_on_is_no_deadlock"
+
+HANGS = (
+    fault(
+        "a slow transfer taken for a deadlock",
+        "comm/hangs/report.py",
+        " and own.since_s >= STUCK_S and own.is_quiet",
+        " and own.since_s >= STUCK_S",
+        f"{MAY_GO_ON}[changes3]",
+    ),
+    fault(
+        "a rank that computes taken for one that waits",
+        "comm/hangs/report.py",
+        "waits = own is not None and own.state is State.WAITS and own.since_s",
+        "waits = own is not None and own.since_s",
+        f"{MAY_GO_ON}[changes1]",
+    ),
+    fault(
+        "old words of a rank taken for those of now",
+        "comm/hangs/report.py",
+        "return waits and self.age_s < FRESH_S",
+        "return waits",
+        f"{REPORTS}::test_old_reports_say_nothing",
+    ),
+    fault(
+        "one collective whose bytes are on their way taken for a deadlock",
+        "comm/hangs/report.py",
+        "return len(waits) > 1 or (",
+        "return len(waits) > 0 or (",
+        f"{MAY_GO_ON}[changes0]",
+    ),
+    fault(
+        "a rank between two runs taken for one that has left",
+        "comm/hangs/report.py",
+        "each.is_in(run) and (each.is_stuck",
+        "(each.is_stuck",
+        f"{REPORTS}::test_a_rank_whose_last_run_has_ended_may_begin_the_next_one",
+    ),
+    fault(
+        "bytes that nobody has read taken for none",
+        "comm/hangs/traffic.py",
+        "in_flight=bool(unacked or not_sent or _has_unread(connection))",
+        "in_flight=bool(unacked or not_sent)",
+        "tests/comm/hangs/test_traffic.py::test_bytes_that_nobody_reads_are_on_their_way",
+    ),
+    fault(
+        "a file that is written in a checkpoint taken for a wait for ranks",
+        "comm/hangs/main_thread.py",
+        "each[0].startswith(_COMM) or each[0] in _TORCH_WAITS",
+        'each[0].startswith(_COMM) or "/torch/distributed/" in each[0]',
+        "tests/comm/hangs/test_main_thread.py::test_a_collective_is_known_by_the_innermost_lines[file]",
+    ),
+    fault(
+        "a process that was stopped for a while taken for one that waited",
+        "comm/hangs/main_thread.py",
+        "cpu_s - before < _MOVED_S and gap < _GAP_S",
+        "cpu_s - before < _MOVED_S",
+        "tests/comm/hangs/test_main_thread.py::test_looks_that_are_far_apart_begin_anew",
+    ),
+    fault(
+        "an error of rank 0 that ends with its store",
+        "comm/hangs/watch.py",
+        "self._meeting.wait_for_all(_STAYS_S)",
+        "pass",
+        "tests/comm/hangs/test_meeting.py::test_an_error_of_rank_0_is_told_before_it_leaves",
+    ),
+)

@@ -1,0 +1,196 @@
+"""What a user runs: two ranks, of which one does something else than the other in its second step.
+
+python -m tests.faults_run.script sleeps
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelStrategy
+from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
+
+FAULT = sys.argv[1] if __name__ == "__main__" else ""
+OPTIONS = {"timeout_s": 15.0, "preflight": False}
+AT_BATCH = 1
+SKIPS = "on_train_batch_start skips a batch on one rank"
+
+
+def is_due(batch_idx: int, rank: int = 1) -> bool:
+    """Return whether this rank and batch have the fault, and say so once."""
+    due = batch_idx == AT_BATCH and int(os.environ.get("LOCAL_RANK", "0")) == rank
+    if due:
+        print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
+    return due
+
+
+class User(Plain):
+    def __init__(self) -> None:
+        super().__init__(tiny_llama)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        fault = FAULTS.get(FAULT)
+        loss = super().training_step(batch, batch_idx)
+        if fault is not None and is_due(batch_idx, 0 if FAULT.endswith(" of rank 0") else 1):
+            loss = fault(self, loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if FAULT in AFTER_A_BATCH and is_due(batch_idx):
+            AFTER_A_BATCH[FAULT](self)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if FAULT == SKIPS and is_due(batch_idx) else None
+
+
+class SlowToEnd(pl.Callback):
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if FAULT == "an error, and a callback that takes long to end" and os.environ.get("LOCAL_RANK") == "1":
+            time.sleep(60)
+
+
+class Samples(TokenDataset):
+    def __getitem__(self, index: int) -> Any:
+        if FAULT == "an error in the loader" and index >= 4 and os.environ.get("LOCAL_RANK") == "1":
+            print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
+            raise OSError("cannot read sample")
+        return super().__getitem__(index)
+
+
+def stop(module: Any, loss: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return loss
+
+
+def interrupt(module: Any, loss: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGINT)
+    return loss
+
+
+def kill(module: Any, loss: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return loss
+
+
+def leave_at_once(module: Any, loss: Any) -> Any:
+    os._exit(0)
+
+
+def leave(module: Any, loss: Any) -> Any:
+    sys.exit(0)
+
+
+def fail(module: Any, loss: Any) -> Any:
+    raise ValueError("my own error")
+
+
+def sleep(module: Any, loss: Any) -> Any:
+    time.sleep(600)
+    return loss
+
+
+def be_late(module: Any, loss: Any) -> Any:
+    time.sleep(11)  # longer than hang_s, and not as long as timeout_s
+    return loss
+
+
+def spin(module: Any, loss: Any) -> Any:
+    while True:
+        pass
+
+
+def barrier(module: Any, loss: Any) -> Any:
+    dist.barrier()
+    return loss
+
+
+def reduce_log(module: Any, loss: Any) -> Any:
+    module.log("only_here", loss.detach(), sync_dist=True)
+    return loss
+
+
+def gather(module: Any, loss: Any) -> Any:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, "a")
+    return loss
+
+
+def no_loss(module: Any, loss: Any) -> Any:
+    return None
+
+
+def raise_in_backward(module: Any, loss: Any) -> Any:
+    def fail_in_backward(grad: Any) -> Any:
+        raise ArithmeticError("in my backward hook")
+
+    loss.register_hook(fail_in_backward)
+    return loss
+
+
+FAULTS: dict[str, Any] = {
+    "SIGSTOP": stop,
+    "SIGSTOP of rank 0": stop,
+    "SIGKILL": kill,
+    "os._exit(0)": leave_at_once,
+    "sys.exit(0)": leave,
+    "KeyboardInterrupt": interrupt,
+    "an error in training_step": fail,
+    "an error in training_step of rank 0": fail,
+    "an error, and a callback that takes long to end": fail,
+    "an error in the backward": raise_in_backward,
+    "sleeps": sleep,
+    "sleeps of rank 0": sleep,
+    "late for a while": be_late,
+    "an endless loop": spin,
+    "a barrier on one rank": barrier,
+    "an all_gather_object on one rank": gather,
+    "training_step returns None on one rank": no_loss,
+    "self.log(sync_dist=True) on one rank": reduce_log,
+}
+
+
+def should_stop(module: Any) -> None:
+    module.trainer.should_stop = True
+
+
+def save(module: Any) -> None:
+    module.trainer.save_checkpoint(os.environ["FAULTS_FOLDER"] + "/one_rank.ckpt")
+
+
+def fail_in_hook(module: Any) -> None:
+    raise KeyError("my callback's error")
+
+
+def weights(module: Any) -> None:
+    module.trainer.strategy.whole_state_dict()
+
+
+AFTER_A_BATCH: dict[str, Any] = {
+    "trainer.should_stop on one rank": should_stop,
+    "save_checkpoint on one rank": save,
+    "an error in on_train_batch_end": fail_in_hook,
+    "whole_state_dict on one rank": weights,
+}
+NAMES = [*(each for each in FAULTS if each != "late for a while"), *AFTER_A_BATCH, "an error in the loader", SKIPS]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        strategy=SequenceParallelStrategy(**OPTIONS), accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd()],
+    )  # fmt: skip
+    trainer.fit(User(), DataLoader(Samples(12), batch_size=2))
+
+
+if __name__ == "__main__":
+    main()

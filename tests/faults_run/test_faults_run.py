@@ -1,0 +1,97 @@
+"""A fault of one rank ends all ranks, and is named: real runs, started as a user starts them. All of them write docs/faults.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults_run.runs import run
+from tests.faults_run.script import NAMES, OPTIONS
+
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+# An error of its own is told at once, and a deadlock within 10 s; a rank that does not come is warned of at half of timeout_s.
+RAISED, DEADLOCK, LATE = 4.0, 10.0, 9.0
+# On two busy cores a process takes seconds to end.
+SLACK_S = 8.0
+EXPECTED = {
+    "SIGSTOP": ("rank 1 is stopped (process ", LATE),
+    "SIGSTOP of rank 0": ("rank 0 is stopped (process ", LATE + 5),
+    "SIGKILL": ("rank 1 has ended without a word (process ", RAISED),
+    "os._exit(0)": ("rank 1 has ended without a word (process ", RAISED),
+    "sys.exit(0)": ("rank 1 has raised SystemExit: 0, in tests/faults_run/script.py:", RAISED),
+    "KeyboardInterrupt": ("rank 1 has raised KeyboardInterrupt, in tests/faults_run/script.py:", RAISED),
+    "an error in training_step": ("rank 1 has raised ValueError: my own error, in tests/faults_run/script.py:", RAISED),
+    "an error in training_step of rank 0": (
+        "rank 0 has raised ValueError: my own error, in tests/faults_run/script.py:",
+        RAISED,
+    ),
+    "an error, and a callback that takes long to end": (
+        "rank 1 has raised ValueError: my own error, in tests/",
+        DEADLOCK,
+    ),
+    "an error in the backward": (
+        "rank 1 has raised ArithmeticError: in my backward hook, in tests/faults_run/script.py:",
+        RAISED,
+    ),
+    "sleeps": ("rank 1 is in no collective, but in tests/faults_run/script.py:", LATE),
+    "sleeps of rank 0": ("rank 0 is in no collective, but in tests/faults_run/script.py:", LATE),
+    "an endless loop": ("rank 1 is in no collective, but in tests/faults_run/script.py:", LATE),
+    "a barrier on one rank": ("rank 1 waits in barrier, called in tests/faults_run/script.py:", DEADLOCK),
+    "an all_gather_object on one rank": (
+        "rank 1 waits in all_gather_object (all_gather), called in tests/faults_run/script.py:",
+        DEADLOCK,
+    ),
+    "training_step returns None on one rank": (
+        "rank 1 has raised RuntimeError: Skipping the `training_step` by returning None",
+        RAISED,
+    ),
+    "self.log(sync_dist=True) on one rank": ("_sync_ddp, from tests/faults_run/script.py:", DEADLOCK),
+    "trainer.should_stop on one rank": ("rank 1 has ended its run, without an error, at train, step 2", RAISED),
+    "save_checkpoint on one rank": ("random_streams.py:88 in stored, from tests/faults_run/script.py:", DEADLOCK),
+    "an error in on_train_batch_end": (
+        'rank 1 has raised KeyError: "my callback\'s error", in tests/faults_run/script.py:',
+        RAISED,
+    ),
+    "whole_state_dict on one rank": ("in whole_state_dict, from tests/faults_run/script.py:", DEADLOCK),
+    "an error in the loader": ("rank 1 has raised OSError: cannot read sample, in tests/faults_run/script.py:", RAISED),
+    "on_train_batch_start skips a batch on one rank": (
+        "rank 1 has ended its run, without an error, at train, step 1",
+        RAISED,
+    ),
+}
+# It belongs to every run of the tests; an error does in tests/trainer/test_dying_rank.py.
+QUICK = ("a barrier on one rank",)
+
+
+@pytest.mark.parametrize(
+    "fault", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in EXPECTED]
+)
+def test_a_fault_of_one_rank_is_named_and_ends_all(fault):
+    words, within_s = EXPECTED[fault]
+    outcome = run(fault)
+    assert words in outcome.words, outcome.words
+    assert outcome.named, outcome.words
+    assert outcome.named[0][0] < within_s + SLACK_S / 2, outcome.words
+    assert outcome.ended_s < OPTIONS["timeout_s"] + 5 + SLACK_S / 2, outcome.words
+    assert outcome.processes == (
+        fault == "SIGSTOP of rank 0"
+    )  # it has started the others, and nobody is left to kill it
+    assert outcome.shared_memory == []
+    assert outcome.code != 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_only_late_is_a_warning_and_no_error():
+    outcome = run("late for a while")
+    assert outcome.code == 0, outcome.words
+    assert len(outcome.named) == 1, outcome.words
+    assert "these do not come:\nrank 1 is in no collective, but in tests/faults_run/script.py:" in outcome.words
+
+
+def test_the_page_has_rows_of_faults_that_are_run():
+    """`python -m tests.faults_run` writes those that are not there."""
+    assert sorted(EXPECTED) == sorted(NAMES)
+    rows = [line.split("|")[1].strip() for line in PAGE.read_text().split("\n") if line.startswith("| ")]
+    assert rows[1:] == [each for each in NAMES if each in rows]
+    assert len(rows) > 12

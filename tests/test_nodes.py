@@ -138,7 +138,7 @@ def test_the_launcher_says_how_many_ranks_a_node_has():
 
 def test_the_strategy_knows_the_trainers_nodes(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    strategy = ProcessStrategy(process_group_backend=None, timeouts=(None, None))
+    strategy = ProcessStrategy(process_group_backend=None, timeouts=(None, None), hang_s=60.0)
     strategy._parallel_devices = [torch.device("cpu")] * 8
     strategy.cluster_environment = SimpleNamespace(world_size=lambda: 16)
     strategy.num_nodes = 2

@@ -15,29 +15,17 @@ pytest.importorskip("torchdata")
 pytest.importorskip("trl")
 
 FLOWS = {flow.name: flow for flow in flows()}
-# Of each topic: own samplers, packed documents, parts of a model called alone, hooks that write to it, adapters, images in the text; what
+# Of each topic: parts of a model called alone, hooks that write to it, adapters, images in the text; what
 # is refused; and each flow that must notice a planted fault.
 SUBSET = (
-    "buckets", "flattening_with_lengths", "several_next_tokens", "dpo", "mean_by_hand", "inputs_embeds", "adversarial",
-    "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "tuples", "bart_classes",
-    "heads_in_turn", "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "gemma_images",
-    "idefics_images", "vit_gpt2_captions", "granite_speech",
+    "dpo", "inputs_embeds", "adversarial", "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "bart_classes",
+    "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "gemma_images", "idefics_images",
+    "vit_gpt2_captions", "granite_speech",
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {
-    **dict.fromkeys(("several_next_tokens", "inputs_embeds", "lora", "heads_in_turn", "granite_speech"), "ulysses 2"),
-    **dict.fromkeys(
-        (
-            "flattening_with_lengths",
-            "dpo",
-            "tuples",
-            "as_many_tags_as_tokens",
-            "mean_by_hand",
-            "idefics_images",
-            "vit_gpt2_captions",
-        ),
-        "ring 2",
-    ),
+    **dict.fromkeys(("inputs_embeds", "lora", "granite_speech"), "ulysses 2"),
+    **dict.fromkeys(("dpo", "as_many_tags_as_tokens", "idefics_images", "vit_gpt2_captions"), "ring 2"),
 }
 ALL = ["ulysses 2", "ring 2", "data 2 x ring 2"]
 

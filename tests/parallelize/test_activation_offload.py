@@ -63,4 +63,5 @@ def test_the_peak_is_that_of_a_horizon_of_blocks(pools, tmp_path):
         return (many - few) / x
 
     assert of_layers(None) == pytest.approx(12, abs=1.5)
-    assert abs(of_layers(2)) < 1.5
+    # Of either number of layers, up to a horizon may have left already.
+    assert abs(of_layers(2)) < 2 + 0.5

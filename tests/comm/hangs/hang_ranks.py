@@ -14,6 +14,9 @@ from lightning_sp.comm.hangs.meeting import Meeting
 from lightning_sp.comm.hangs.report import Report, State
 from lightning_sp.comm.hangs.side_channel import SideChannel, has_groups_of_others
 
+# No pool has that many runs.
+_RUN = 10**9
+
 
 def _gone(_):
     raise dist.DistNetworkError("the store has ended")
@@ -58,14 +61,14 @@ def one_compares():
     """Return, of two ranks that wait, who compares; then who does once the first of them waits no more, and why the run ends at last."""
     rank, world = dist.get_rank(), dist.get_world_size()
     channel = SideChannel()
-    meeting = Meeting(channel, run=99, rank=rank, world=world)
-    report = Report(rank=rank, run=99, number=1, state=State.WAITS)
+    meeting = Meeting(channel, run=_RUN, rank=rank, world=world)
+    report = Report(rank=rank, run=_RUN, number=1, state=State.WAITS)
     found = []
 
     def talk(number):
         for each in range(world):  # one after the other
             if each == rank:
-                answer = meeting.talk(Report(rank=rank, run=99, number=number, state=State.WAITS), waits=True)
+                answer = meeting.talk(Report(rank=rank, run=_RUN, number=number, state=State.WAITS), waits=True)
                 ages = None if answer.seen is None else [one.age_s < 5 for one in answer.seen]
                 found.append((answer.is_asked, ages, answer.why, answer.goes_first))
             dist.barrier()

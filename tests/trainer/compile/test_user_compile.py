@@ -53,9 +53,10 @@ def same(actual, expected, case):
         assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
 
 
-def test_a_compiled_model_trains_as_the_eager_one_of_one_device(pools, eager):
-    for answers in pools(2).run(ranks.fits, [dict(world=2, **case) for case in CASES]):
-        for case, actual in zip(CASES, answers, strict=True):
+@pytest.mark.parametrize("cases", [CASES[2:4], pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_a_compiled_model_trains_as_the_eager_one_of_one_device(pools, eager, cases):
+    for answers in pools(2).run(ranks.fits, [dict(world=2, **case) for case in cases]):
+        for case, actual in zip(cases, answers, strict=True):
             same(actual, eager[case["model"], case.get("early", False), case.get("before", False)], case)
             assert actual["graphs"] > 0, ("nothing was compiled", case)
 

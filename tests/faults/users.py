@@ -68,14 +68,14 @@ USERS = (
         "        for name, tensor in _sent_tensors(module):\n            _receive(",
         '        for name, tensor in _sent_tensors(module):\n            if "_orig_mod" in name and not tensor.is_meta:\n'
         "                continue\n            _receive(",
-        f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device[all]",
+        f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device[few]",
     ),
     fault(
         "attention calls looked for in compiled code, which counts none",
         "step/runner.py",
         'eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")',
         "eager: AbstractContextManager[Any] = nullcontext()",
-        f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device[all]",
+        f"{COMPILED}::test_a_compiled_model_trains_as_the_eager_one_of_one_device[few]",
     ),
     fault(
         "names of wrappers in a checkpoint",

@@ -311,7 +311,7 @@ def test_validation_under_no_grad_and_generation_outside_a_step(pools, expected)
 
 def test_a_second_model_in_the_same_process(pools, expected):
     for first, second, meshes, refusal in pools(2).run(ranks.two_models, 2):
-        assert first == [pytest.approx(expected[0]["loss"], abs=1e-10)] * 2
+        assert first == [pytest.approx(expected(0)["loss"], abs=1e-10)] * 2
         assert len(second) == 1
         assert meshes == ["dp 1 x ring 2 x ulysses 1", "dp 1 x ring 1 x ulysses 2"]
         assert "compile=True, before False" in refusal

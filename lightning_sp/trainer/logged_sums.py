@@ -4,8 +4,8 @@
     a count of a rank's tokens     each rank's own                          added up over the world
 
 Which of the two a number is, the preflight tells by its name (`preflight/numbers.py:counted_once`). Of what a hook logs, or without the
-preflight, the values tell: one with a fraction that is the same to the bit on all ranks of each sequence is theirs together. A whole number
-that is the same may be either: it is added up over the world, with a warning.
+preflight, the values tell, with a warning where they are the same on all ranks of each sequence: one with a fraction is taken for theirs
+together, a whole number for each rank's own.
 """
 
 from __future__ import annotations
@@ -86,17 +86,20 @@ class LoggedSums:
         of_ranks = torch.tensor(comm.gather_objects(float(value), world), dtype=torch.float64).view(
             -1, mesh.layout.size
         )
-        alike = bool((of_ranks == of_ranks[:, :1]).all())
-        if alike and bool((of_ranks != of_ranks.round()).any()):
-            of_ranks = of_ranks[:, :1]
-        elif alike and bool(of_ranks.any()) and not self._warned and not self._is_told(names):
+        alike = bool((of_ranks == of_ranks[:, :1]).all()) and bool(of_ranks.any())
+        if not alike or self._is_told(names):
+            return of_ranks.sum().to(value)
+        once = bool((of_ranks != of_ranks.round()).any())
+        if not self._warned:
             self._warned = True
+            taken = "the whole sequence's, and counts once" if once else "each rank's own, and added up over all ranks"
             rank_zero_warn(
                 f'a number logged with reduce_fx="sum", sync_dist=True is {float(of_ranks[0, 0]):g} on each of the {mesh.layout.size} ranks of '
-                "a sequence. It is taken for each rank's own, and added up over all ranks: if it is the whole sequence's, it counts "
-                f"{mesh.layout.size} times. sync_dist_group=self.trainer.strategy.data_parallel_group counts it once, "
-                "sync_dist_group=torch.distributed.group.WORLD says that it is each rank's own"
+                f"a sequence, and no trial has told whose it is. It is taken for {taken}. "
+                "sync_dist_group=self.trainer.strategy.data_parallel_group counts it once, sync_dist_group=torch.distributed.group.WORLD says "
+                "that it is each rank's own"
             )
+        of_ranks = of_ranks[:, :1] if once else of_ranks
         return of_ranks.sum().to(value)
 
     def _is_told(self, names: Collection[str]) -> bool:

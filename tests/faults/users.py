@@ -324,6 +324,13 @@ USERS = (
         f"{BEHAVIOURS}::test_what_was_wrong_once",
     ),
     fault(
+        "a fraction of tokens that the preflight has told is each rank's own, counted once",
+        "trainer/logged_sums.py",
+        "        if not alike or self._is_told(names):\n",
+        "        if not alike:\n",
+        "tests/trainer/test_logged_sums.py::test_the_preflight_tells_parts_from_what_ranks_have_together",
+    ),
+    fault(
         "samples that Lightning shuffles when a hook asks for the number of steps",
         "strategy.py",
         "        self._let_loaders_through(self._module.trainer)\n",

@@ -1,0 +1,36 @@
+"""What each rank runs in test_logged_sums.py: a fit that logs sums of a rank's own tokens and of what ranks have together."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+
+SUM: dict[str, Any] = dict(reduce_fx="sum", sync_dist=True, on_step=False, on_epoch=True)
+
+
+class Sums(Plain):
+    """Of equal shards: a rank's tokens in thousands are a fraction, and the same on all ranks."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("kilotokens", batch["input_ids"].numel() / 1000, **SUM)
+        self.log("rows", float(len(batch["input_ids"])), **SUM)
+        self.log("loss", loss.detach(), **SUM)
+        return loss
+
+
+def fit(world: int, strategy: dict[str, Any] | None) -> tuple[dict[str, float], list[str]]:
+    """Return the logged sums, and what was said of them."""
+    torch.manual_seed(0)
+    module = Sums(tiny_llama)
+    trainer = quiet_trainer(world, strategy=strategy) if strategy else quiet_trainer(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
+    said = [str(each.message) for each in caught if "no trial has told" in str(each.message)]
+    return {name: float(trainer.callback_metrics[name]) for name in ("kilotokens", "rows", "loss")}, said

@@ -28,10 +28,10 @@ _SIGNATURE = inspect.signature(LightningModule.log)
 
 
 class LoggedSums:
-    """The sums that a run's steps log; a class because the warning comes once, and not of what the preflight has told."""
+    """The sums that a run's steps log; a class because a warning comes once, and not of what the preflight has told."""
 
     def __init__(self) -> None:
-        self._warned = False
+        self._warned = set[str]()
         self._of_ranks: set[str] = set()  # names of sums that each rank has a part of
         self._name: str | None = None  # of the number that is being logged
 
@@ -90,11 +90,12 @@ class LoggedSums:
         if not alike or self._is_told(names):
             return of_ranks.sum().to(value)
         once = bool((of_ranks != of_ranks.round()).any())
-        if not self._warned:
-            self._warned = True
+        name = self._name or ", ".join(sorted(names)) or "a number"
+        if name not in self._warned:
+            self._warned.add(name)
             taken = "the whole sequence's, and counts once" if once else "each rank's own, and added up over all ranks"
             rank_zero_warn(
-                f'a number logged with reduce_fx="sum", sync_dist=True is {float(of_ranks[0, 0]):g} on each of the {mesh.layout.size} ranks of '
+                f'{name}, logged with reduce_fx="sum", sync_dist=True, is {float(of_ranks[0, 0]):g} on each of the {mesh.layout.size} ranks of '
                 f"a sequence, and no trial has told whose it is. It is taken for {taken}. "
                 "sync_dist_group=self.trainer.strategy.data_parallel_group counts it once, sync_dist_group=torch.distributed.group.WORLD says "
                 "that it is each rank's own"

@@ -6,6 +6,7 @@ waited for without any limit: whoever asks here waits for a limited time.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -20,6 +21,7 @@ from torch.distributed import distributed_c10d as _c10d
 T = TypeVar("T")
 
 _PREFIX = "lightning_sp/hangs"
+_numbers = itertools.count()
 # Of a request for a key that is not there.
 _STORE_LIMIT_S = 5.0
 # After an error: torch writes each one to the log.
@@ -39,9 +41,14 @@ def _port(store: Any) -> int | None:
 
 
 class SideChannel:
-    """Requests to the store, one after the other. A class because it holds a connection for as long as the world lives."""
+    """Requests to the store, one after the other. A class because it holds a connection for as long as the world lives.
+
+    Each channel of a process has keys of its own: a world that is made after another may meet in the same store, where the words of the other
+    still are. All ranks have been in as many worlds.
+    """
 
     def __init__(self) -> None:
+        self._prefix = f"{_PREFIX}/{next(_numbers)}"
         self._requests: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._silent_since: float | None = None
@@ -100,4 +107,4 @@ class SideChannel:
         own: Store = shared.clone()
         own.set_timeout(timedelta(seconds=_STORE_LIMIT_S))
         self.port = _port(shared)
-        return PrefixStore(_PREFIX, own)
+        return PrefixStore(self._prefix, own)

@@ -35,6 +35,16 @@ def slow_store():
     return found
 
 
+def channel_of_the_next_world():
+    """Return whether a later channel finds what an earlier one has said."""
+    first, later = SideChannel(), SideChannel()
+    first.ask(lambda store: store.set("why/1", "an error"))
+    found = [channel.ask(lambda store: store.check(["why/1"])) for channel in (first, later)]
+    first.close()
+    later.close()
+    return found
+
+
 def groups_of_others():
     """Return whether groups reach beyond the world: with groups of it alone, and with one of a store of its own."""
     channel = SideChannel()

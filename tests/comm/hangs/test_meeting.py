@@ -18,6 +18,10 @@ def test_an_answer_of_the_store_is_waited_for_in_vain_for_a_limited_time(pools):
     assert (failed, not_asked) == (None, None)
 
 
+def test_a_world_does_not_hear_what_was_said_in_the_one_before(pools):
+    assert pools(1).run(hang_ranks.channel_of_the_next_world) == [[True, False]]
+
+
 def test_a_group_that_reaches_beyond_the_world_is_known(pools):
     assert pools(1).run(hang_ranks.groups_of_others) == [[False, True]]
 

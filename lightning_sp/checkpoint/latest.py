@@ -27,12 +27,17 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
             recover(path)
     found = [each.parent for each in root.rglob(MANIFEST) if _is_named(each.parent) and is_complete(each.parent)]
     found += [each for each in root.rglob("*.ckpt") if each.is_file() and not each.is_symlink()]
-    return max(found, key=_written, default=None)
+    written = {path: when for path in found if (when := _written(path)) is not None}
+    return max(written, key=lambda path: (written[path], str(path)), default=None)
 
 
 def _is_named(path: Path) -> bool:
     return not path.name.endswith((PARTIAL, REPLACED))
 
 
-def _written(path: Path) -> tuple[float, str]:
-    return (path / MANIFEST if path.is_dir() else path).stat().st_mtime, str(path)
+def _written(path: Path) -> float | None:
+    """Return when a checkpoint was written; None for one that a run beside this has deleted since."""
+    try:
+        return (path / MANIFEST if path.is_dir() else path).stat().st_mtime
+    except FileNotFoundError:
+        return None

@@ -28,6 +28,10 @@ from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VI
 OfRows = Callable[..., Tensor]
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, torch.autograd.grad}
+# What gives their memory away: whoever has it may write to it unseen.
+_GIVES_MEMORY = {
+    Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr,
+}  # fmt: skip
 # What writes to its first argument, beside names that end in one underscore.
 _IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
 _WRITES = {"__setitem__", *(f"__i{name}__" for name in _IN_PLACE.split())}
@@ -299,7 +303,8 @@ def _writes(function: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a function writes to a tensor that it is given."""
     name = getattr(function, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name in _WRITES or name == "__set__" or kwargs.get("out") is not None
+    is_asked = kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+    return is_in_place or is_asked or name in _WRITES or name == "__set__" or function in _GIVES_MEMORY
 
 
 def _of_made(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool) -> Any:

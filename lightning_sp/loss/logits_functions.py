@@ -200,8 +200,13 @@ def _pointwise(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str,
     others = [*args[1:], *kwargs.values()]
     if not all(_is_constant(own, each) for each in others):
         return NotImplemented
-    rest = [each.detach().clone() if isinstance(each, Tensor) else each for each in args[1:]]
-    return _record(own, lambda logits: function(logits, *rest, **kwargs))
+    rest = [_as_it_is_now(each) for each in args[1:]]
+    named = {name: _as_it_is_now(each) for name, each in kwargs.items()}
+    return _record(own, lambda logits: function(logits, *rest, **named))
+
+
+def _as_it_is_now(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _is_constant(own: Any, value: Any) -> bool:

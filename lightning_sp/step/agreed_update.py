@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 
+# What learning rate schedulers keep in a group, beside an optimizer's own.
+_OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "weight_decay")
 # What a message shows of many numbers that differ.
 _SHOWN = 3
 
@@ -60,7 +62,7 @@ class AgreedUpdate:
 
 
 def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return what optimizers step by, by name: numbers, flags and words of their groups.
+    """Return what optimizers step by, by name: numbers and flags of their groups, not what a user has noted there.
 
     Tensors on a device are left out: they are not waited for.
     """
@@ -68,9 +70,12 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     for number, optimizer in enumerate(optimizers):
         for group, options in enumerate(optimizer.param_groups):
             for name, value in options.items():
+                if name not in optimizer.defaults and name not in _OF_SCHEDULERS:
+                    continue  # a note of the user's
                 if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
                     value = value.item()
-                if isinstance(value, (bool, int, float, str, tuple)):
+                numbers = value if isinstance(value, tuple) else (value,)
+                if all(isinstance(each, (bool, int, float)) for each in numbers):
                     found[f"{name} of optimizer {number}, group {group}"] = value
     return found
 

@@ -101,7 +101,31 @@ def _hook_after_a_view(x, y):
     return loss(flat, y)
 
 
+def _by_numpy(x, y):
+    x.detach().numpy()[..., 3] = -7.0
+    return loss(x, y)
+
+
+def _by_its_storage(x, y):
+    x.detach().untyped_storage().fill_(0)
+    return loss(x, y)
+
+
+def _dropped_in_place(x, y):
+    torch.manual_seed(0)
+    part = torch.nn.functional.dropout(x[:, 2:], 0.3, True, inplace=True)
+    return part.square().mean() + loss(x, y)
+
+
+def _named_number_changed_since(x, y):
+    of_words = torch.ones(VOCAB, dtype=x.dtype)
+    later = torch.add(x, other=of_words)
+    of_words.zero_()
+    return later.square().mean()
+
+
 STEPS = (
+    _by_numpy, _by_its_storage, _dropped_in_place, _named_number_changed_since,
     _view_of_part, _part_of_words_of_part, _last_token_by_another_view, _whole_after_a_view, _whole_by_a_view_of_it,
     _after_what_was_made_of_it, _after_a_copy, _data, _moved_and_made_contiguous, _index_changed_since, _checkpointed,
     _checkpointed_under_hooks, _compiled, _hook_before, _hook_after_a_view,

@@ -30,6 +30,7 @@ def test_one_of_all_ranks_is_followed(pools):
 def test_what_an_optimizer_steps_by():
     weight = torch.nn.Parameter(torch.zeros(2))
     adam = torch.optim.AdamW([weight], lr=torch.tensor(0.5), betas=(0.9, 0.95), weight_decay=0.1)
+    adam.param_groups[0]["note"] = ("attention", object())
     found = hyperparameters(
         [adam, torch.optim.SGD([{"params": [weight], "lr": 0.1, "nesterov": True, "momentum": 0.5}])]
     )
@@ -37,4 +38,4 @@ def test_what_an_optimizer_steps_by():
     assert found["betas of optimizer 0, group 0"] == (0.9, 0.95)
     assert found["weight_decay of optimizer 0, group 0"] == 0.1
     assert found["nesterov of optimizer 1, group 0"] is True
-    assert not any("params" in name for name in found)
+    assert not any("params" in name or "note" in name for name in found)

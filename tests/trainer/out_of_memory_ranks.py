@@ -20,7 +20,7 @@ class Asking(Plain):
         if self.global_step >= 1 and self.error == "memory":
             torch.empty(2**50, dtype=torch.uint8)
         if self.global_step >= 1:
-            raise RuntimeError("something else")
+            raise RuntimeError(ValueError("something else"))
 
 
 def fit(error: str, world: int, strategy: dict[str, Any]) -> dict[str, Any]:
@@ -32,5 +32,5 @@ def fit(error: str, world: int, strategy: dict[str, Any]) -> dict[str, Any]:
     try:
         trainer.fit(module, DataLoader(TokenDataset(8), batch_size=2))
     except RuntimeError as found:
-        return {"kind": type(found).__name__, "said": str(found), "is_oom": is_oom_error(found)}
+        return {"kind": type(found).__name__, "said": str(found), "is_oom": error == "memory" and is_oom_error(found)}
     return {"kind": ""}

@@ -139,6 +139,13 @@ class MainThread:
         return token
 
 
+def user_threads() -> bool:
+    """Return whether another thread than the main one runs a user's code: what ranks wait for may be its affair."""
+    main = threading.main_thread().ident
+    others = [frame for ident, frame in sys._current_frames().items() if ident != main]
+    return any(_is_users(file) for frame in others for file, _, _ in _lines_from(frame))
+
+
 def place_of_error(error: BaseException) -> Place:
     """Return where an error was raised; its line is that of the caller's script where no line of the user's is nearer."""
     around = list(_lines_from(sys._getframe(1)))

@@ -22,7 +22,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from lightning_sp.comm.groups import timeout_s
-from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_of_error
+from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_of_error, user_threads
 from lightning_sp.comm.hangs.meeting import Answer, Meeting
 from lightning_sp.comm.hangs.report import (
     Report,
@@ -206,6 +206,8 @@ class RunWatch:
         moves, before = self._traffic
         if has_groups_of_others(self._channel.port):
             return False  # a wait may be for a process that is no rank of this world, an inference server's say
+        if user_threads():
+            return False
         now = traffic(self._channel.port)
         if moves != self._main.moves or before is None:
             self._traffic = self._main.moves, now

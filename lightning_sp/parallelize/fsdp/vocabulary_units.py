@@ -73,7 +73,7 @@ def own_outputs(layer: nn.Module) -> None:
     that is written to in place afterwards (`hidden[~mask] = 0`) loses its hooks.
     """
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
-        layer.register_forward_hook(_not_a_view)
+        layer.register_forward_hook(_not_a_view, prepend=True)  # a user's hook gets what the caller gets
 
 
 def _not_a_view(layer: nn.Module, args: Any, output: Any) -> Any:

@@ -170,7 +170,13 @@ class Stages:
         shared, kv_heads = self.heads.num_heads // self.heads.num_kv_heads, self.heads.num_kv_heads // few
         rows, dim = [own.out_features // few for own in self.heads.projections], self.heads.head_dim
         marks = [[partial(_marks, x, dim, marked, number) for number in rows] for marked in (False, True)]
+        before = _random_states(x.device)
         found = [trial.inputs(1, each, args, kwargs) for each in marks]
+        if not all(map(torch.equal, before, _random_states(x.device))):
+            raise SequenceParallelError(
+                f"stage_inputs='recomputed': {type(self.module).__name__} draws random numbers before its attention: each stage would draw its "
+                "own, and others in the backward; use stage_inputs='saved'"
+            )
         for name, plain, marked in zip("qkv", *(each[:3] for each in found), strict=True):
             allowed = 1 if name == "q" or plain.shape[1] == kv_heads else shared
             differs = (plain != marked).transpose(0, 1).flatten(1).any(1).tolist()
@@ -182,6 +188,11 @@ class Stages:
 
 
 _NOT_HEADS = "its projections are not heads one after the other, each with its own keys; use stage_inputs='saved'"
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *of_device]
 
 
 def _marks(x: Tensor, head_dim: int, marked: bool, num_rows: int, _: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_sp.comm.hangs import main_thread
-from lightning_sp.comm.hangs.main_thread import MainThread, place_of, place_of_error
+from lightning_sp.comm.hangs.main_thread import MainThread, place_of, place_of_error, user_threads
 
 TORCH, PACKAGE = (
     os.path.dirname(torch.__file__),
@@ -133,3 +133,20 @@ def test_an_error_is_placed_where_it_was_raised():
     with pytest.raises(ValueError, match="no") as caught:
         torch.utils._pytree.tree_map(lambda _: fails(), [1])
     assert place_of_error(caught.value).line.endswith("in fails")
+
+
+def test_a_users_thread_beside_the_main_one_is_seen():
+    go_on = threading.Event()
+
+    def waits():
+        go_on.wait()
+
+    assert not user_threads()
+    thread = threading.Thread(target=waits)
+    thread.start()
+    try:
+        assert user_threads()
+    finally:
+        go_on.set()
+        thread.join()
+    assert not user_threads()

@@ -44,7 +44,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         start_timeout_s: The same before it, in seconds: while rank 0 builds the model, reads its weights or a checkpoint, the others wait. Of a
             process group that others made neither limit is changed.
         hang_s: After how long a rank that others wait for is named, with its stack, in seconds. "auto": 60, or half of timeout_s if that is
-            less.
+            less. Ranks that wait in different collectives end the run within seconds, unless a thread of the user's runs beside: it may help.
     """
 
     sequence_parallel_size: Size = "auto"

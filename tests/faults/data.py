@@ -45,7 +45,7 @@ DATA = (
     fault(
         "groups that shuffle by a seed of their own",
         "data/loaders/same_samples.py",
-        "    return int(of_ranks[0][0])\n",
+        "    return int(seeds[0])\n",
         "    return seed\n",
         "tests/data/loaders/test_same_samples.py::test_a_seed_of_each_rank_splits_one_order",
     ),

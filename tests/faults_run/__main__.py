@@ -26,6 +26,8 @@ cores, where a process takes seconds to end.
   come; an error is raised on all ranks that can still speak.
 - *ended*: the last process has ended. A process that is stopped ends nothing by itself: the launcher kills those
   that it started.
+- Ranks that wait in different collectives are ended early unless a thread of yours runs beside: they may wait for that.
+  They are then named at `hang_s`, and the run ends at `timeout_s`.
 - *left*: processes that the test had to kill; files in shared memory.
 
 | fault | what the user sees | named, s | ended, s | left |

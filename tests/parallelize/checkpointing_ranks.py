@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.traffic import counted
-from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.parallelize import block_checkpoints
+from tests.kernel_calls import kernel_calls
 from tests.told import told
 from tests.trainer.tiny import MODELS, VOCAB, HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
 
@@ -100,24 +100,13 @@ def steps(
     torch.manual_seed(3)
     module = Counted(BUILDS[build], late)
     trainer = quiet_trainer(world, strategy={"preflight": False, **strategy}, **{"max_steps": 2, **options})
-    kernels, forward = 0, TorchCpuKernel.forward
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        nonlocal kernels
-        kernels += 1
-        return forward(*args, **kwargs)
-
-    TorchCpuKernel.forward = called  # type: ignore[method-assign]
-    try:
-        with counted() as traffic, told() as lines:
-            trainer.fit(module, DataLoader(TokenDataset(**(data or {"size": 4})), batch_size=2))
-    finally:
-        TorchCpuKernel.forward = forward  # type: ignore[method-assign]
+    with kernel_calls() as kernels, counted() as traffic, told() as lines:
+        trainer.fit(module, DataLoader(TokenDataset(**(data or {"size": 4})), batch_size=2))
     return {
         "losses": module.losses,
         "grads": module.raw_grads,
         "weights": {n: _full(p.detach()).clone() for n, p in module.named_parameters()},
-        "kernels": kernels,
+        "kernels": len(kernels),
         "exchanges": traffic.calls["all_to_all_single"],
         "of_block": block_checkpoints(module).of_block,
         "told": [line for line in lines if "gradient checkpointing" in line],

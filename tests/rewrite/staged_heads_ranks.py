@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from benchmarks.resident import peak_growth
 from benchmarks.traffic import counted
-from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.config import AttentionOptions
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
@@ -21,6 +20,7 @@ from lightning_sp.models.llama import Attention, rotary_angles
 from lightning_sp.rewrite import SdpaInterception, StagedHeads
 from lightning_sp.rewrite.rebind import BoundNames
 from tests.attention.ranks.attention_ranks import mesh_of
+from tests.kernel_calls import kernel_calls
 from tests.preflight.preflight_ranks import LLAMA, hf
 from tests.rewrite import rewrite_ranks
 from tests.told import told
@@ -193,21 +193,10 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _step(build: str, **options: Any) -> dict[str, Any]:
-    kernels, forward = 0, TorchCpuKernel.forward
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        nonlocal kernels
-        kernels += 1
-        return forward(*args, **kwargs)
-
-    TorchCpuKernel.forward = called  # type: ignore[method-assign]
-    try:
-        with counted() as traffic, told() as lines:
-            found = rewrite_ranks._sharded(f"staged {build}", **options)
-    finally:
-        TorchCpuKernel.forward = forward  # type: ignore[method-assign]
+    with kernel_calls() as kernels, counted() as traffic, told() as lines:
+        found = rewrite_ranks._sharded(f"staged {build}", **options)
     said = [line for line in lines if "attention modules project" in line]
-    return {**found, "kernels": kernels, "calls": dict(traffic.calls), "sent": traffic.sent_bytes, "told": said}
+    return {**found, "kernels": len(kernels), "calls": dict(traffic.calls), "sent": traffic.sent_bytes, "told": said}
 
 
 def evaluations(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:

@@ -92,7 +92,13 @@ def _agreed_seed(loader: Any, coordinates: DataCoordinates, seed: int, *, replac
             f"ranks have other loaders: {found}: must be the same on all, for each takes its share of one order over all samples; give every "
             "rank the same dataset, or, where a rank's dataset is its own part of the data, Trainer(use_distributed_sampler=False)"
         )
-    return int(of_ranks[0][0])
+    seeds = [each for each, _ in of_ranks]
+    if len(set(seeds)) > 1 and "shuffled" in own:
+        rank_zero_warn(
+            f"ranks have other seeds ({', '.join(map(str, dict.fromkeys(seeds)))}): the samples are shuffled by rank 0's, for each rank takes "
+            "its share of one order; seed_everything with one seed on all ranks says the same"
+        )
+    return int(seeds[0])
 
 
 def _read_by_one(loader: Any, coordinates: DataCoordinates, *, accumulation: int | None, seed: int) -> BroadcastLoader:

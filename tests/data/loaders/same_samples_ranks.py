@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.same_samples import same_samples
+from tests.told import told
 
 
 def read(sizes: list[int], batch_sizes: list[int], seeds: list[int], shuffle: list[bool]) -> Any:
@@ -20,7 +21,9 @@ def read(sizes: list[int], batch_sizes: list[int], seeds: list[int], shuffle: li
     loader = DataLoader(rows, batch_size=batch_sizes[rank], shuffle=shuffle[rank])
     coordinates = DataCoordinates(dp_rank=rank, dp_size=world, sequence_group=None, control_group=dist.group.WORLD)
     try:
-        found = same_samples(loader, coordinates, training=True, accumulation=1, seed=seeds[rank], by_hand=False)
+        with told() as lines:
+            found = same_samples(loader, coordinates, training=True, accumulation=1, seed=seeds[rank], by_hand=False)
     except SequenceParallelError as error:
         return str(error)
-    return [label for batch in found for label in batch["labels"].flatten().tolist()]
+    labels = [label for batch in found for label in batch["labels"].flatten().tolist()]
+    return labels, [line for line in lines if "other seeds" in line]

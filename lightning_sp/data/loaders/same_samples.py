@@ -94,9 +94,9 @@ def _agreed_seed(loader: Any, coordinates: DataCoordinates, seed: int, *, replac
         )
     seeds = [each for each, _ in of_ranks]
     if len(set(seeds)) > 1 and "shuffled" in own:
-        rank_zero_warn(
-            f"ranks have other seeds ({', '.join(map(str, dict.fromkeys(seeds)))}): the samples are shuffled by rank 0's, for each rank takes "
-            "its share of one order; seed_everything with one seed on all ranks says the same"
+        rank_zero_info(
+            f"sequence_parallel: ranks have other seeds ({', '.join(map(str, dict.fromkeys(seeds)))}): the samples are shuffled by rank 0's, "
+            "for each rank takes its share of one order"
         )
     return int(seeds[0])
 

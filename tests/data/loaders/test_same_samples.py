@@ -30,5 +30,5 @@ def test_loaders_that_differ_are_refused_on_all_ranks(pools, sizes, batch_sizes,
 def test_a_seed_of_each_rank_splits_one_order(pools):
     (one, said), (other, _) = pools(2).run(ranks.read, [8, 8], [2, 2], [3, 4], [True, True])
     assert sorted(one + other) == [*range(8)]
-    assert [line.partition(":")[0] for line in said] == ["ranks have other seeds (3, 4)"]
+    assert [line.partition("):")[0] for line in said] == ["sequence_parallel: ranks have other seeds (3, 4"]
     assert [(one, []), (other, [])] == pools(2).run(ranks.read, [8, 8], [2, 2], [3, 3], [True, True])

@@ -93,6 +93,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",
+        global_view: bool = False,
         shard_batch: bool = True,
         sequence_dims: dict[str, int] | None = None,
         labels_shifted: bool | None = None,
@@ -175,7 +176,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
         self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device, self.ranks_per_node)
         self._batch = None  # of another model, perhaps in another layout
-        context = SequenceContext(self._mesh, self.config.attention)
+        context = SequenceContext(self._mesh, self.config.attention, global_view=self.config.global_view)
         self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
@@ -227,7 +228,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._evaluated.advance(trainer, dataloader_idx)
         # What the module makes of whole rows on their way it draws alike.
         with streams_from(mixed_seed(seed, 1) if whole else None, self.root_device):
-            local = self._handed.note(super().batch_to_device(local, device, dataloader_idx))
+            local = self._handed.note(super().batch_to_device(self._steps.shown(local, info), device, dataloader_idx))
         if info.balance is not None:
             self._log_once(info.balance.describe(), topic="balance")
         return local
@@ -264,7 +265,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
 
         def run(batch: Any, info: SequenceInfo) -> Any:
             self._batch = info
-            return step(self, Strategy.batch_to_device(self, batch), *others)
+            return step(self, Strategy.batch_to_device(self, self._steps.shown(batch, info)), *others)
 
         try:
             with loops.without_loggers(self._module.trainer):

@@ -27,6 +27,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         compile: Compile each transformer block with torch.compile.
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded; and what a step logs or predicts.
         preflight_tokens: Length of the preflight's crop, rounded up to what the degrees divide; "auto" chooses.
+        global_view: Show whole sequences in a step, to model, loss and metrics: tensors have the shape that one device would see, and each
+            rank holds its part (`global_view.table` has the rules). For code that looks along the sequence by itself.
         shard_batch: Shard the batches; False for loaders that shard by hand.
         sequence_dims: Extra batch entries that carry the sequence, and along which dim: ``{"pixel_mask": 1}``. Names that begin with
             ``decoder_`` are of a second sequence, with a length of its own, as are the labels then. An empty one says that a batch without a
@@ -54,6 +56,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     compile: bool = False
     preflight: bool = True
     preflight_tokens: Size = "auto"
+    global_view: bool = False
     shard_batch: bool = True
     sequence_dims: Mapping[str, int] | None = None
     labels_shifted: bool | None = None
@@ -91,6 +94,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "of the MLP; use activation_checkpointing, or leave compile=False"
             )
         self._check_stage_inputs()
+        self._check_global_view()
         if self.compile and self.activation_offload != "none":
             raise SequenceParallelError(
                 f"activation_offload={self.activation_offload!r} with compile=True: torch.compile decides in its own graph what is saved for "
@@ -124,6 +128,35 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "stage_inputs='recomputed' with compile=True: a compiled block is one graph, which decides itself what is saved for the "
                 "backward; use stage_inputs='saved', or leave compile=False"
             )
+
+    def _check_global_view(self) -> None:
+        if not self.global_view:
+            return
+        others = {
+            "compile=True": (self.compile, "compiled code does not reach the rules"),
+            "shard_batch=False": (not self.shard_batch, "a batch that is sharded by hand shows this rank's part"),
+            f"labels_shifted={self.labels_shifted}": (
+                self.labels_shifted is not None,
+                "labels are as the loader gave them",
+            ),
+            "stage_inputs='recomputed'": (
+                self.recomputed_stages > 1,
+                "a model's own attention runs, and is not known by its structure",
+            ),
+            f"mlp_tile_tokens={self.mlp_tile_tokens!r}": (
+                self.mlp_tile_tokens is not None,
+                "an MLP sees whole sequences",
+            ),
+            f"loss_chunk_tokens={self.loss_chunk_tokens!r}": (
+                self.loss_chunk_tokens not in ("auto", None),
+                "the loss reads the model's logits",
+            ),
+        }
+        for name, (given, why) in others.items():
+            if given:
+                raise SequenceParallelError(
+                    f"{name} with global_view=True: {why}; leave it out, or use global_view=False"
+                )
 
     @property
     def recomputed_stages(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,6 +42,8 @@ class SequenceInfo:
         is_longer: some rank has more tokens than any had before.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
+        dims: of the batch's entries that carry this sequence, along which dim.
+        names: of all of the batch's entries, in order.
         encoder_is_whole: this is a decoder's sequence, and its encoder reads none of the batch: sounds or images, whole on every rank.
     """
 
@@ -67,6 +69,8 @@ class SequenceInfo:
     is_filler: bool = False
     encoder: SequenceInfo | None = None
     encoder_is_whole: bool = False
+    dims: Mapping[str, int] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
     @property
     def sequences(self) -> tuple[SequenceInfo, ...]:

@@ -83,7 +83,7 @@ class Step:
 class SequenceContext:
     """The state shared by the strategy, the rewrite and the loss. Inactive (step None): every interception is the original function."""
 
-    def __init__(self, mesh: SequenceMesh, options: AttentionOptions) -> None:
+    def __init__(self, mesh: SequenceMesh, options: AttentionOptions, *, global_view: bool = False) -> None:
         # Of the step in progress: where it holds no sequence, of whole rows.
         self.mesh = mesh
         self.run_mesh = mesh
@@ -109,6 +109,8 @@ class SequenceContext:
         self.at_step_end: list[Callable[[], None]] = []
         # Of a module whose heads are computed in stages, the one in progress.
         self.head_stage: HeadStage | None = None
+        # Whether the step sees whole sequences, in tensors that hold this rank's part.
+        self.global_view = global_view
         # Whether output heads may give logits that are made when they are read.
         self.defers_logits = True
 

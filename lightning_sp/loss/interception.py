@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.losses import local_targets
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
 from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, nonzero_count, reduce_loss, sum_and_count
@@ -133,10 +135,14 @@ class CrossEntropyInterception(AbstractContextManager[None]):
                 "graph, where it would be of this rank's tokens alone: compute the loss outside, from the compiled model's logits, or leave "
                 "the model uncompiled and pass compile=True to the strategy, which compiles its blocks"
             )
+        shown = None
+        if isinstance(input, SequenceTensor):
+            input, target, shown = local_targets(input, target)
         target = _without_fillers(target, ignore_index)
         if reduction == "none":
             losses = partial(original, weight=weight, ignore_index=ignore_index, reduction="none", **options)
-            return losses_of_tokens(losses, input, target, weight)
+            each_token = losses_of_tokens(losses, input, target, weight)
+            return each_token if shown is None else shown(each_token)
         each = partial(original, **{name: value for name, value in options.items() if value is not None})
         return self.reduce(
             input, target, None, weight, each=each, name=name, ignore_index=ignore_index, reduction=reduction

@@ -7,7 +7,7 @@ reduction asks for the one that has a step. Without one a reduction is plain tor
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.layout import positions
+from lightning_sp.layout import SequenceLayout, positions
 from lightning_sp.mesh import SequenceMesh
 
 _contexts: list[SequenceContext] = []
@@ -128,7 +128,9 @@ def current_scope() -> Scope | None:
         step = context.loss_step
         if step is not None:
             step.num_reductions += 1
-            return Scope(mesh=context.mesh, step=step)
+            # In the global view tensors show whole sequences: what is left to add up is over data-parallel groups.
+            mesh = replace(context.mesh, layout=SequenceLayout()) if context.global_view else context.mesh
+            return Scope(mesh=mesh, step=step)
         if context.reference is not None:
             return None
     return None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm, layout
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.reductions.scope import current_scope
 
 
@@ -21,6 +22,8 @@ def unshard(x: Tensor, dim: int = 1) -> Tensor:
     Raises:
         SequenceParallelError: `dim` does not have this rank's tokens.
     """
+    if isinstance(x, SequenceTensor):
+        return x.whole()
     scope = current_scope()
     if scope is None or scope.size == 1:
         return x

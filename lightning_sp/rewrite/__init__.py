@@ -14,6 +14,7 @@ from lightning_sp.rewrite.hugging_face.virtual_tokens import check_virtual_token
 from lightning_sp.rewrite.row_dropout import RowDropoutInterception
 from lightning_sp.rewrite.sdpa import SdpaInterception
 from lightning_sp.rewrite.staged_heads import StagedHeads
+from lightning_sp.rewrite.whole_attention import WholeAttention
 
 __all__ = [
     "FlexInterception",
@@ -21,6 +22,7 @@ __all__ = [
     "RowDropoutInterception",
     "SdpaInterception",
     "StagedHeads",
+    "WholeAttention",
     "check_virtual_tokens",
     "decoder_inputs",
     "hidden_decoder_token",

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.reductions.scope import has_tokens
 from lightning_sp.rewrite.dropout import attention_dropout
 from lightning_sp.rewrite.rebind import BoundNames
@@ -49,7 +50,7 @@ class RowDropoutInterception(AbstractContextManager[None]):
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         assert self._original is not None
-        if torch.compiler.is_compiling() or not training or not 0 < p < 1:
+        if torch.compiler.is_compiling() or not training or not 0 < p < 1 or isinstance(input, GlobalTensor):
             return self._original(input, p, training, inplace)
         step = self.context.step
         if step is None or self.context.mesh.layout.size == 1 or not (repeats := self._repeats(input, step)):

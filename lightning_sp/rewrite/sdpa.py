@@ -61,7 +61,8 @@ class SdpaInterception(AbstractContextManager[None]):
         enable_gqa: bool = False,
     ) -> Tensor:
         assert self._original is not None
-        if self.context.leaves_alone(query.shape[-2], key.shape[-2]):
+        # In the global view tensors know themselves whether they are of the sequence.
+        if self.context.global_view or self.context.leaves_alone(query.shape[-2], key.shape[-2]):
             assert not isinstance(attn_mask, RequestedMask)
             if self.context.reference is not None:
                 self.context.note_reference_attention(query.shape[-2], key.shape[-2])

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Literal, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -30,6 +30,8 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.autograd_functions import refused_functions
+from lightning_sp.global_view.module_boundary import hide_from_fsdp
 from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
@@ -299,6 +301,16 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         device: of this rank.
     """
     packed, shifted = config.packed_documents, config.labels_shifted
+    if config.global_view:
+        return ShardOptions(
+            sequence_dims=dict(config.sequence_dims or {}),
+            none_declared=config.sequence_dims == {},
+            labels_shifted=True,  # as they are: the step shifts them, or not
+            packed_documents=packed,
+            balance=config.balance,
+            device=device.type,
+            global_view=True,
+        )
     if packed is None and isinstance(datamodule, SequenceShardingDataModule):
         packed = True
     models = hugging_face_models(module)
@@ -326,17 +338,29 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
 @contextmanager
 def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
-    names = BoundNames(module)
-    blocks = [] if config.recomputed_stages == 1 else transformer_blocks(module)
-    with (
+    names, whole_view = BoundNames(module), config.global_view
+    if whole_view:
+        hide_from_fsdp(module)
+    blocks = [] if config.recomputed_stages == 1 or whole_view else transformer_blocks(module)
+    entered: list[AbstractContextManager[Any]] = [
         used_as_whole(module),
         ReductionScope(context),
         CrossEntropyInterception(context, names.rebind_to),
-        DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
         RowDropoutInterception(context, names),
         SdpaInterception(context, names),
-        FlexInterception(context, names),
-        HuggingFaceRewrite(context, module),
-        StagedHeads(context, blocks, config.recomputed_stages, list(compiled_modules(module))),
-    ):
+    ]
+    # A model that sees whole sequences needs no other attention, mask or position than its own.
+    entered += (
+        [refused_functions()]
+        if whole_view
+        else [
+            DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
+            FlexInterception(context, names),
+            HuggingFaceRewrite(context, module),
+            StagedHeads(context, blocks, config.recomputed_stages, list(compiled_modules(module))),
+        ]
+    )
+    with ExitStack() as stack:
+        for each in entered:
+            stack.enter_context(each)
         yield

@@ -21,6 +21,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.batch import global_batch
 from lightning_sp.loss.check import LossCheck, check_sums
 from lightning_sp.loss.deferred_logits import is_deferred, make_logits
 from lightning_sp.loss.reduction import mean_of_returned_sum
@@ -38,6 +39,7 @@ from lightning_sp.parallelize import (
     run_with_whole_parameters,
     used_parameters,
 )
+from lightning_sp.rewrite import WholeAttention
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.non_finite import explain_non_finite
 from lightning_sp.step.predictions import unshard_tokens
@@ -71,6 +73,20 @@ class StepRunner:
         self._was_finite = True
         self._root_unit = RootUnit(module)
         self._of_whole_rows = ExitStack()  # of a step in progress that holds no sequence
+
+    def shown(self, batch: Any, info: SequenceInfo) -> Any:
+        """Return this rank's part of a batch as the step sees it: in the global view in tensors that show the whole."""
+        if not self.context.global_view or info.is_whole or info.layout.size == 1:
+            return batch
+        mesh = self.context.run_mesh
+        return global_batch(
+            batch, info, rank=mesh.sequence_rank, group=mesh.sequence_group, attend=WholeAttention(self.context),
+            note_reduction=self._note_reduction,
+        )  # fmt: skip
+
+    def _note_reduction(self) -> None:
+        if self.context.loss_step is not None:
+            self.context.loss_step.num_reductions += 1
 
     def start_run(self) -> None:
         """Compare the next loss as the first one, before its backward."""
@@ -275,7 +291,11 @@ class StepRunner:
 
     def _check_reached(self, step: Step) -> None:
         """Known after the first forward and before the first optimizer step. Equal on all ranks, so no collective is needed."""
-        if step.batch.is_whole or (self._attention_reached and not self._counts_later_steps):
+        if (
+            step.batch.is_whole
+            or self.context.global_view
+            or (self._attention_reached and not self._counts_later_steps)
+        ):
             return
         self.context.last_attention_patterns = tuple(step.attention_patterns)
         self._attention_reached = self.context.attention_told = step.num_attention_calls > 0

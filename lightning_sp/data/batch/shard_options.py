@@ -24,6 +24,7 @@ class ShardOptions:
     `placeholders` are ids in whose place a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an
     encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does. `row_end` is a token
     that each row must have, for the model classifies rows by it. `virtual_tokens` are those that a model puts before its sequence.
+    `global_view` is whether a step sees whole sequences: then a batch holds what its loader gave, and padding needs no value.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -44,3 +45,4 @@ class ShardOptions:
     apart: bool = True
     row_end: int | None = None
     virtual_tokens: int = 0
+    global_view: bool = False

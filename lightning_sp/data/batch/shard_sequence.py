@@ -78,13 +78,18 @@ def shard_sequence(
     position_ids, given = read_position_ids(entries.get(sequence.positions_name), rows, length)
     visible = VisibleKeys() if mask is None else read_visible_keys(mask)
     boundaries = _read_documents(sequence, position_ids, options) if given else None
-    # Labels are of the sequence that is trained on.
-    labels = None if decoder is not None else batch_targets(entries, options)
+    labels = None if decoder else batch_targets(entries, options)  # of the sequence that is trained on
     padded = _padded_length(sequence, length, layout, options, decoder)
     if padded > length:
         boundaries = pad_boundaries(boundaries, padded)
         position_ids = torch.cat([position_ids, torch.arange(padded - length).expand(rows, -1)], 1)
-        check_padding(sequence.dims, layout, length, padded, apart=padded > layout.padded_length(length))
+        check_padding(
+            {} if options.global_view else sequence.dims,
+            layout,
+            length,
+            padded,
+            apart=padded > layout.padded_length(length),
+        )
     balance = balanced_layout(boundaries, visible.run, layout, padded, options)
     layout = layout if balance is None else balance.layout
 
@@ -109,6 +114,7 @@ def shard_sequence(
         visible_keys=visible.each,
         layout=layout,
         balance=balance,
+        dims=sequence.dims,
     )
 
 

@@ -20,6 +20,7 @@ from lightning_sp.data.batch.contents.entries import (
     batch_entries,
     inputs_of_whole_encoder,
     named_dims,
+    plain_entries,
     sequence_dims,
     shapes_of,
     split_sequences,
@@ -72,6 +73,9 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
                 f"the batch has {encoder_info.rows} rows of the encoder and {info.rows} of the decoder: it holds {shapes_of(entries)}"
             )
         local, info = {**local_encoder, **local}, replace(info, encoder=encoder_info)
+    info = replace(info, names=tuple(entries))
+    if options.global_view:  # the rest is for models that see this rank's part
+        return rebuild(batch, {n: local.get(n, t) for n, t in plain_entries(batch).items()}), info
     given = {n: t for n, t in entries.items() if n not in dims}
     info = replace(info, other_inputs=_other_inputs(given, info), encoder_is_whole=bool(whole_inputs))
     if not isinstance(batch, Mapping):

@@ -1,0 +1,197 @@
+"""Sums, means, maxima, norms: over other dims local, over the sequence one of this rank's tokens and one over the ranks.
+
+    sum  = sum over ranks of sum_s x           max = largest over ranks of max_s x, its gradient in equal parts to the tokens that have it
+
+What is over the sequence is whole on every rank, with the gradient that one device gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, dims_of, named, placed
+from lightning_sp.global_view.indexing import summed
+from lightning_sp.global_view.pointwise import pointwise
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+# x, its dims, whether they stay -> the result, whole
+Reduce = Callable[[SequenceTensor, list[int], bool, Call], Any]
+
+
+def reduction(over_sequence: Reduce, first_dim: int = 1) -> Rule:
+    """Return the rule of a reduction.
+
+    Args:
+        over_sequence: what it is where the sequence is one of its dims.
+        first_dim: the place of `dim` among the arguments.
+    """
+
+    def rule(call: Call) -> Any:
+        x = call.args[0]
+        if len(call.args) > 1 and isinstance(call.args[1], Tensor):
+            return pointwise(call)  # the larger of two
+        dims = dims_of(call.argument(first_dim, "dim", call.kwargs.get("axis")), x.dim())
+        keeps = bool(call.argument(first_dim + 1, "keepdim", False))
+        if call.name in ("var", "std") and isinstance(call.argument(1, "dim"), bool):
+            dims = dims_of(None, x.dim())
+        own = x.placement
+        if own.dim not in dims:
+            return placed(call.on_locals(), own if keeps else own.at(own.dim - sum(dim < own.dim for dim in dims)))
+        own.storage.note_reduction()
+        return over_sequence(x, dims, keeps, call)
+
+    return rule
+
+
+def _count(x: SequenceTensor, dims: list[int]) -> int:
+    return math.prod(x.shape[dim] for dim in dims)
+
+
+def _lowest(dtype: torch.dtype) -> float | int:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min if dtype != torch.bool else 0
+
+
+def total(x: SequenceTensor, dims: list[int], keeps: bool, call: Call | None = None) -> Tensor:
+    """Return the sum."""
+    dtype = call.kwargs.get("dtype") if call is not None else None
+    return summed(x.placement.without_padding(x.local, 0).sum(dims, keepdim=keeps, dtype=dtype), x)
+
+
+def mean(x: SequenceTensor, dims: list[int], keeps: bool, call: Call | None = None) -> Tensor:
+    """Return the mean."""
+    return total(x, dims, keeps, call) / _count(x, dims)
+
+
+def largest_of(x: SequenceTensor, dims: list[int]) -> Tensor:
+    """Return the largest, with its dims, without a gradient."""
+    hidden = x.placement.without_padding(x.local.detach(), _lowest(x.dtype))
+    most = hidden.amax(dims, keepdim=True)
+    is_bool = most.dtype == torch.bool
+    most = comm.largest(most.to(torch.uint8) if is_bool else most, x.placement.storage.group)
+    return most.bool() if is_bool else most
+
+
+def amax(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Tensor:
+    """Return the largest; its gradient goes to those that are as large, in equal parts."""
+    highest = largest_of(x, dims)
+    result = highest if keeps else _without(highest, dims)
+    if not x.local.requires_grad:
+        return result
+    ties = x.placement.without_padding(x.local.detach() == highest, False)
+    share = torch.where(ties, x.local - x.local.detach(), torch.zeros_like(x.local)).nan_to_num(0.0)
+    number = summed(ties.to(x.dtype).sum(dims, keepdim=keeps), x)
+    return result + summed(share.sum(dims, keepdim=keeps), x) / number
+
+
+def _without(x: Tensor, dims: list[int]) -> Tensor:
+    return x.squeeze(tuple(dims))
+
+
+def extreme(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
+    """Return the largest or the smallest, over all, or along one dim with the first position that has it."""
+    if call.name == "min" or call.name == "amin" or call.name == "argmin":
+        if x.dtype == torch.bool or (not x.is_floating_point() and x.dtype == torch.uint8):
+            return NO_RULE
+        opposite = SequenceTensor(-x.local, x.placement)
+        found = extreme(opposite, dims, keeps, Call(name="max", function=torch.max, args=call.args, kwargs=call.kwargs))
+        return torch.return_types.min((-found[0], found[1])) if isinstance(found, tuple) else -found
+    own = x.placement
+    if len(dims) != 1 or (len(call.args) < 2 and "dim" not in call.kwargs):
+        return amax(x, dims, keeps, call)
+    if own.outer * own.inner > 1:
+        return NO_RULE
+    highest = largest_of(x, dims)
+    ties = own.without_padding(x.local.detach() == highest, False)
+    positions = own.storage.positions(x.device).view([-1 if i == own.dim else 1 for i in range(x.dim())])
+    first = torch.where(ties, positions, own.storage.capacity).amin(own.dim, keepdim=True)
+    first = -comm.largest(-first, own.storage.group)
+    values = summed(torch.where(positions == first, x.local, torch.zeros_like(x.local)).sum(own.dim, keepdim=True), x)
+    values, first = (each if keeps else each.squeeze(own.dim) for each in (values.to(x.dtype), first))
+    return torch.return_types.max((values, first))
+
+
+def arg_extreme(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
+    """Return the first position of the largest or the smallest along one dim."""
+    if call.argument(1, "dim") is None:
+        return NO_RULE
+    name = call.name.removeprefix("arg")
+    found = extreme(x, dims, keeps, Call(name=name, function=call.function, args=(x, dims[0]), kwargs={}))
+    return found if found is NO_RULE else found[1]
+
+
+def logsumexp(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Tensor:
+    """Return the logarithm of the sum of exponentials."""
+    highest = largest_of(x, dims)
+    highest = torch.where(highest.isfinite(), highest, torch.zeros_like(highest))
+    sums = total(SequenceTensor((x.local - highest).exp(), x.placement), dims, True)
+    result = sums.log() + highest
+    return result if keeps else _without(result, dims)
+
+
+def norm(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
+    """Return a vector norm: that of the ranks' norms."""
+    power = call.argument(1, "p", call.kwargs.get("ord", 2))
+    power = 2 if power in (None, "fro") else power
+    if not isinstance(power, (int, float)) or power <= 0:
+        return NO_RULE
+    local = x.placement.without_padding(x.local, 0)
+    own = torch.linalg.vector_norm(local, power, dims, keepdim=keeps, dtype=call.kwargs.get("dtype"))
+    norms = torch.stack(comm.gather_over_ranks(own, x.placement.storage.group))
+    return torch.linalg.vector_norm(norms, power, 0)
+
+
+def variance(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Tensor:
+    """Return the variance or the standard deviation, of the sample unless said otherwise."""
+    unbiased = call.kwargs.get("unbiased", True)
+    for each in call.args[1:3]:
+        unbiased = each if isinstance(each, bool) else unbiased
+    correction = call.kwargs.get("correction", int(unbiased))
+    squares = (x.local - mean(x, dims, True)).square()
+    result: Tensor = total(SequenceTensor(squares, x.placement), dims, keeps) / (_count(x, dims) - correction)
+    return result.sqrt() if call.name == "std" else result
+
+
+def any_all(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Tensor:
+    """Return whether any is true, or all are."""
+    wanted = x.local.bool() if call.name == "any" else ~x.local.bool()
+    found = total(SequenceTensor(wanted, x.placement), dims, keeps) > 0
+    return found if call.name == "any" else ~found
+
+
+def count_nonzero(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Tensor:
+    """Return how many are not 0."""
+    return total(SequenceTensor(x.local != 0, x.placement), dims, False)
+
+
+def softmax(call: Call) -> Any:
+    """Weigh the tokens of a sequence by each other (attention pooling)."""
+    x, dim = call.args[0], call.argument(1, "dim", -1)
+    own = x.placement
+    if dim % x.dim() != own.dim or own.outer * own.inner > 1:
+        return NO_RULE
+    dtype = call.kwargs.get("dtype")
+    x = x if dtype is None else SequenceTensor(x.local.to(dtype), own)
+    own.storage.note_reduction()
+    normalizer = logsumexp(x, [own.dim], True, call)
+    result = x.local - normalizer
+    return SequenceTensor(result if call.name == "log_softmax" else result.exp(), own)
+
+
+RULES: dict[str, Rule] = {
+    **named("sum", reduction(total)),
+    **named("mean", reduction(mean)),
+    **named("amax", reduction(amax)),
+    **named("amin max min", reduction(extreme)),
+    **named("argmax argmin", reduction(arg_extreme)),
+    **named("logsumexp", reduction(logsumexp)),
+    **named("norm vector_norm", reduction(norm, first_dim=2)),
+    **named("var std", reduction(variance)),
+    **named("any all", reduction(any_all)),
+    **named("count_nonzero", reduction(count_nonzero)),
+}

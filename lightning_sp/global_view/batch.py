@@ -1,0 +1,59 @@
+"""A batch in the global view: what of it carries the sequence shows the whole, as the loader gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.global_view.placement import Placement, Storage
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.table import dispatch
+
+
+def global_batch(
+    batch: Any,
+    info: SequenceInfo,
+    *,
+    rank: int,
+    group: ProcessGroup,
+    attend: Callable[..., Tensor],
+    note_reduction: Callable[[], None],
+) -> Any:
+    """Return a batch whose tensors of the sequence show the whole.
+
+    Args:
+        batch: this rank's part.
+        info: what was whole.
+        rank: of this process among those that share the sequence.
+        group: these ranks.
+        attend: as of `Storage`.
+        note_reduction: likewise.
+    """
+    placements: dict[str, Placement] = {}
+    for each in info.sequences:
+        storage = Storage(
+            layout=each.layout,
+            rank=rank,
+            capacity=each.padded_length,
+            group=group,
+            attend=attend,
+            note_reduction=note_reduction,
+            dispatch=dispatch,
+            sequence=each,
+        )
+        placements |= {name: Placement(storage=storage, dim=dim, length=each.length) for name, dim in each.dims.items()}
+    if isinstance(batch, Tensor):
+        return SequenceTensor(batch, *placements.values())
+    if isinstance(batch, Mapping):
+        shown = {name: _shown(value, placements.get(name)) for name, value in batch.items()}
+        return type(batch)(shown)  # type: ignore[call-arg]
+    values = [_shown(value, placements.get(name)) for name, value in zip(info.names, batch, strict=True)]
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def _shown(value: Any, placement: Placement | None) -> Any:
+    return value if placement is None else SequenceTensor(value, placement)

@@ -1,0 +1,107 @@
+"""A call of a function of torch with tensors of the sequence among its arguments: what a rule of the table gets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
+
+
+class _NoRule:
+    """What a rule gives for arguments that it does not know."""
+
+
+NO_RULE: Any = _NoRule()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call.
+
+    Args:
+        name: of the function, without the underscores of an operator: `add` for `a + b`.
+        function: as torch hands it over.
+        args: as the user gave them.
+        kwargs: likewise.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[SequenceTensor]:
+        """The tensors of the sequence among the arguments."""
+        return [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, SequenceTensor)]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument that may be given by position or by name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def on_locals(self) -> Any:
+        """Call the function with this rank's part of each tensor."""
+        args, kwargs = tree_map_only(SequenceTensor, lambda tensor: tensor.local, (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
+
+    def on_wholes(self) -> Any:
+        """Call the function with each tensor whole."""
+        args, kwargs = tree_map_only(SequenceTensor, lambda tensor: tensor.whole(), (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
+
+
+Rule = Callable[[Call], Any]
+
+
+def named(names: str, rule: Rule) -> dict[str, Rule]:
+    """Return a rule for each of some names, given with spaces between."""
+    return dict.fromkeys(names.split(), rule)
+
+
+def placed(result: Any, placement: Placement) -> Any:
+    """Return each tensor of a local result as one of the sequence."""
+    return tree_map_only(Tensor, lambda tensor: SequenceTensor(tensor, placement), result)
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether a value is a tensor of the sequence."""
+    return isinstance(value, SequenceTensor)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor that is whole on every rank."""
+    return isinstance(value, Tensor) and not isinstance(value, GlobalTensor)
+
+
+def dims_of(dim: Any, ndim: int) -> list[int]:
+    """Return dims, from 0, of an argument that is one, several or None for all."""
+    given = range(ndim) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    return [each % ndim for each in given]
+
+
+def users_line() -> str:
+    """Return the file and line outside of torch and of this package that called, with its text."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("lightning_sp.", "torch.", "lightning.")) and name not in ("lightning_sp", "torch"):
+            found = inspect.getframeinfo(frame)
+            text = (found.code_context or [""])[0].strip()
+            return f"{found.filename}:{found.lineno}: {text}"
+        frame = frame.f_back
+    return "a line that is not known"
+
+
+def whole_is_small(tensor: SequenceTensor) -> bool:
+    """Return whether a tensor has few numbers for each token: then it may be whole on every rank for a moment."""
+    placement = tensor.placement
+    per_token = tensor.local.numel() // max(1, placement.storage.local_tokens)
+    rows = max(1, placement.outer * (tensor.local.shape[0] if placement.dim > 0 else 1))
+    return per_token <= rows * 4 or (not tensor.local.is_floating_point() and per_token <= rows * 64)

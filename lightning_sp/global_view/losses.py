@@ -1,0 +1,101 @@
+"""Losses that torch computes and adds up in one function: number by number, then the mean or the sum over the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.nn._reduction as legacy
+from torch import Tensor
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, named
+from lightning_sp.global_view.placement import Placement, part_of
+from lightning_sp.global_view.pointwise import aligned
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.labels import IGNORE_INDEX
+
+
+def elementwise(call: Call) -> Any:
+    """Compute a loss of each number, then reduce."""
+    kwargs = dict(call.kwargs)
+    reduction = kwargs.pop("reduction", "mean")
+    size_average, reduce = kwargs.pop("size_average", None), kwargs.pop("reduce", None)
+    if size_average is not None or reduce is not None:
+        reduction = legacy.legacy_get_string(size_average, reduce)
+    found = aligned(replace(call, kwargs={**kwargs, "reduction": "none"}))
+    if found is NO_RULE:
+        return NO_RULE
+    local, placement = found
+    each = SequenceTensor(local.on_locals(), placement)
+    if reduction == "none":
+        return each
+    total = each.sum()
+    return total if reduction == "sum" else total / (each.shape[0] if reduction == "batchmean" else each.numel())
+
+
+def local_targets(input: SequenceTensor, target: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], SequenceTensor]]:
+    """Return what a cross entropy is of on this rank, and what shows a loss for each token; targets of padding are ignored.
+
+    Args:
+        input: logits or log-probabilities, with the classes in dim 1.
+        target: classes; of the sequence, or whole.
+
+    Shapes: (B, V, L) or (B * L, V) shown, (B, L) or (B * L) shown -> (tokens, V), (tokens,); (tokens,) -> as the target.
+
+    Raises:
+        SequenceParallelError: classes are where the sequence is, or probabilities are of a part of it.
+    """
+    own = input.placement
+    if own.dim == 1 and input.dim() > 1:
+        raise _refusal(input, target, "the classes lie where the sequence is")
+    if target.is_floating_point():
+        return _probabilities(input, target)
+    of_target = own.at(own.dim - (own.dim > 1))
+    if isinstance(target, SequenceTensor) and not _fits(target, of_target):
+        target = target.whole()
+    held = target.local if isinstance(target, SequenceTensor) else part_of(target, of_target)
+    shape = held.shape
+    held = of_target.without_padding(held, IGNORE_INDEX)
+    logits = input.local.movedim(1, -1)
+
+    def shown(losses: Tensor) -> SequenceTensor:
+        return SequenceTensor(losses.reshape(shape), of_target)
+
+    return logits.reshape(-1, logits.shape[-1]), held.reshape(-1), shown
+
+
+def _fits(target: SequenceTensor, wanted: Placement) -> bool:
+    return target.placement.dim == wanted.dim and target.placement.same_tokens(wanted)
+
+
+def _probabilities(input: SequenceTensor, target: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], SequenceTensor]]:
+    """Return the same of probabilities, which have the shape of the logits."""
+    own = input.placement
+    if own.length not in (own.storage.sequence.length, own.storage.capacity):
+        raise _refusal(input, target, f"the loss is of {own.length} of {own.storage.sequence.length} tokens")
+    if isinstance(target, SequenceTensor) and not _fits(target, own):
+        target = target.whole()
+    held = target.local if isinstance(target, SequenceTensor) else part_of(target, own)
+    of_loss = own.at(own.dim - (own.dim > 1))
+    shape = [size for dim, size in enumerate(input.local.shape) if dim != 1]
+
+    def shown(losses: Tensor) -> SequenceTensor:
+        return SequenceTensor(losses.reshape(shape), of_loss)
+
+    logits, held = input.local.movedim(1, -1), held.movedim(1, -1)
+    return logits.reshape(-1, logits.shape[-1]), held.reshape(-1, logits.shape[-1]), shown
+
+
+def _refusal(input: SequenceTensor, target: Tensor, why: str) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"global_view: a cross entropy of {tuple(input.shape)} over targets {tuple(target.shape)}, {target.dtype}: {why}; for probabilities "
+        "write -(target * logits.log_softmax(-1)).sum(-1).mean(), and put classes into dim 1 or into the last of two"
+    )
+
+
+RULES: dict[str, Rule] = named(
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss",
+    elementwise,
+)

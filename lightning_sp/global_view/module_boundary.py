@@ -1,0 +1,64 @@
+"""Tensors of the sequence on their way into a unit of FSDP2: its hook puts what needs a gradient through a function of autograd.
+
+Such a function takes tensors with memory. So what a module is called with is this rank's part while FSDP2's hook runs, and shows the whole
+again before the module and the hooks of its user see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+_MARK = "_lightning_sp_boundary"
+
+
+class _Boundary:
+    """The two hooks of a module; a class because one leaves what the other needs."""
+
+    def __init__(self) -> None:
+        self.placements: dict[int, Placement] = {}
+
+    def hide(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        self.placements = {i: each.placement for i, each in enumerate(leaves) if isinstance(each, SequenceTensor)}
+        if not self.placements:
+            return None
+        return tree_unflatten(
+            [each.local if i in self.placements else each for i, each in enumerate(leaves)], structure
+        )
+
+    def show(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.placements:
+            return None
+        leaves, structure = tree_flatten((args, kwargs))
+        placements, self.placements = self.placements, {}
+        shown = [SequenceTensor(each, placements[i]) if i in placements else each for i, each in enumerate(leaves)]
+        return tree_unflatten(shown, structure)
+
+
+def hide_from_fsdp(root: nn.Module) -> None:
+    """Let FSDP2's hooks, and those that stand for them where a part of a unit is called, see this rank's part of the arguments.
+
+    Args:
+        root: the sharded module; nothing where it was prepared before.
+    """
+    for module in root.modules():
+        hooks = module._forward_pre_hooks
+        of_user = [
+            key
+            for key, hook in hooks.items()
+            if not hook.__module__.startswith(("torch.distributed.", "lightning_sp."))
+        ]
+        if len(of_user) == len(hooks) or hasattr(module, _MARK):
+            continue
+        boundary = _Boundary()
+        module.register_forward_pre_hook(boundary.hide, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(boundary.show, with_kwargs=True)
+        for key in of_user:
+            hooks.move_to_end(key)  # type: ignore[attr-defined]
+        setattr(module, _MARK, boundary)

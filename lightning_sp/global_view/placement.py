@@ -1,0 +1,165 @@
+"""Where a tensor's sequence is: which dim shows it, how long it is, and which of its tokens this rank has.
+
+A dim of the shape that is shown may be more than the sequence: (batch, tokens) viewed as one dim is `outer` sequences one after the other,
+(tokens, features) viewed as one dim has `inner` numbers for each token:
+
+    shown    (..., outer * L * inner, ...)      L tokens, the first of `storage.capacity`
+    local    (..., outer * s * inner, ...)      s = capacity / ranks of the sequence; what lies behind L is padding, and its value means nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm, layout
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.layout import SequenceLayout
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Storage:
+    """Which tokens each rank of a sequence has, for one step.
+
+    Args:
+        layout: of `capacity` tokens over the ranks.
+        rank: of this process among them.
+        capacity: tokens with the padding, a multiple of what the degrees divide.
+        group: the ranks that share the sequence.
+        attend: attention of (B, H, s, D) queries, keys and values, as `rewrite.whole_attention` gives it.
+        note_reduction: called once for each reduction over the sequence.
+        dispatch: does what the table of rules says of a function, its arguments and its keyword arguments.
+        sequence: what is known of the whole.
+    """
+
+    layout: SequenceLayout
+    rank: int
+    capacity: int
+    group: ProcessGroup
+    attend: Callable[..., Tensor]
+    note_reduction: Callable[[], None]
+    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    sequence: SequenceInfo
+    _positions: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @property
+    def local_tokens(self) -> int:
+        """s, this rank's tokens."""
+        return self.capacity // self.layout.size
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens. Shapes: () -> (s,)."""
+        if device not in self._positions:
+            own = layout.positions(self.layout, self.capacity, self.rank)
+            self._positions[device] = own.to(device)
+        return self._positions[device]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The dim of a shown tensor that has the sequence.
+
+    Args:
+        storage: which tokens each rank has.
+        dim: of the tensor, from 0.
+        length: L, tokens that are shown.
+        outer: sequences of the dim one after the other.
+        inner: numbers of a token in the dim.
+    """
+
+    storage: Storage
+    dim: int
+    length: int
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def shown(self) -> int:
+        """The size of the dim as it is shown."""
+        return self.outer * self.length * self.inner
+
+    @property
+    def held(self) -> int:
+        """The size of the dim on this rank."""
+        return self.outer * self.storage.local_tokens * self.inner
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some rank holds tokens that are not shown."""
+        return self.length < self.storage.capacity
+
+    def at(self, dim: int) -> Placement:
+        """Return the same along another dim."""
+        return replace(self, dim=dim)
+
+    def same_tokens(self, other: Placement) -> bool:
+        """Return whether another tensor's dim has the same tokens in the same places, whichever dim it is."""
+        return self.storage is other.storage and (self.length, self.outer, self.inner) == (
+            other.length,
+            other.outer,
+            other.inner,
+        )
+
+    def split(self, local: Tensor) -> Tensor:
+        """Return a view in which the tokens have a dim of their own. Shapes: (..., outer * s * inner, ...) -> (..., outer, s, inner, ...)."""
+        return split_dim(local, self.dim, (self.outer, self.storage.local_tokens, self.inner))
+
+    def real(self, local: Tensor) -> Tensor | None:
+        """Return which numbers of a local tensor are shown, broadcastable to it; None where all are. Shapes: () -> (1, ..., held, 1, ...)."""
+        if not self.has_padding:
+            return None
+        real = self.storage.positions(local.device) < self.length
+        real = real[None, :, None].expand(self.outer, -1, self.inner).reshape(-1)
+        shape = [1] * local.dim()
+        shape[self.dim] = -1
+        return real.view(shape)
+
+    def without_padding(self, local: Tensor, value: Any) -> Tensor:
+        """Return a local tensor with a value in place of its padding."""
+        real = self.real(local)
+        return (
+            local
+            if real is None
+            else torch.where(real, local, torch.full((), value, dtype=local.dtype, device=local.device))
+        )
+
+
+def gathered(local: Tensor, placement: Placement) -> Tensor:
+    """Return what is shown, whole, on every rank. Shapes: (..., held, ...) -> (..., shown, ...).
+
+    Communicates: one all_gather over the ranks of the sequence; in the backward one all_to_all.
+    """
+    storage, dim = placement.storage, placement.dim
+    parts = comm.gather_over_ranks(_sendable(placement.split(local)), storage.group)
+    whole = layout.merge(parts, storage.layout, dim=dim + 1).narrow(dim + 1, 0, placement.length)
+    whole = whole.flatten(dim, dim + 2)
+    return whole.bool() if local.dtype == torch.bool else whole
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    tensor = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensor.contiguous()
+
+
+def part_of(whole: Tensor, placement: Placement) -> Tensor:
+    """Return this rank's part of a whole tensor; padding repeats the last token. Shapes: (..., shown, ...) -> (..., held, ...)."""
+    dim, storage = placement.dim, placement.storage
+    split = split_dim(whole, dim, (placement.outer, placement.length, placement.inner))
+    index = storage.positions(whole.device).clamp(max=placement.length - 1)
+    return split.index_select(dim + 1, index).flatten(dim, dim + 2)
+
+
+def split_dim(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Return a view with a dim split."""
+    return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that some broadcast to."""
+    found: tuple[int, ...] = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return found

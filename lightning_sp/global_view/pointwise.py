@@ -1,0 +1,183 @@
+"""Functions of which each number depends on the numbers at its own place: local, with whole tensors cut to this rank's tokens.
+
+Also those along another dim than the sequence (softmax over the vocabulary, a norm over features): `along`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed, users_line
+from lightning_sp.global_view.placement import part_of
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+NAMES = """
+    abs absolute neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan
+    arcsin arccos arctan sinh cosh tanh asinh acosh atanh arcsinh arccosh arctanh sigmoid logit erf erfc erfinv lgamma digamma floor ceil
+    round trunc frac fix isnan isinf isfinite isposinf isneginf nan_to_num logical_not bitwise_not invert deg2rad rad2deg sinc i0 softsign
+    relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus tanhshrink hardshrink softshrink threshold
+    logsigmoid rrelu
+    add sub subtract rsub radd mul multiply rmul div divide true_divide truediv rtruediv rdiv floor_divide floordiv rfloordiv remainder mod
+    rmod fmod pow rpow float_power atan2 arctan2 maximum minimum fmax fmin hypot copysign ldexp logaddexp logaddexp2 xlogy nextafter
+    eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
+    and or xor rand ror rxor iand ior ixor iadd isub imul itruediv idiv
+    where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv isclose
+    to type type_as float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
+    ones_like zeros_like empty_like full_like alias dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
+    fill copy polar real imag conj angle
+"""
+
+
+def pointwise(call: Call) -> Any:
+    """Do it on this rank's tokens."""
+    written = _written_in_place(call)
+    if written is not None and not is_sequence(written):
+        raise SequenceParallelError(
+            f"global_view: {call.name} writes numbers of the sequence into a tensor that is whole on every rank ({users_line()}); make "
+            "a new one instead of writing in place"
+        )
+    found = aligned(call)
+    if found is NO_RULE:
+        return NO_RULE
+    local, placement = found
+    result = local.on_locals()
+    if written is not None:
+        return written.renew(result if isinstance(result, Tensor) else written.local)
+    return placed(result, placement)
+
+
+def aligned(call: Call) -> Any:
+    """Return the call with every tensor local, and where the sequence of its result is; NO_RULE where two dims have it."""
+    tensors = call.tensors
+    ndim = max(each.dim() for each in [*tensors, *(t for t in (*call.args, *call.kwargs.values()) if is_plain(t))])
+    first = tensors[0].placement
+    placement = first.at(first.dim + ndim - tensors[0].dim())
+    for each in tensors[1:]:
+        other = each.placement
+        if other.dim + ndim - each.dim() != placement.dim:
+            return NO_RULE
+        if not placement.same_tokens(other):
+            return NO_RULE
+
+    def part(tensor: Any) -> Any:
+        if not is_plain(tensor):
+            return tensor
+        dim = placement.dim - (ndim - tensor.dim())
+        if dim < 0 or tensor.shape[dim] == 1:
+            return tensor
+        if tensor.shape[dim] != placement.shown:
+            raise RuntimeError(
+                f"The size of tensor a ({placement.shown}) must match the size of tensor b ({tensor.shape[dim]}) at dimension {dim}"
+            )
+        return part_of(tensor, placement.at(dim))
+
+    args = tuple(tree_map_only(Tensor, part, each) for each in call.args)
+    kwargs = {name: tree_map_only(Tensor, part, each) for name, each in call.kwargs.items()}
+    return replace(call, args=args, kwargs=kwargs), placement
+
+
+def _written_in_place(call: Call) -> Any:
+    """Return the tensor that a function writes into; None where it makes a new one."""
+    if "out" in call.kwargs and call.kwargs["out"] is not None:
+        return call.kwargs["out"]
+    inplace = call.kwargs.get("inplace", False)
+    if (
+        inplace
+        or call.function.__name__.rstrip("_") + "_" == call.function.__name__
+        or call.function.__name__ in _AUGMENTED
+    ):
+        return call.args[0]
+    return None
+
+
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow", "floordiv", "div")}
+
+
+def along(call: Call) -> Any:
+    """Do what goes along one dim (`dim`), not the sequence's, on this rank's tokens; the number of dims stays."""
+    x = call.args[0]
+    if not is_sequence(x):
+        return NO_RULE
+    dim = call.argument(1, "dim", -1)
+    if not isinstance(dim, int) or dim % x.dim() == x.placement.dim:
+        return NO_RULE
+    return placed(call.on_locals(), x.placement)
+
+
+def gather(call: Call) -> Any:
+    """Do a gather or a scatter along another dim than the sequence, whose index is of the sequence too."""
+    x, dim = call.args[0], call.argument(1, "dim")
+    if not is_sequence(x) or dim % x.dim() == x.placement.dim:
+        return NO_RULE
+    found = aligned(call)
+    return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
+
+
+def normalized(call: Call) -> Any:
+    """Do a norm over the last dims."""
+    x = call.args[0]
+    shape = call.argument(1, "normalized_shape")
+    count = 1 if isinstance(shape, int) else len(shape)
+    if x.placement.dim >= x.dim() - count:
+        return NO_RULE
+    return placed(call.on_locals(), x.placement)
+
+
+def embedding(call: Call) -> Any:
+    """Look up this rank's tokens."""
+    ids = call.args[0]
+    if not is_sequence(ids) or is_sequence(call.args[1]):
+        return NO_RULE
+    return placed(call.on_locals(), ids.placement)
+
+
+def normalize(call: Call) -> Any:
+    """Scale vectors that lie along another dim to length 1, or compare them."""
+    x, dim = call.tensors[0], call.argument(2, "dim", 1)
+    if dim % x.dim() == x.placement.dim:
+        return NO_RULE
+    if call.name == "normalize":
+        return placed(call.on_locals(), x.placement)
+    found = aligned(call)
+    if found is NO_RULE:
+        return NO_RULE
+    local, own = found
+    return placed(local.on_locals(), own.at(own.dim - (dim % x.dim() < own.dim)))
+
+
+def one_hot(call: Call) -> Any:
+    """Make a dim of classes behind the others; how many there are must be said, for a rank's tokens may lack the highest."""
+    ids, classes = call.args[0], call.argument(1, "num_classes", -1)
+    return NO_RULE if classes == -1 else placed(call.on_locals(), ids.placement)
+
+
+def glu(call: Call) -> Any:
+    """Halve another dim."""
+    x, dim = call.args[0], call.argument(1, "dim", -1)
+    return NO_RULE if dim % x.dim() == x.placement.dim else placed(call.on_locals(), x.placement)
+
+
+def new_like(call: Call) -> Any:
+    """Make a tensor of a shape that is given, whole: it has nothing of the sequence's."""
+    x: SequenceTensor = call.args[0]
+    like = torch.empty((), dtype=x.dtype, device=x.device)
+    return getattr(like, call.function.__name__)(*call.args[1:], **call.kwargs)
+
+
+RULES: dict[str, Rule] = {
+    **named(NAMES, pointwise),
+    **named("softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin sort argsort topk", along),
+    **named("gather scatter scatter_add scatter_reduce take_along_dim", gather),
+    **named("layer_norm rms_norm", normalized),
+    **named("embedding", embedding),
+    **named("normalize cosine_similarity", normalize),
+    **named("one_hot", one_hot),
+    **named("glu", glu),
+    **named("new_zeros new_ones new_full new_empty new_tensor", new_like),
+}

@@ -1,0 +1,206 @@
+"""Matrix products: over features local, over the sequence a sum over the ranks, of queries with keys an attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.placement import broadcast, part_of
+from lightning_sp.global_view.scores import Scores, scores_of, times_values
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+
+def linear(call: Call) -> Any:
+    """Multiply features by a whole weight."""
+    x = call.args[0]
+    if not is_sequence(x) or x.placement.dim == x.dim() - 1 or len(call.tensors) > 1:
+        return NO_RULE
+    return placed(call.on_locals(), x.placement)
+
+
+def product(call: Call) -> Any:
+    """Multiply two matrices, or batches of them."""
+    a, b = call.args[:2]
+    if call.name == "rmatmul":
+        a, b = b, a
+    return matmul(a, b)
+
+
+def matmul(a: Any, b: Any) -> Any:
+    """Return `a @ b`; NO_RULE where the two do not fit together."""
+    if isinstance(a, Scores):
+        return times_values(a, b)
+    if isinstance(b, Scores):
+        return NO_RULE
+    if is_sequence(a) and is_sequence(b):
+        return _of_two(a, b)
+    if is_sequence(a):
+        return _by_whole(a, b)
+    return _of_whole(a, b)
+
+
+def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
+    own, other = a.placement, b.placement
+    if own.dim == a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1:
+        return scores_of(a, b)
+    contracted = own.dim == a.dim() - 1 and other.dim == max(0, b.dim() - 2)
+    if contracted and own.same_tokens(other):
+        # Over the sequence: of each rank's tokens, added up.
+        return _summed(own.without_padding(a.local, 0), other.without_padding(b.local, 0), a)
+    ndim = max(a.dim(), b.dim())
+    same = own.dim + ndim - a.dim() == other.dim + ndim - b.dim()
+    if same and own.same_tokens(other) and own.dim + ndim - a.dim() < ndim - 2:
+        return placed(torch.matmul(a.local, b.local), own.at(own.dim + ndim - a.dim()))  # for each token by itself
+    return NO_RULE
+
+
+def _by_whole(a: SequenceTensor, b: Tensor) -> Any:
+    own = a.placement
+    if own.dim == a.dim() - 1:
+        if b.shape[-2 if b.dim() > 1 else 0] != own.shown:
+            return NO_RULE
+        own.storage.note_reduction()
+        part = part_of(b, own.at(max(0, b.dim() - 2)))
+        return _summed(own.without_padding(a.local, 0), own.at(max(0, b.dim() - 2)).without_padding(part, 0), a)
+    ndim = max(a.dim(), b.dim())
+    dim = own.dim + ndim - a.dim()
+    if b.dim() > 2 and dim < ndim - 2 and (at := dim - (ndim - b.dim())) >= 0 and b.shape[at] != 1:
+        b = part_of(b, own.at(at))
+    return placed(torch.matmul(a.local, b), own.at(dim))
+
+
+def _of_whole(a: Tensor, b: SequenceTensor) -> Any:
+    own = b.placement
+    ndim = max(a.dim(), b.dim())
+    dim = own.dim + ndim - b.dim()
+    if own.dim == b.dim() - 2 or b.dim() == 1:
+        own.storage.note_reduction()
+        mine = own.at(a.dim() - 1)
+        return _summed(mine.without_padding(part_of(a, mine), 0), own.without_padding(b.local, 0), b)
+    if a.dim() > 2 and dim < ndim - 2 and (at := dim - (ndim - a.dim())) >= 0 and a.shape[at] != 1:
+        a = part_of(a, own.at(at))
+    return placed(torch.matmul(a, b.local), own.at(dim - (a.dim() == 1 and dim > ndim - 2)))
+
+
+def _summed(a: Tensor, b: Tensor, like: SequenceTensor) -> Tensor:
+    like.placement.storage.note_reduction()
+    return comm.sum_over_ranks(torch.matmul(a, b), like.placement.storage.group)
+
+
+def baddbmm(call: Call) -> Any:
+    """Return beta * input + alpha * (a @ b)."""
+    added, a, b = (call.argument(i, name) for i, name in enumerate(("input", "batch1", "batch2")))
+    beta, alpha = call.kwargs.get("beta", 1), call.kwargs.get("alpha", 1)
+    found = matmul(a, b)
+    if found is NO_RULE:
+        return NO_RULE
+    return found * alpha + added * beta if beta else found * alpha
+
+
+def addmm(call: Call) -> Any:
+    """Return the bias plus a product with a whole weight."""
+    bias, a, b = (call.argument(i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    if not is_sequence(a) or not is_plain(bias) or not is_plain(b) or call.kwargs:
+        return NO_RULE
+    found = matmul(a, b)
+    return found if found is NO_RULE else found + bias
+
+
+def bilinear(call: Call) -> Any:
+    """Multiply two features by a whole weight."""
+    a, b = call.args[:2]
+    if not is_sequence(a) or not is_sequence(b) or a.placement != b.placement:
+        return NO_RULE
+    return placed(call.on_locals(), a.placement)
+
+
+def einsum(call: Call) -> Any:
+    """Write a product of two as one of batches of matrices."""
+    equation, *operands = call.args
+    operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or "." in equation or len(operands) > 2:
+        return NO_RULE
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    names = left.split(",")
+    if not arrow or any(len(set(each)) != len(each) for each in (*names, out)):
+        return NO_RULE
+    if len(operands) == 1:
+        return _of_one(names[0], out, operands[0])
+    return _einsum_of_two(names[0], names[1], out, operands[0], operands[1])
+
+
+def _of_one(name: str, out: str, x: Any) -> Any:
+    gone = [i for i, each in enumerate(name) if each not in out]
+    left = [each for each in name if each in out]
+    x = x.sum(gone) if gone else x
+    return x.permute([left.index(each) for each in out])
+
+
+def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
+    for name, other in ((first, second), (second, first)):
+        if any(each not in out and each not in other for each in name):
+            return NO_RULE  # summed alone
+    batch = [each for each in first if each in second and each in out]
+    summed = [each for each in first if each in second and each not in out]
+    rows, columns = [each for each in first if each not in second], [each for each in second if each not in first]
+    sizes = {**dict(zip(second, b.shape, strict=True)), **dict(zip(first, a.shape, strict=True))}
+
+    def matrices(x: Any, name: str, lines: list[str], across: list[str]) -> Any:
+        order = [*batch, *lines, *across]
+        x = x if list(name) == order else x.permute([name.index(each) for each in order])
+        shape = [*(sizes[each] for each in batch), _count(lines, sizes), _count(across, sizes)]
+        return x if list(x.shape) == shape else x.reshape(shape)
+
+    result = matmul(matrices(a, first, rows, summed), matrices(b, second, summed, columns))
+    if result is NO_RULE:
+        return NO_RULE
+    order = [*batch, *rows, *columns]
+    shape = [sizes[each] for each in order]
+    result = result if list(result.shape) == shape else result.reshape(shape)
+    return result if list(out) == order else result.permute([order.index(each) for each in out])
+
+
+def _count(names: list[str], sizes: dict[str, int]) -> int:
+    count = 1
+    for each in names:
+        count *= sizes[each]
+    return count
+
+
+def grouped_attention(call: Call) -> Any:
+    """Attend: torch's own function, of queries, keys and values of the sequence."""
+    q, k, v = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
+    given = ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False)
+    mask, dropout, causal = (call.argument(3 + i, name, default) for i, (name, default) in enumerate(given))
+    if not all(is_sequence(each) and each.placement.dim == each.dim() - 2 for each in (q, k, v)):
+        return NO_RULE
+    own, other = q.placement, k.placement
+    lead = broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+
+    def four(x: SequenceTensor) -> Tensor:
+        local = x.local.expand(*lead, *x.local.shape[-3:])
+        return local.reshape(-1, *local.shape[-3:])
+
+    mask = mask.whole() if is_sequence(mask) else mask
+    bias = mask if isinstance(mask, Tensor) and mask.is_floating_point() else None
+    visible = mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
+    out = own.storage.attend(
+        four(q), four(k), four(v), queries=own, keys=other, visible=visible, bias=bias,
+        scale=call.kwargs.get("scale"), dropout=dropout, causal=causal,
+    )  # fmt: skip
+    return SequenceTensor(out.reshape(*lead, *out.shape[1:]), own.at(len(lead) + 1))
+
+
+RULES: dict[str, Rule] = {
+    **named("linear", linear),
+    **named("matmul rmatmul bmm mm", product),
+    **named("baddbmm", baddbmm),
+    **named("addmm", addmm),
+    **named("bilinear", bilinear),
+    **named("einsum", einsum),
+    **named("scaled_dot_product_attention", grouped_attention),
+}

@@ -1,0 +1,81 @@
+"""What a tensor says of itself: shape, dtype and device as one device would see them, its gradient's history from this rank's part.
+
+Numbers that leave torch (`tolist`, `numpy`, `item`) are whole.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+SHOWN = """
+    shape size dim ndim ndimension numel nelement dtype device layout is_cuda is_cpu is_floating_point is_complex is_signed is_sparse is_meta
+    is_quantized is_mps is_xpu is_nested is_mkldnn is_contiguous stride element_size itemsize nbytes get_device names is_inference hash len
+    is_tensor is_same_size storage_offset _has_symbolic_sizes_strides is_neg is_conj has_names
+"""
+OF_AUTOGRAD = """
+    requires_grad grad_fn is_leaf _base untyped_storage _version retains_grad output_nr register_hook retain_grad
+    register_post_accumulate_grad_hook
+"""
+OF_VALUES = "tolist numpy item __array__"
+
+
+def shown(call: Call) -> Any:
+    """Answer with what is shown."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return call.function(*call.args, **call.kwargs)
+
+
+def of_autograd(call: Call) -> Any:
+    """Answer with what this rank's part has."""
+    x = call.args[0]
+    return call.on_locals() if is_sequence(x) else NO_RULE
+
+
+def of_values(call: Call) -> Any:
+    """Answer with the whole."""
+    return call.on_wholes()
+
+
+def number(call: Call) -> Any:
+    """Answer with a single number."""
+    return call.on_wholes() if call.args[0].numel() == 1 else NO_RULE
+
+
+def text(call: Call) -> str:
+    """Describe it, without a collective."""
+    x = call.args[0]
+    if not is_sequence(x):
+        return f"Scores(shape={tuple(x.shape)}, dtype={x.dtype})"
+    own = x.placement
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(x.shape)
+    return f"SequenceTensor(shape={shape}, dim {own.dim} over {own.storage.layout.size} ranks, this rank's part {x.local!r})"
+
+
+def copied(call: Call) -> Any:
+    """Copy it deeply."""
+    x: SequenceTensor = call.args[0]
+    return SequenceTensor(deepcopy(x.local), x.placement)
+
+
+def data(call: Call) -> Any:
+    """Return the numbers without a history."""
+    x: SequenceTensor = call.args[0]
+    return SequenceTensor(x.local.detach(), x.placement) if len(call.args) == 1 else NO_RULE
+
+
+RULES: dict[str, Rule] = {
+    **named(SHOWN, shown),
+    **named(OF_AUTOGRAD, of_autograd),
+    **named(OF_VALUES, of_values),
+    **named("__bool__ __int__ __float__ __index__", number),
+    **named("__repr__ __str__ __format__", text),
+    **named("deepcopy", copied),
+    **named("data", data),
+}

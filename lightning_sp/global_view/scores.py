@@ -1,0 +1,334 @@
+"""Attention that a model writes out: queries times keys, scaled, masked, biased, through a softmax, times values.
+
+Nothing is computed until the values come: what happens to the scores is noted, and then it is one attention of the operator. No tensor of
+S x S of the sequence's is made. What else a model does to scores is refused by name.
+
+    q @ k.mT -> Scores -> scaled, masked, biased -> softmax -> Scores of weights -> dropout -> @ v -> a tensor of the sequence
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, users_line
+from lightning_sp.global_view.placement import Placement, broadcast
+from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
+
+# A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
+HIDDEN_BELOW = -1e4
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Attention:
+    """What is known of an attention so far.
+
+    Args:
+        queries: local, (..., s, D).
+        keys: local, (..., t, D).
+        of_queries: where the queries' sequence is.
+        of_keys: likewise the keys'.
+        lead: the dims before queries and keys, as finely as they have been shown.
+        scale: of the products.
+        visible: which keys each query sees, whole, broadcastable to (*lead, S, T); None for all.
+        bias: added after the scale, likewise.
+        softcap: c of c tanh(score / c), between the scale and the bias.
+        is_weights: the softmax was taken.
+        dropout: the probability.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    of_queries: Placement
+    of_keys: Placement
+    lead: tuple[int, ...]
+    scale: float = 1.0
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    is_weights: bool = False
+    dropout: float = 0.0
+
+
+class Scores(GlobalTensor):
+    """Scores or weights of an attention, of which nothing is computed.
+
+    Args:
+        attention: what is known of it.
+        lead: the dims before queries and keys, as they are shown.
+        dtype: as it is shown.
+    """
+
+    attention: Attention
+    lead: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:
+        """Return scores of the shape that one device would see."""
+        shape = (*lead, attention.of_queries.length, attention.of_keys.length)
+        made = cls.without_memory(shape, dtype, attention.queries.device)
+        made.attention, made.lead, made.of_sequence = attention, tuple(lead), attention.of_queries.storage
+        return made
+
+    def changed(self, **changes: Any) -> Scores:
+        """Return scores of which more is known."""
+        return Scores(replace(self.attention, **changes), self.lead, self.dtype)
+
+
+def scores_of(queries: SequenceTensor, keys: SequenceTensor) -> Any:
+    """Return the scores of queries (..., S, D) and keys (..., D, T)."""
+    own, other = queries.placement, keys.placement
+    if own.outer * own.inner * other.outer * other.inner > 1 or queries.dim() < 2 or keys.dim() < 2:
+        return NO_RULE
+    lead = broadcast(queries.shape[:-2], keys.shape[:-2])
+    q = queries.local.expand(*lead, *queries.local.shape[-2:])
+    k = keys.local.transpose(-2, -1)
+    k = k.expand(*lead, *k.shape[-2:])
+    attention = Attention(queries=q, keys=k, of_queries=own, of_keys=other.at(k.dim() - 2), lead=tuple(lead))
+    return Scores(attention, lead, torch.promote_types(queries.dtype, keys.dtype))
+
+
+def times_values(weights: Scores, values: Any) -> Any:
+    """Return the attention's output, a tensor of the sequence."""
+    known = weights.attention
+    if not is_sequence(values) or values.placement.dim != values.dim() - 2:
+        return NO_RULE
+    if not known.is_weights:
+        raise _refusal("a product with values before a softmax")
+    if not values.placement.same_tokens(known.of_keys):
+        return NO_RULE
+    lead = known.lead
+    four = lead if len(lead) == 2 else (1, math.prod(lead))
+    local = values.local.expand(*weights.lead, *values.local.shape[-2:])
+
+    def heads(x: Tensor) -> Tensor:
+        return x.reshape(*four, *x.shape[-2:])
+
+    out = known.of_queries.storage.attend(
+        heads(known.queries),
+        heads(known.keys),
+        heads(local).to(known.queries.dtype),
+        queries=known.of_queries,
+        keys=known.of_keys,
+        visible=_four_dims(known.visible, lead),
+        bias=_four_dims(known.bias, lead),
+        scale=known.scale,
+        dropout=known.dropout,
+    )
+    out = out.reshape(*weights.lead, *out.shape[-2:]).to(torch.promote_types(weights.dtype, values.dtype))
+    return SequenceTensor(out, known.of_queries.at(out.dim() - 2))
+
+
+def _four_dims(whole: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
+    """Return a mask or bias with two dims before queries and keys."""
+    if whole is None or len(lead) == 2:
+        return None if whole is None else whole[(None,) * (4 - whole.dim())]
+    own = whole.shape[:-2]
+    if math.prod(own) not in (1, math.prod(lead)):
+        whole = whole.expand(*lead, *whole.shape[-2:])
+    return whole.reshape(1, -1, *whole.shape[-2:])
+
+
+def _refusal(what: str) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"global_view: {what} on the scores of an attention that is written out ({users_line()}): carried are a scale, a mask, a bias that is "
+        "whole, a softmax over the keys, dropout, and the product with the values; use F.scaled_dot_product_attention for the rest"
+    )
+
+
+def _number(value: Any) -> float | None:
+    """Return a number that is known without a gradient."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if is_plain(value) and value.numel() == 1 and not value.requires_grad:
+        return float(value)
+    return None
+
+
+def scaled(call: Call) -> Any:
+    """Multiply or divide by a number."""
+    x, other = call.args[:2]
+    x, other = (x, other) if isinstance(x, Scores) else (other, x)
+    number = _number(other)
+    if number is None or (number <= 0) or x.attention.is_weights or (call.name.startswith("r") and "div" in call.name):
+        raise _refusal(f"{call.name} by {'a tensor' if number is None else number}")
+    factor = 1 / number if "div" in call.name else number
+    known = x.attention
+    bias = None if known.bias is None else known.bias * factor
+    return _result(call, x, x.changed(scale=known.scale * factor, bias=bias))
+
+
+def _result(call: Call, x: Scores, new: Scores) -> Scores:
+    if (call.function.__name__.endswith("_") and not call.function.__name__.startswith("__")) or call.name in (
+        "iadd",
+        "imul",
+        "itruediv",
+        "isub",
+    ):
+        x.attention = new.attention
+        return x
+    return new
+
+
+def biased(call: Call) -> Any:
+    """Add a bias that is whole, or subtract it."""
+    x, other = call.args[:2]
+    x, other = (x, other) if isinstance(x, Scores) else (other, x)
+    number = _number(other)
+    if number == 0.0:
+        return x
+    if (
+        isinstance(other, Scores)
+        or not isinstance(other, Tensor)
+        or x.attention.is_weights
+        or set(call.kwargs) - {"alpha"}
+    ):
+        raise _refusal(f"{call.name} of {type(other).__name__}")
+    if "alpha" in call.kwargs or (call.name != "add" and call.name != "radd" and call.name != "iadd"):
+        if call.name not in ("sub", "isub", "subtract"):
+            raise _refusal(call.name)
+        other = -other
+    return _result(call, x, _with_bias(x, whole_of(other)))
+
+
+def _with_bias(x: Scores, bias: Tensor) -> Scores:
+    known = x.attention
+    bias = _relead(bias, x.lead, known.lead)
+    return x.changed(bias=bias if known.bias is None else known.bias + bias)
+
+
+def _relead(whole: Tensor, shown: tuple[int, ...], lead: tuple[int, ...]) -> Tensor:
+    """Return what is broadcastable to (*shown, S, T) as broadcastable to (*lead, S, T)."""
+    if shown == lead or whole.dim() <= 2:
+        return whole
+    own = whole.shape[:-2]
+    if math.prod(own) == 1:
+        return whole.reshape(*whole.shape[-2:])
+    return whole.expand(*shown, *whole.shape[-2:]).reshape(*lead, *whole.shape[-2:])
+
+
+def _hidden(x: Scores, hidden: Any, value: Any) -> Scores:
+    number = _number(value)
+    known = x.attention
+    if number is None or number > HIDDEN_BELOW or known.is_weights:
+        raise _refusal(f"a mask that puts {'a tensor' if number is None else number}")
+    visible = ~_relead(whole_of(hidden).bool(), x.lead, known.lead)
+    if number != -math.inf and bool((~visible).all(-1).any()) and visible.shape[-1] > 1:
+        raise _refusal(f"a mask that puts {number} to all keys of a query, which one device then weighs alike,")
+    return x.changed(visible=visible if known.visible is None else known.visible & visible)
+
+
+def masked(call: Call) -> Any:
+    """Hide keys: `masked_fill`, or `where`."""
+    if call.name == "masked_fill":
+        x, hidden, value = (call.argument(i, name) for i, name in enumerate(("input", "mask", "value")))
+        return _result(call, x, _hidden(x, hidden, value))
+    condition, first, second = (call.argument(i, name) for i, name in enumerate(("condition", "input", "other")))
+    if isinstance(call.args[0], Scores):  # x.where(condition, other)
+        condition, first, second = call.args[1], call.args[0], call.args[2]
+    if isinstance(first, Scores):
+        return _hidden(first, ~whole_of(condition).bool(), second)
+    return _hidden(second, condition, first)
+
+
+def softmax(call: Call) -> Any:
+    """Take the softmax over the keys."""
+    x, dim = call.args[0], call.argument(1, "dim", -1)
+    if dim % x.dim() != x.dim() - 1 or x.attention.is_weights or call.name != "softmax":
+        raise _refusal(f"{call.name} along dim {dim}")
+    dtype = call.kwargs.get("dtype") or next((each for each in call.args[2:] if isinstance(each, torch.dtype)), None)
+    return Scores(replace(x.attention, is_weights=True), x.lead, dtype or x.dtype)
+
+
+def dropped(call: Call) -> Any:
+    """Drop weights."""
+    x, p, training = call.args[0], call.argument(1, "p", 0.5), call.argument(2, "training", True)
+    if not training or p == 0.0:
+        return x
+    if not x.attention.is_weights or x.attention.dropout:
+        raise _refusal("dropout before the softmax, or twice,")
+    return x.changed(dropout=float(p))
+
+
+def cast(call: Call) -> Any:
+    """Show another dtype; the operator computes in its own."""
+    x = call.args[0]
+    given = (*call.args[1:], *call.kwargs.values())
+    names = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+    dtype = names.get(call.name) or next(
+        (each.dtype if isinstance(each, Tensor) else each for each in given if isinstance(each, (torch.dtype, Tensor))),
+        None,
+    )
+    return Scores(x.attention, x.lead, dtype or x.dtype)
+
+
+def same(call: Call) -> Any:
+    """Leave as it is."""
+    return call.args[0]
+
+
+def view(call: Call) -> Any:
+    """Join or split the dims before queries and keys."""
+    x, *shape = call.args
+    given = list(shape[0] if shape and not isinstance(shape[0], int) else shape)
+    if call.name == "unsqueeze":
+        given = list(x.shape)
+        given.insert(shape[0] % (x.dim() + 1), 1)
+    if call.name == "flatten":
+        start, end = call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1) % x.dim()
+        given = [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]]
+    if -1 in given:
+        known_size = math.prod(size for size in given if size != -1)
+        given[given.index(-1)] = math.prod(x.shape) // max(1, known_size)
+    if list(given[-2:]) != list(x.shape[-2:]):
+        raise _refusal(f"{call.name} to {tuple(given)}")
+    lead = list(given[:-2])
+    known = x.attention
+    if len(lead) > len(known.lead):  # finer than before: what is noted goes along
+        finer = tuple(lead)
+
+        def split(whole: Tensor | None) -> Tensor | None:
+            if whole is None or whole.dim() <= 2 or math.prod(whole.shape[:-2]) == 1:
+                return None if whole is None else whole.reshape(*whole.shape[-2:])
+            return whole.expand(*known.lead, *whole.shape[-2:]).reshape(*finer, *whole.shape[-2:])
+
+        known = replace(
+            known,
+            queries=known.queries.reshape(*finer, *known.queries.shape[-2:]),
+            keys=known.keys.reshape(*finer, *known.keys.shape[-2:]),
+            of_queries=known.of_queries.at(len(finer)),
+            of_keys=known.of_keys.at(len(finer)),
+            lead=finer,
+            visible=split(known.visible),
+            bias=split(known.bias),
+        )
+    return Scores(known, lead, x.dtype)
+
+
+RULES: dict[str, Rule] = {
+    **named("mul multiply rmul imul div divide true_divide truediv itruediv idiv", scaled),
+    **named("add radd iadd sub subtract isub", biased),
+    **named("masked_fill where", masked),
+    **named("softmax log_softmax", softmax),
+    **named("dropout", dropped),
+    **named("to type type_as float double half bfloat16", cast),
+    **named("contiguous clone", same),
+    **named("view reshape flatten unsqueeze", view),
+}
+
+
+def on_scores(call: Call) -> Any:
+    """Note what a function does to scores.
+
+    Raises:
+        SequenceParallelError: it is none of those that are carried.
+    """
+    rule = RULES.get(call.name)
+    if rule is None:
+        raise _refusal(call.name)
+    return rule(call)

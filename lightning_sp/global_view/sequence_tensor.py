@@ -1,0 +1,89 @@
+"""A tensor that shows a whole sequence and holds this rank's part of it.
+
+Functions of torch come to `__torch_function__`, and are looked up in the table of rules. Shape, dtype and device are those that one device
+would see. What would reach a kernel without a rule is refused: the tensor has no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import Self
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.placement import Placement, Storage, gathered
+
+
+class GlobalTensor(Tensor):
+    """A tensor without memory, whose functions the table of rules has. A subclass of `Tensor`, for models and losses test for that."""
+
+    of_sequence: Storage
+
+    @classmethod
+    def without_memory(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
+        """Return a tensor of a shape, and no more."""
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do what the table says of a function."""
+        given = dict(kwargs or {})
+        first = next(each for each in tree_leaves((args, given)) if isinstance(each, GlobalTensor))
+        return first.of_sequence.dispatch(func, args, given)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse a kernel that no rule stands before."""
+        raise SequenceParallelError(
+            f"global_view: {func} was reached with a tensor of the sequence, past the functions of torch that have rules (in compiled code, "
+            "say); write it with functions of torch, or hand it lightning_sp.reductions.unshard(x)"
+        )
+
+
+class SequenceTensor(GlobalTensor):
+    """See the module.
+
+    Args:
+        local: this rank's part.
+        placement: which dim is the sequence's.
+    """
+
+    local: Tensor
+    placement: Placement
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, placement: Placement) -> SequenceTensor:
+        """Return a tensor that shows the whole of which `local` is this rank's part."""
+        assert local.shape[placement.dim] == placement.held, (local.shape, placement)
+        shape = list(local.shape)
+        shape[placement.dim] = placement.shown
+        made = cls.without_memory(shape, local.dtype, local.device)
+        made.local, made.placement, made.of_sequence, made._whole = local, placement, placement.storage, None
+        return made
+
+    def whole(self) -> Tensor:
+        """Return what is shown, whole on every rank; differentiable. Communicates: as `placement.gathered`, once for what needs no gradient."""
+        if self._whole is not None:
+            return self._whole
+        whole = gathered(self.local, self.placement)
+        if not self.local.requires_grad:
+            self._whole = whole
+        return whole
+
+    def renew(self, local: Tensor) -> SequenceTensor:
+        """Hold another local tensor of the same shape: what was written in place."""
+        self.local, self._whole = local, None
+        return self
+
+
+def whole_of(value: Any) -> Any:
+    """Return a structure with every sequence tensor of it whole."""
+    return tree_map_only(SequenceTensor, lambda tensor: tensor.whole(), value)

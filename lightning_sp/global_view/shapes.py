@@ -1,0 +1,262 @@
+"""Functions that change how a tensor is seen: its dims joined, split, exchanged, repeated. All are local.
+
+A view joins rows and tokens into one dim, or tokens and features. Where the sequence goes follows from how many numbers lie before and
+behind a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.placement import Placement, part_of
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+
+def viewed(x: SequenceTensor, shape: Sequence[int]) -> Any:
+    """Return a tensor of the sequence in another shape, of as many numbers; NO_RULE where a token would be taken apart."""
+    shape = _resolved(shape, x.numel())
+    placement = _placement_in(x, shape)
+    if placement is None:
+        return NO_RULE
+    local = list(shape)
+    local[placement.dim] = placement.held
+    return SequenceTensor(x.local.reshape(local), placement)
+
+
+def _resolved(shape: Sequence[int], count: int) -> list[int]:
+    known = math.prod(size for size in shape if size != -1)
+    return [count // max(1, known) if size == -1 else size for size in shape]
+
+
+def _placement_in(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
+    own, old = x.placement, x.shape
+    before = math.prod(old[: own.dim]) * own.outer
+    behind = math.prod(old[own.dim + 1 :]) * own.inner
+    if math.prod(shape) != math.prod(old):
+        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {math.prod(old)}")
+    found = []
+    for dim, size in enumerate(shape):
+        ahead, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        if before % ahead == 0 and behind % after == 0 and size == before // ahead * own.length * (behind // after):
+            found.append(replace(own, dim=dim, outer=before // ahead, inner=behind // after))
+    # Dims of size 1 beside a sequence of one token: the sequence stays in the first.
+    return min(found, key=lambda each: (each.outer * each.inner, each.dim)) if found else None
+
+
+def view(call: Call) -> Any:
+    """View or reshape."""
+    x, *shape = call.args
+    given = (
+        shape[0]
+        if shape and not isinstance(shape[0], int)
+        else shape or call.kwargs.get("shape", call.kwargs.get("size"))
+    )
+    if not isinstance(given, Sequence):
+        return NO_RULE  # of another dtype
+    return viewed(x, given)
+
+
+def view_as(call: Call) -> Any:
+    """View or reshape as another tensor is."""
+    return viewed(call.args[0], call.args[1].shape) if is_sequence(call.args[0]) else NO_RULE
+
+
+def flatten(call: Call) -> Any:
+    """Join neighbouring dims."""
+    x = call.args[0]
+    start, end = call.argument(1, "start_dim", 0) % x.dim(), call.argument(2, "end_dim", -1) % x.dim()
+    return viewed(x, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+
+
+def unflatten(call: Call) -> Any:
+    """Split a dim."""
+    x, dim, sizes = call.args[0], call.argument(1, "dim"), call.argument(2, "sizes")
+    dim %= x.dim()
+    return viewed(x, [*x.shape[:dim], *_resolved(sizes, x.shape[dim]), *x.shape[dim + 1 :]])
+
+
+def transpose(call: Call) -> Any:
+    """Exchange two dims."""
+    x = call.args[0]
+    if call.name in ("t", "T", "mT"):
+        one, other = (-2, -1) if x.dim() > 1 else (0, 0)
+    else:
+        one = call.argument(1, "dim0", call.kwargs.get("axis0"))
+        other = call.argument(2, "dim1", call.kwargs.get("axis1"))
+    one, other = one % x.dim(), other % x.dim()
+    dim = {one: other, other: one}.get(x.placement.dim, x.placement.dim)
+    return SequenceTensor(x.local.transpose(one, other), x.placement.at(dim))
+
+
+def permute(call: Call) -> Any:
+    """Put the dims in another order."""
+    x, *dims = call.args
+    order = dims[0] if dims and not isinstance(dims[0], int) else dims or call.kwargs["dims"]
+    order = [dim % x.dim() for dim in order]
+    return SequenceTensor(x.local.permute(order), x.placement.at(order.index(x.placement.dim)))
+
+
+def movedim(call: Call) -> Any:
+    """Move dims."""
+    x, source, target = call.args[0], call.argument(1, "source"), call.argument(2, "destination")
+    local = x.local.movedim(source, target)
+    # Where the sequence's dim goes is seen on sizes that number the dims.
+    order = x.local.new_empty([1] * x.dim()).expand(*range(1, x.dim() + 1)).movedim(source, target).shape
+    return SequenceTensor(local, x.placement.at(list(order).index(x.placement.dim + 1)))
+
+
+def unsqueeze(call: Call) -> Any:
+    """Add a dim of size 1."""
+    x, dim = call.args[0], call.argument(1, "dim")
+    dim %= x.dim() + 1
+    own = x.placement
+    return SequenceTensor(x.local.unsqueeze(dim), own.at(own.dim + (dim <= own.dim)))
+
+
+def squeeze(call: Call) -> Any:
+    """Take dims of size 1 away, the sequence's never."""
+    x, dim = call.args[0], call.argument(1, "dim")
+    chosen = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = [each % x.dim() for each in chosen if x.shape[each] == 1]
+    own = x.placement
+    if own.dim in gone:
+        return NO_RULE
+    local = x.local.squeeze(tuple(gone)) if gone else x.local
+    return SequenceTensor(local, own.at(own.dim - sum(each < own.dim for each in gone)))
+
+
+def expand(call: Call) -> Any:
+    """Repeat dims of size 1 without memory."""
+    x, *shape = call.args
+    given = list(shape[0] if shape and not isinstance(shape[0], int) else shape or call.kwargs["size"])
+    own = x.placement
+    dim = own.dim + len(given) - x.dim()
+    if given[dim] not in (-1, own.shown):
+        return NO_RULE
+    given[dim] = own.held
+    return SequenceTensor(x.local.expand(given), own.at(dim))
+
+
+def expand_as(call: Call) -> Any:
+    """Repeat dims of size 1 as another tensor is."""
+    x, other = call.args
+    if is_sequence(x):
+        return expand(replace(call, args=(x, *other.shape)))
+    # A whole tensor to the shape of one of the sequence.
+    own = other.placement
+    dim = own.dim - (other.dim() - x.dim())
+    local = part_of(x, own.at(dim)) if dim >= 0 and x.shape[dim] == own.shown else x
+    return SequenceTensor(local.expand(other.local.shape), own)
+
+
+def repeat(call: Call) -> Any:
+    """Repeat whole tensors, not along the sequence."""
+    x, *times = call.args
+    given = list(times[0] if times and not isinstance(times[0], int) else times or call.kwargs["repeats"])
+    own = x.placement
+    dim = own.dim + len(given) - x.dim()
+    return NO_RULE if given[dim] != 1 else SequenceTensor(x.local.repeat(given), own.at(dim))
+
+
+def repeat_interleave(call: Call) -> Any:
+    """Repeat each number along another dim."""
+    x, dim = call.args[0], call.argument(2, "dim")
+    if dim is None or dim % x.dim() == x.placement.dim:
+        return NO_RULE
+    return placed(call.on_locals(), x.placement)
+
+
+def cat(call: Call) -> Any:
+    """Put tensors beside each other, not along the sequence."""
+    tensors, dim = list(call.args[0]), call.argument(1, "dim", call.kwargs.get("axis", 0))
+    like = call.tensors[0]
+    own = like.placement
+    dim %= like.dim() + (call.name == "stack")
+    if call.name != "stack" and dim == own.dim:
+        return NO_RULE
+    local = []
+    for each in tensors:
+        if is_sequence(each):
+            if each.placement.dim != own.dim or not each.placement.same_tokens(own):
+                return NO_RULE
+            local.append(each.local)
+        elif is_plain(each) and each.shape[own.dim] == own.shown:
+            local.append(part_of(each, own))
+        else:
+            return NO_RULE
+    result = call.function(local, dim)
+    return SequenceTensor(result, own.at(own.dim + (call.name == "stack" and dim <= own.dim)))
+
+
+def split(call: Call) -> Any:
+    """Cut into pieces, not along the sequence."""
+    x, dim = call.args[0], call.argument(2, "dim", 0)
+    return NO_RULE if dim % x.dim() == x.placement.dim else placed(call.on_locals(), x.placement)
+
+
+def unbind(call: Call) -> Any:
+    """Take a dim apart, not the sequence's."""
+    x, dim = call.args[0], call.argument(1, "dim", 0)
+    own, dim = x.placement, dim % x.dim()
+    return NO_RULE if dim == own.dim else placed(call.on_locals(), own.at(own.dim - (dim < own.dim)))
+
+
+def iterate(call: Call) -> Any:
+    """Go through the first dim."""
+    x = call.args[0]
+    own = x.placement
+    return NO_RULE if own.dim == 0 else iter([SequenceTensor(each, own.at(own.dim - 1)) for each in x.local.unbind(0)])
+
+
+def moved_elsewhere(call: Call) -> Any:
+    """Flip or roll along other dims than the sequence's."""
+    x, dims = call.args[0], call.args[-1] if len(call.args) > 1 else call.kwargs.get("dims")
+    chosen = [dims] if isinstance(dims, int) else dims
+    if not chosen or (call.name == "roll" and len(call.args) < 3 and "dims" not in call.kwargs):
+        return NO_RULE
+    return NO_RULE if x.placement.dim in [each % x.dim() for each in chosen] else placed(call.on_locals(), x.placement)
+
+
+def pad(call: Call) -> Any:
+    """Pad other dims than the sequence's."""
+    x, sizes = call.args[0], list(call.argument(1, "pad"))
+    own = x.placement
+    padded = {x.dim() - 1 - i // 2 for i, size in enumerate(sizes) if size}
+    return NO_RULE if own.dim in padded else placed(call.on_locals(), own)
+
+
+def complex_view(call: Call) -> Any:
+    """View pairs of real numbers as complex ones, and back: the last dim of the real tensor goes or comes."""
+    x = call.args[0]
+    own = x.placement
+    if call.name == "view_as_complex" and own.dim == x.dim() - 1:
+        return NO_RULE
+    return placed(call.on_locals(), own)
+
+
+RULES: dict[str, Rule] = {
+    **named("view reshape unsafe_view", view),
+    **named("view_as reshape_as", view_as),
+    **named("flatten", flatten),
+    **named("unflatten", unflatten),
+    **named("transpose swapaxes swapdims t T mT", transpose),
+    **named("permute", permute),
+    **named("movedim moveaxis", movedim),
+    **named("unsqueeze", unsqueeze),
+    **named("squeeze", squeeze),
+    **named("expand broadcast_to", expand),
+    **named("expand_as", expand_as),
+    **named("repeat tile", repeat),
+    **named("repeat_interleave", repeat_interleave),
+    **named("cat concat concatenate stack", cat),
+    **named("split chunk tensor_split split_with_sizes", split),
+    **named("unbind", unbind),
+    **named("iter", iterate),
+    **named("flip roll", moved_elsewhere),
+    **named("pad", pad),
+    **named("view_as_complex view_as_real", complex_view),
+}

@@ -1,0 +1,86 @@
+"""The table of rules: what each function of torch does with a tensor of the sequence.
+
+A function may have several rules; the first that knows its arguments decides. Without one, tensors with few numbers for each token are made
+whole for the call, and what has more is refused with the user's line.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view import along_sequence, indexing, losses, pointwise, products, properties, scores, shapes
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, users_line, whole_is_small
+
+
+def _table() -> dict[str, tuple[Rule, ...]]:
+    found: dict[str, list[Rule]] = defaultdict(list)
+    for rules in (
+        properties.RULES,
+        pointwise.RULES,
+        shapes.RULES,
+        indexing.RULES,
+        products.RULES,
+        losses.RULES,
+        along_sequence.RULES,
+        {"softmax": along_sequence.softmax, "log_softmax": along_sequence.softmax, "gather": indexing.gather_tokens},
+    ):
+        for name, rule in rules.items():
+            found[name].append(rule)
+    return {name: tuple(rules) for name, rules in found.items()}
+
+
+TABLE = _table()
+# Not of the operator `x.float()`, which casts: of Python's `float(x)`.
+_OF_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "__repr__", "__str__", "__format__", "__array__"}
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name in the table: `add` for `a + b`, `a += b` and `a.add_(b)`, `shape` for the attribute."""
+    name = str(getattr(function, "__name__", function))
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = name.partition(".")[0].removeprefix("_")
+    if name in ("__get__", "__set__"):
+        return str(function.__self__.__name__)
+    if name in _OF_PYTHON:
+        return name
+    if name.startswith("__") and name.endswith("__"):
+        return name[2:-2]
+    # `_dropout` is what stands in the place of `F.dropout` during a run.
+    return name.removeprefix("_").removeprefix("linalg_").removeprefix("special_").removesuffix("_")
+
+
+def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what the table says of a function.
+
+    Raises:
+        SequenceParallelError: no rule knows it with these arguments, and a tensor is too large to be made whole for it.
+    """
+    call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
+    of_scores = any(isinstance(each, scores.Scores) for each in tree_leaves((args, kwargs)))
+    if of_scores and call.name not in products.RULES and call.name not in properties.RULES:
+        return scores.on_scores(call)
+    for rule in TABLE.get(call.name, ()):
+        result = rule(call)
+        if result is not NO_RULE:
+            return result
+    return _whole_or_refused(call, of_scores)
+
+
+def _whole_or_refused(call: Call, of_scores: bool) -> Any:
+    tensors = call.tensors
+    writes = call.function.__name__.endswith("_") and not call.function.__name__.startswith("__")
+    if not of_scores and not writes and all(map(whole_is_small, tensors)):
+        tensors[0].placement.storage.note_reduction()
+        return call.on_wholes()
+    shapes_of = ", ".join(f"{tuple(each.shape)} with the sequence in dim {each.placement.dim}" for each in tensors)
+    line = users_line()
+    raise SequenceParallelError(
+        f"global_view: {call.name} of {shapes_of or 'scores of an attention'} has no rule that keeps the sequence split ({line}); "
+        "write it with functions that have one, or make the sequence whole with lightning_sp.reductions.unshard(x), which needs its memory "
+        "on every rank"
+    )

@@ -1,0 +1,90 @@
+"""Attention of tensors that show whole sequences: the operator on what the ranks hold, with masks and biases that are whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_sp.context.masks import build_mask
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.global_view.placement import Placement
+from lightning_sp.rewrite.attention_call import attend
+
+
+@dataclass(frozen=True)
+class WholeAttention:
+    """Attends in the step in progress of a context."""
+
+    context: SequenceContext
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        queries: Placement,
+        keys: Placement,
+        visible: Tensor | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+    ) -> Tensor:
+        """Return the attention's output.
+
+        Args:
+            query: local.
+            key: local.
+            value: local.
+            queries: where the queries' sequence is.
+            keys: likewise the keys'.
+            visible: which keys each query sees, whole; None for all.
+            bias: added to the scores, whole.
+            scale: of the scores; None for 1 / sqrt(D).
+            dropout: the probability.
+            causal: later keys are hidden.
+
+        Shapes: query (B, H, s, D), key and value (B, K, t, D), visible and bias (B or 1, H or 1, S or 1, T) -> (B, H, s, D).
+        """
+        of_queries, of_keys = _shortened(queries), _shortened(keys)
+        if queries.storage is keys.storage and queries.length == keys.length:
+            of_keys = of_queries
+        if visible is not None and _is_causal(visible):
+            causal, visible = True, None
+        mask = build_mask(of_queries, of_keys, causal=causal)
+        if visible is not None:
+            mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))
+        if bias is not None:
+            bias = _padded(bias, of_queries, of_keys, 0.0)
+        return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout)
+
+
+def _shortened(placement: Placement) -> SequenceInfo:
+    """Return what is known of a sequence, of the tokens that are shown."""
+    sequence = placement.storage.sequence
+    if placement.length == sequence.length:
+        return sequence
+    boundaries = sequence.boundaries
+    if boundaries is not None:
+        boundaries = torch.cat([boundaries[:, :-1].clamp(max=placement.length), boundaries[:, -1:]], 1)
+    return replace(sequence, length=placement.length, boundaries=boundaries)
+
+
+def _is_causal(visible: Tensor) -> bool:
+    """Return whether a mask hides just the later keys, alike for all rows and heads."""
+    lead, (queries, keys) = visible.shape[:-2], visible.shape[-2:]
+    if queries != keys or queries == 1 or any(size != 1 for size in lead):
+        return False
+    return bool(torch.equal(visible.reshape(queries, keys), torch.ones_like(visible.reshape(queries, keys)).tril()))
+
+
+def _padded(mask: Tensor, queries: SequenceInfo, keys: SequenceInfo, value: float | bool) -> Tensor:
+    """Return a whole mask or bias at the padded length: what padding gives is thrown away, and its keys are hidden by the plain mask."""
+    below = queries.padded_length - mask.shape[-2] if mask.shape[-2] > 1 else 0
+    beside = keys.padded_length - mask.shape[-1] if mask.shape[-1] > 1 else 0
+    return F.pad(mask, (0, beside, 0, below), value=value) if below or beside else mask

@@ -1,0 +1,159 @@
+"""What runs in the ranks: a case on shards in the global view, and on one device."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_sp import comm
+from lightning_sp.config import AttentionOptions
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.step import SequenceContext, Step
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.autograd_functions import refused_functions
+from lightning_sp.global_view.batch import global_batch
+from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
+from lightning_sp.layout import pad, shard
+from lightning_sp.mesh import SequenceMesh, build_device_mesh
+from lightning_sp.rewrite.whole_attention import WholeAttention
+from tests.global_view.rule_cases import CASES, E, V, Whole
+
+
+def inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, length, E, generator=generator, dtype=torch.float64)
+    ids = torch.randint(V, (2, length), generator=generator)
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[1, length - 3 :] = 0
+    return x, ids, mask
+
+
+def run(name: str, tensors: tuple[Any, ...], whole: Whole) -> Any:
+    return CASES[name](*tensors, whole)
+
+
+def parameters(whole: Whole) -> list[Tensor]:
+    return [tensor.requires_grad_() for tensor in vars(whole).values()]
+
+
+def backward(result: Any, scale: float) -> None:
+    total = torch.zeros((), dtype=torch.float64)
+    for i, each in enumerate(tree_leaves(result)):
+        if each.is_floating_point() or each.is_complex():
+            weights = torch.randn(each.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+            total = total + (each * weights).sum()
+    if total.requires_grad:
+        (total * scale).backward()
+
+
+def expected(name: str, length: int) -> tuple[Any, list[Any]]:
+    x, ids, mask = inputs(length)
+    whole = Whole(length)
+    leaves = [x.requires_grad_(), *parameters(whole)]
+    result = run(name, (x, ids, mask), whole)
+    backward(result, 1.0)
+    return [each.detach() for each in tree_leaves(result)], [each.grad for each in leaves]
+
+
+def in_global_view(names: list[str], length: int, ulysses: int, ring: int) -> list[Any]:
+    """Return for each case the largest errors of result and gradients, or what was refused."""
+    warnings.filterwarnings("ignore", "torch flash")
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=ulysses * ring)
+    mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
+    return [errors(name, length, mesh) for name in names]
+
+
+def batch_of(length: int, mesh: SequenceMesh) -> tuple[Any, Tensor]:
+    """Return the inputs in the global view, and the leaf of this rank's part."""
+    padded = mesh.layout.padded_length(length)
+    parts = [
+        shard(pad(each, padded, dim=1, value=0), mesh.layout, mesh.sequence_rank, dim=1) for each in inputs(length)
+    ]
+    leaf = parts[0].requires_grad_()
+    info = SequenceInfo(
+        rows=2, length=length, padded_length=padded, boundaries=None, position_ids=None, shift_labels=None,
+        layout=mesh.layout, dims={"0": 1, "1": 1, "2": 1}, names=("0", "1", "2"),
+    )  # fmt: skip
+    context = SequenceContext(mesh, AttentionOptions())
+    context.begin(Step(batch=info))
+    batch = global_batch(
+        tuple(parts), info, rank=mesh.sequence_rank, group=mesh.sequence_group, attend=WholeAttention(context),
+        note_reduction=lambda: None,
+    )  # fmt: skip
+    return batch, leaf
+
+
+def errors(name: str, length: int, mesh: SequenceMesh) -> Any:
+    batch, leaf = batch_of(length, mesh)
+    padded, whole = mesh.layout.padded_length(length), Whole(length)
+    leaves = [leaf, *parameters(whole)]
+    try:
+        result = run(name, batch, whole)
+    except SequenceParallelError as error:
+        return str(error)
+    split = isinstance(next(iter(tree_leaves(result))), SequenceTensor)
+    shown = [each.detach() for each in tree_leaves(whole_of(result))]
+    backward(whole_of(result), 1 / mesh.layout.size)
+    results, gradients = expected(name, length)
+    own = [None if each.grad is None else each.grad for each in leaves]
+    whole_grads = [None if each is None else comm.reduce_sum(each, mesh.sequence_group) for each in own[1:]]
+    found = {"split": split, "result": distance(shown, results)}
+    mine = (
+        None
+        if gradients[0] is None
+        else shard(pad(gradients[0], padded, dim=1, value=0), mesh.layout, mesh.sequence_rank, dim=1)
+    )
+    return {**found, "gradient": distance([own[0], *whole_grads], [mine, *gradients[1:]])}
+
+
+def distance(found: list[Any], wanted: list[Any]) -> float:
+    largest = 0.0
+    for ours, theirs in zip(found, wanted, strict=True):
+        ours = torch.zeros_like(theirs) if ours is None and theirs is not None else ours
+        theirs = torch.zeros_like(ours) if theirs is None and ours is not None else theirs
+        if ours is None:
+            continue
+        if ours.shape != theirs.shape:
+            return float("inf")
+        if ours.numel():
+            largest = max(largest, float((ours.double() - theirs.double()).abs().max()))
+    return largest
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+REFUSED: dict[str, Any] = {
+    "sorted tokens": lambda x: x.sort(dim=1),
+    "an own function": lambda x: Double.apply(x),
+    "scores that are squared": lambda x: (x @ x.mT).square(),
+    "written into a whole tensor": lambda x: torch.zeros(2, 16, E, dtype=x.dtype).add_(x),
+    "a mask of all keys": lambda x: (x @ x.mT).masked_fill(torch.ones(16, 16, dtype=torch.bool), -1e9),
+}
+
+
+def refused(names: list[str]) -> list[str]:
+    """Return what each is refused with."""
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=2)
+    mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=1)
+    messages = []
+    for name in names:
+        batch, _ = batch_of(16, mesh)
+        try:
+            with refused_functions():
+                REFUSED[name](batch[0])
+            messages.append("not refused")
+        except SequenceParallelError as error:
+            messages.append(str(error))
+    return messages

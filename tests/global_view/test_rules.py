@@ -1,0 +1,53 @@
+"""The table of rules: each function on shards, forward and backward, against the whole tensor on one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.global_view import rule_ranks as ranks
+from tests.global_view.rule_cases import CASES
+
+NAMES = sorted(CASES)
+# Ulysses, ring, tokens; 13 are padded.
+LAYOUTS = [(2, 1, 13), (1, 2, 16), pytest.param(1, 2, 13, marks=pytest.mark.slow), (2, 2, 13)]
+# What one device's own result is whole on every rank: one number for each token at most, or a reduction.
+WHOLE = (
+    "sum", "mean", "max", "min", "norm of", "norm", "var", "std", "logsumexp over", "logsumexp", "argmax", "first", "last", "gathered",
+    "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip", "sorted", "shifted labels", "smooth", "kl", "z-loss",
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch flash")
+@pytest.mark.parametrize(("ulysses", "ring", "length"), LAYOUTS)
+def test_a_rule_is_exact_forward_and_backward(pools, ulysses, ring, length):
+    for answers in pools(ulysses * ring).run(ranks.in_global_view, NAMES, length, ulysses, ring):
+        refused = {name: found for name, found in zip(NAMES, answers, strict=True) if isinstance(found, str)}
+        assert not refused
+        wrong = {
+            name: found
+            for name, found in zip(NAMES, answers, strict=True)
+            if max(found["result"], found["gradient"]) > 1e-10
+        }
+        assert not wrong
+
+
+def test_what_needs_no_whole_stays_split(pools):
+    [answers, _] = pools(2).run(ranks.in_global_view, NAMES, 16, 1, 2)
+    split = {name for name, found in zip(NAMES, answers, strict=True) if found["split"]}
+    assert {name for name in NAMES if not name.startswith(WHOLE)} <= split
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sorted tokens", ["sort of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.sort(dim=1)", "unshard(x)"]),
+        ("an own function", ["Double, an autograd.Function", "Double.apply(x)"]),
+        ("scores that are squared", ["square on the scores of an attention"]),
+        ("written into a whole tensor", ["add writes numbers of the sequence into a tensor that is whole"]),
+        ("a mask of all keys", ["to all keys of a query"]),
+    ],
+)  # fmt: skip
+def test_what_has_no_rule_is_refused_with_the_users_line(pools, name, words):
+    for [message] in pools(2).run(ranks.refused, [name]):
+        for word in ["global_view: ", *words]:
+            assert word in message

@@ -1,0 +1,45 @@
+"""Unmodified modules and losses that look along the sequence: trained in the global view as on one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.global_view import training_ranks as ranks
+from tests.global_view.modules import LOSSES
+
+LENGTH = 29  # padded to 30 or 32
+# Of the losses, what each layout tries in the default run.
+FEW = ("input_and_target", "mean_pooled", "dpo", "smoothness")
+
+
+@pytest.fixture(scope="module")
+def expected(pools):
+    """What one device gives, by loss."""
+
+    @cache
+    def of(loss):
+        [found] = pools(1).run(ranks.one_process, loss, LENGTH)
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "losses"),
+    [
+        (2, dict(ring_size=2), [*LOSSES]),
+        pytest.param(2, dict(ulysses_size=2), [*LOSSES], marks=pytest.mark.slow),
+        (2, dict(ulysses_size=2), FEW),
+        pytest.param(4, dict(ulysses_size=2, ring_size=2), [*LOSSES], marks=pytest.mark.slow),
+        (4, dict(ulysses_size=2, data_parallel_size=2), FEW[:1]),
+    ],
+)
+def test_weights_and_losses_are_those_of_one_device(pools, expected, world, options, losses):
+    [answers, *_] = pools(world).run(ranks.in_global_view, list(losses), LENGTH, world, options)
+    for loss, found in zip(losses, answers, strict=True):
+        assert not isinstance(found, str), (loss, found)
+        assert found["losses"] == pytest.approx(expected(loss)["losses"], rel=1e-10), loss
+        for name, weight in expected(loss)["weights"].items():
+            assert float((found["weights"][name] - weight).abs().max()) < 1e-9, (loss, name)

@@ -1,0 +1,45 @@
+"""Training in the global view and on one device: weights and losses after some steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from tests.global_view.modules import Module, rows
+
+STEPS = 2
+
+
+def trained(module: Any, strategy: Any, devices: int, length: int, num_rows: int = 4) -> dict[str, Any]:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS, precision="64-true", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(rows(length), batch_size=num_rows))
+    weights = {}
+    for name, parameter in module.named_parameters():
+        whole: Any = parameter.detach()
+        weights[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+    return {"weights": weights, "losses": module.losses[-STEPS:]}
+
+
+def one_process(loss: str, length: int) -> dict[str, Any]:
+    return trained(Module(loss), "auto", 1, length)
+
+
+def in_global_view(losses: list[str], length: int, world: int, options: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    rows_of_a_group = 4 // options.get("data_parallel_size", 1)
+    for loss in losses:
+        try:
+            found.append(
+                trained(
+                    Module(loss), SequenceParallelStrategy(global_view=True, **options), world, length, rows_of_a_group
+                )
+            )
+        except SequenceParallelError as error:
+            found.append(str(error))
+    return found

@@ -1,6 +1,7 @@
-"""A user's `autograd.Function` with tensors of the sequence: refused, for its backward would be lost.
+"""A user's `autograd.Function` with tensors of the sequence.
 
-Its forward would compute on what is shown, outside of any history, and what it returns would have no gradient.
+One that computes number by number runs on this rank's part: its forward is watched, and calls pointwise functions of torch alone, so that its
+derivative is one of the same place. Any other is refused, for what it does along the sequence is not known.
 """
 
 from __future__ import annotations
@@ -10,26 +11,62 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import users_line
+from lightning_sp.global_view.call import NO_RULE, Call, placed, users_line
+from lightning_sp.global_view.pointwise import RULES, aligned, pointwise
+from lightning_sp.global_view.properties import RULES as PROPERTIES
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.table import name_of
+
+
+class _Watched(TorchFunctionMode):
+    """Notes whether every function that is called is pointwise, and what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_pointwise = True
+        self.made: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = name_of(func)
+        if name not in PROPERTIES:
+            self.is_pointwise &= RULES.get(name) is pointwise
+            self.made += tree_leaves(result)
+        return result
 
 
 @contextmanager
-def refused_functions() -> Iterator[None]:
-    """Refuse tensors of the sequence as arguments of an `autograd.Function` while this is entered."""
+def watched_functions() -> Iterator[None]:
+    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others."""
     own = torch.autograd.Function.__dict__.get("apply")
     original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, GlobalTensor) for each in tree_leaves((args, kwargs))):
-            raise SequenceParallelError(
-                f"global_view: {cls.__name__}, an autograd.Function, with a tensor of the sequence ({users_line()}): its backward is not "
-                "known to the rules; write it with functions of torch, or give it lightning_sp.reductions.unshard(x), the whole on every rank"
-            )
-        return original(cls, *args, **kwargs)
+        if not any(isinstance(each, GlobalTensor) for each in tree_leaves((args, kwargs))):
+            return original(cls, *args, **kwargs)
+        call = Call(
+            name=cls.__name__, function=lambda *given, **named: original(cls, *given, **named), args=args, kwargs=kwargs
+        )
+        found = aligned(call) if call.tensors else NO_RULE
+        if found is NO_RULE:
+            raise _refusal(cls)
+        local, placement = found
+        shape = torch.broadcast_shapes(*(each.local.shape for each in call.tensors))  # type: ignore[no-untyped-call]
+        watched = _Watched()
+        try:
+            with watched:
+                result = local.on_locals()
+        except Exception as error:  # whatever a function makes of a part of its sequence
+            raise _refusal(cls) from error
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if not watched.is_pointwise or not watched.made or any(each.shape != shape for each in outputs):
+            raise _refusal(cls)
+        return placed(result, placement)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
     try:
@@ -39,3 +76,11 @@ def refused_functions() -> Iterator[None]:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _refusal(cls: Any) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"global_view: {cls.__name__}, an autograd.Function, with a tensor of the sequence ({users_line()}): its forward does more than compute "
+        "number by number with functions of torch, so what it does along the sequence is not known; write it with functions of torch, or hand "
+        "it lightning_sp.reductions.unshard(x), the whole on every rank"
+    )

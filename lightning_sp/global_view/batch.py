@@ -22,6 +22,7 @@ def global_batch(
     group: ProcessGroup,
     attend: Callable[..., Tensor],
     note_reduction: Callable[[], None],
+    agree: Callable[[str | None], None],
 ) -> Any:
     """Return a batch whose tensors of the sequence show the whole.
 
@@ -32,6 +33,7 @@ def global_batch(
         group: these ranks.
         attend: as of `Storage`.
         note_reduction: likewise.
+        agree: likewise.
     """
     placements: dict[str, Placement] = {}
     for each in info.sequences:
@@ -44,6 +46,7 @@ def global_batch(
             note_reduction=note_reduction,
             dispatch=dispatch,
             sequence=each,
+            agree=agree,
         )
         placements |= {name: Placement(storage=storage, dim=dim, length=each.length) for name, dim in each.dims.items()}
     if isinstance(batch, Tensor):

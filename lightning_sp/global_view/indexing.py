@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small
+from lightning_sp.global_view.movement import moved
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
@@ -84,10 +85,7 @@ def take_range(x: SequenceTensor, start: int, stop: int, step: int) -> Any:
         return NO_RULE
     if start == 0 and step == 1:
         return SequenceTensor(x.local, replace(own, length=length))
-    index = [slice(None)] * x.dim()
-    index[own.dim] = slice(start, stop, step)
-    shorter = replace(own, length=length)
-    return SequenceTensor(part_of(x.whole()[tuple(index)], shorter), shorter)
+    return moved(x, torch.arange(start, stop, step), ("slice", start, stop, step))
 
 
 def take_one(x: SequenceTensor, position: int) -> Any:

@@ -35,6 +35,8 @@ class Storage:
         note_reduction: called once for each reduction over the sequence.
         dispatch: does what the table of rules says of a function, its arguments and its keyword arguments.
         sequence: what is known of the whole.
+        plans: of the moves of tokens that the step has made.
+        agree: raises an error that a rank has on all ranks of the step; every rank must call it.
     """
 
     layout: SequenceLayout
@@ -45,12 +47,30 @@ class Storage:
     note_reduction: Callable[[], None]
     dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     sequence: SequenceInfo
+    agree: Callable[[str | None], None]
+    plans: dict[Any, Any] = field(default_factory=dict)
     _positions: dict[torch.device, Tensor] = field(default_factory=dict)
+    _larger: dict[int, Storage] = field(default_factory=dict)
 
     @property
     def local_tokens(self) -> int:
         """s, this rank's tokens."""
         return self.capacity // self.layout.size
+
+    def for_length(self, length: int) -> Storage:
+        """Return what holds so many tokens: this, or one of more."""
+        if length <= self.capacity:
+            return self
+        capacity = self.layout.padded_length(length)
+        if capacity not in self._larger:
+            sequence = replace(
+                self.sequence, length=capacity, padded_length=capacity, boundaries=None, valid=None, visible_keys=None
+            )
+            self._larger[capacity] = replace(
+                self, layout=self.layout.for_length(capacity), capacity=capacity, sequence=sequence,
+                plans={}, _positions={}, _larger={},
+            )  # fmt: skip
+        return self._larger[capacity]
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens. Shapes: () -> (s,)."""

@@ -28,7 +28,7 @@ NAMES = """
     eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
     and or xor rand ror rxor iand ior ixor iadd isub imul itruediv idiv
     where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv isclose
-    to type type_as float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
+    to type float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
     ones_like zeros_like empty_like full_like alias dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
     fill copy polar real imag conj angle
 """
@@ -97,6 +97,12 @@ def _written_in_place(call: Call) -> Any:
 
 
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow", "floordiv", "div")}
+
+
+def like_another(call: Call) -> Any:
+    """Give a tensor the dtype and device of another, whatever its shape."""
+    x, other = call.args
+    return x.to(dtype=other.dtype, device=other.device)
 
 
 def along(call: Call) -> Any:
@@ -172,6 +178,7 @@ def new_like(call: Call) -> Any:
 
 RULES: dict[str, Rule] = {
     **named(NAMES, pointwise),
+    **named("type_as", like_another),
     **named("softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin sort argsort topk", along),
     **named("gather scatter scatter_add scatter_reduce take_along_dim", gather),
     **named("layer_norm rms_norm", normalized),

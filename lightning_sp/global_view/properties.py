@@ -32,9 +32,14 @@ def shown(call: Call) -> Any:
 
 
 def of_autograd(call: Call) -> Any:
-    """Answer with what this rank's part has."""
+    """Answer with what this rank's part has; scores of an attention, which nothing reads, have no history."""
     x = call.args[0]
-    return call.on_locals() if is_sequence(x) else NO_RULE
+    if is_sequence(x):
+        return call.on_locals()
+    return _OF_SCORES.get(call.name, NO_RULE)
+
+
+_OF_SCORES = {"requires_grad": False, "grad_fn": None, "is_leaf": True, "_base": None, "retains_grad": False}
 
 
 def of_values(call: Call) -> Any:

@@ -10,49 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, users_line
-from lightning_sp.global_view.placement import Placement, broadcast
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
-
-# A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
-HIDDEN_BELOW = -1e4
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Attention:
-    """What is known of an attention so far.
-
-    Args:
-        queries: local, (..., s, D).
-        keys: local, (..., t, D).
-        of_queries: where the queries' sequence is.
-        of_keys: likewise the keys'.
-        lead: the dims before queries and keys, as finely as they have been shown.
-        scale: of the products.
-        visible: which keys each query sees, whole, broadcastable to (*lead, S, T); None for all.
-        bias: added after the scale, likewise.
-        softcap: c of c tanh(score / c), between the scale and the bias.
-        is_weights: the softmax was taken.
-        dropout: the probability.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    of_queries: Placement
-    of_keys: Placement
-    lead: tuple[int, ...]
-    scale: float = 1.0
-    visible: Tensor | None = None
-    bias: Tensor | None = None
-    is_weights: bool = False
-    dropout: float = 0.0
+from lightning_sp.global_view.written_attention import HIDDEN_BELOW, Attention, four_dims, masks_of, refusal
 
 
 class Scores(GlobalTensor):
@@ -99,10 +66,11 @@ def times_values(weights: Scores, values: Any) -> Any:
     if not is_sequence(values) or values.placement.dim != values.dim() - 2:
         return NO_RULE
     if not known.is_weights:
-        raise _refusal("a product with values before a softmax")
+        raise refusal("a product with values before a softmax")
     if not values.placement.same_tokens(known.of_keys):
         return NO_RULE
     lead = known.lead
+    masks = masks_of(known)
     four = lead if len(lead) == 2 else (1, math.prod(lead))
     local = values.local.expand(*weights.lead, *values.local.shape[-2:])
 
@@ -115,30 +83,18 @@ def times_values(weights: Scores, values: Any) -> Any:
         heads(local).to(known.queries.dtype),
         queries=known.of_queries,
         keys=known.of_keys,
-        visible=_four_dims(known.visible, lead),
-        bias=_four_dims(known.bias, lead),
+        visible=four_dims(masks.visible, lead),
+        bias=four_dims(masks.bias, lead),
         scale=known.scale,
         dropout=known.dropout,
     )
     out = out.reshape(*weights.lead, *out.shape[-2:]).to(torch.promote_types(weights.dtype, values.dtype))
-    return SequenceTensor(out, known.of_queries.at(out.dim() - 2))
-
-
-def _four_dims(whole: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
-    """Return a mask or bias with two dims before queries and keys."""
-    if whole is None or len(lead) == 2:
-        return None if whole is None else whole[(None,) * (4 - whole.dim())]
-    own = whole.shape[:-2]
-    if math.prod(own) not in (1, math.prod(lead)):
-        whole = whole.expand(*lead, *whole.shape[-2:])
-    return whole.reshape(1, -1, *whole.shape[-2:])
-
-
-def _refusal(what: str) -> SequenceParallelError:
-    return SequenceParallelError(
-        f"global_view: {what} on the scores of an attention that is written out ({users_line()}): carried are a scale, a mask, a bias that is "
-        "whole, a softmax over the keys, dropout, and the product with the values; use F.scaled_dot_product_attention for the rest"
-    )
+    place = known.of_queries.at(out.dim() - 2)
+    if masks.alike is not None:
+        alike = masks.alike.expand(*lead, *masks.alike.shape[-2:]).reshape(*weights.lead, *masks.alike.shape[-2:])
+        mean = values.mean(-2, keepdim=True)
+        out = torch.where(part_of(alike, place), mean, out)
+    return SequenceTensor(out, place)
 
 
 def _number(value: Any) -> float | None:
@@ -155,12 +111,18 @@ def scaled(call: Call) -> Any:
     x, other = call.args[:2]
     x, other = (x, other) if isinstance(x, Scores) else (other, x)
     number = _number(other)
+    if number is None and _is_of_zeros_and_ones(other) and "div" not in call.name and x.attention.factor is None:
+        return _result(call, x, x.changed(factor=_relead(other, x.lead, x.attention.lead)))
     if number is None or (number <= 0) or x.attention.is_weights or (call.name.startswith("r") and "div" in call.name):
-        raise _refusal(f"{call.name} by {'a tensor' if number is None else number}")
+        raise refusal(f"{call.name} by {'a tensor' if number is None else number}")
     factor = 1 / number if "div" in call.name else number
     known = x.attention
     bias = None if known.bias is None else known.bias * factor
     return _result(call, x, x.changed(scale=known.scale * factor, bias=bias))
+
+
+def _is_of_zeros_and_ones(value: Any) -> bool:
+    return is_plain(value) and not value.requires_grad and bool(((value == 0) | (value == 1)).all())
 
 
 def _result(call: Call, x: Scores, new: Scores) -> Scores:
@@ -188,10 +150,10 @@ def biased(call: Call) -> Any:
         or x.attention.is_weights
         or set(call.kwargs) - {"alpha"}
     ):
-        raise _refusal(f"{call.name} of {type(other).__name__}")
+        raise refusal(f"{call.name} of {type(other).__name__}")
     if "alpha" in call.kwargs or (call.name != "add" and call.name != "radd" and call.name != "iadd"):
         if call.name not in ("sub", "isub", "subtract"):
-            raise _refusal(call.name)
+            raise refusal(call.name)
         other = -other
     return _result(call, x, _with_bias(x, whole_of(other)))
 
@@ -199,6 +161,15 @@ def biased(call: Call) -> Any:
 def _with_bias(x: Scores, bias: Tensor) -> Scores:
     known = x.attention
     bias = _relead(bias, x.lead, known.lead)
+    if known.factor is not None:
+        # score * b + low * (1 - b), as GPT-1 hides keys.
+        hides = (known.factor == 0).expand(torch.broadcast_shapes(bias.shape, known.factor.shape))  # type: ignore[no-untyped-call]
+        low = bias.expand(hides.shape)[hides]
+        if low.numel() and (float(low.max()) > HIDDEN_BELOW or float(low.min()) != float(low.max())):
+            raise refusal("a product with zeros that no sum of one low number hides")
+        bias = bias.masked_fill(hides, 0.0)
+        x = _lowered(x.changed(factor=None), hides, float(low.max()) if low.numel() else 0.0)
+        known = x.attention
     return x.changed(bias=bias if known.bias is None else known.bias + bias)
 
 
@@ -216,11 +187,29 @@ def _hidden(x: Scores, hidden: Any, value: Any) -> Scores:
     number = _number(value)
     known = x.attention
     if number is None or number > HIDDEN_BELOW or known.is_weights:
-        raise _refusal(f"a mask that puts {'a tensor' if number is None else number}")
-    visible = ~_relead(whole_of(hidden).bool(), x.lead, known.lead)
-    if number != -math.inf and bool((~visible).all(-1).any()) and visible.shape[-1] > 1:
-        raise _refusal(f"a mask that puts {number} to all keys of a query, which one device then weighs alike,")
-    return x.changed(visible=visible if known.visible is None else known.visible & visible)
+        raise refusal(f"a mask that puts {'a tensor' if number is None else number}")
+    hides = _relead(whole_of(hidden).bool(), x.lead, known.lead)
+    if number != -math.inf:
+        return _lowered(x, hides, number)
+    return x.changed(visible=~hides if known.visible is None else known.visible & ~hides)
+
+
+def _lowered(x: Scores, hides: Tensor, number: float) -> Scores:
+    known = x.attention
+    # It stands in the place of what was added before, and what comes later is added to it.
+    bias = None if known.bias is None else torch.where(hides, known.bias.new_zeros(()), known.bias)
+    if known.lowered is None:
+        return x.changed(lowered=hides, lowest=number, bias=bias)
+    return x.changed(lowered=known.lowered | hides, lowest=max(known.lowest, number), bias=bias)
+
+
+def at_least(call: Call) -> Any:
+    """Raise scores to a number that is lower than any: what a sum with a mask has put below it, where it is the lowest of a dtype."""
+    x = call.args[0]
+    number = _number(call.argument(1, "other", call.kwargs.get("min")))
+    if number is None or number > HIDDEN_BELOW or len(call.args) + len(call.kwargs) > 2:
+        raise refusal(call.name)
+    return _result(call, x, x)
 
 
 def masked(call: Call) -> Any:
@@ -240,7 +229,7 @@ def softmax(call: Call) -> Any:
     """Take the softmax over the keys."""
     x, dim = call.args[0], call.argument(1, "dim", -1)
     if dim % x.dim() != x.dim() - 1 or x.attention.is_weights or call.name != "softmax":
-        raise _refusal(f"{call.name} along dim {dim}")
+        raise refusal(f"{call.name} along dim {dim}")
     dtype = call.kwargs.get("dtype") or next((each for each in call.args[2:] if isinstance(each, torch.dtype)), None)
     return Scores(replace(x.attention, is_weights=True), x.lead, dtype or x.dtype)
 
@@ -251,7 +240,7 @@ def dropped(call: Call) -> Any:
     if not training or p == 0.0:
         return x
     if not x.attention.is_weights or x.attention.dropout:
-        raise _refusal("dropout before the softmax, or twice,")
+        raise refusal("dropout before the softmax, or twice,")
     return x.changed(dropout=float(p))
 
 
@@ -272,6 +261,14 @@ def same(call: Call) -> Any:
     return call.args[0]
 
 
+def expanded_as(call: Call) -> Any:
+    """Show a whole mask in the shape of scores: as it is, for what is done with both broadcasts it."""
+    x, other = call.args
+    if isinstance(x, Scores) or not isinstance(other, Scores):
+        raise refusal("expand_as")
+    return whole_of(x)
+
+
 def view(call: Call) -> Any:
     """Join or split the dims before queries and keys."""
     x, *shape = call.args
@@ -286,7 +283,7 @@ def view(call: Call) -> Any:
         known_size = math.prod(size for size in given if size != -1)
         given[given.index(-1)] = math.prod(x.shape) // max(1, known_size)
     if list(given[-2:]) != list(x.shape[-2:]):
-        raise _refusal(f"{call.name} to {tuple(given)}")
+        raise refusal(f"{call.name} to {tuple(given)}")
     lead = list(given[:-2])
     known = x.attention
     if len(lead) > len(known.lead):  # finer than before: what is noted goes along
@@ -314,10 +311,12 @@ RULES: dict[str, Rule] = {
     **named("mul multiply rmul imul div divide true_divide truediv itruediv idiv", scaled),
     **named("add radd iadd sub subtract isub", biased),
     **named("masked_fill where", masked),
+    **named("max maximum clamp clamp_min", at_least),
     **named("softmax log_softmax", softmax),
     **named("dropout", dropped),
     **named("to type type_as float double half bfloat16", cast),
     **named("contiguous clone", same),
+    **named("expand_as", expanded_as),
     **named("view reshape flatten unsqueeze", view),
 }
 
@@ -330,5 +329,5 @@ def on_scores(call: Call) -> Any:
     """
     rule = RULES.get(call.name)
     if rule is None:
-        raise _refusal(call.name)
+        raise refusal(call.name)
     return rule(call)

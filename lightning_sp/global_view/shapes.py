@@ -173,6 +173,9 @@ def repeat_interleave(call: Call) -> Any:
 def cat(call: Call) -> Any:
     """Put tensors beside each other, not along the sequence."""
     tensors, dim = list(call.args[0]), call.argument(1, "dim", call.kwargs.get("axis", 0))
+    tensors = [each for each in tensors if is_sequence(each) or not _is_empty(each)]
+    if len(tensors) == 1 and call.name != "stack":
+        return tensors[0]
     like = call.tensors[0]
     own = like.placement
     dim %= like.dim() + (call.name == "stack")
@@ -190,6 +193,11 @@ def cat(call: Call) -> Any:
             return NO_RULE
     result = call.function(local, dim)
     return SequenceTensor(result, own.at(own.dim + (call.name == "stack" and dim <= own.dim)))
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a tensor is what torch leaves out of a `cat`: a cache that holds nothing yet."""
+    return is_plain(value) and value.dim() == 1 and value.numel() == 0
 
 
 def split(call: Call) -> Any:
@@ -214,11 +222,17 @@ def iterate(call: Call) -> Any:
 
 def moved_elsewhere(call: Call) -> Any:
     """Flip or roll along other dims than the sequence's."""
-    x, dims = call.args[0], call.args[-1] if len(call.args) > 1 else call.kwargs.get("dims")
+    x = call.args[0]
+    dims = call.argument(2, "dims") if call.name == "roll" else call.kwargs.get("dims", _rest(call.args))
     chosen = [dims] if isinstance(dims, int) else dims
-    if not chosen or (call.name == "roll" and len(call.args) < 3 and "dims" not in call.kwargs):
+    if not chosen:
         return NO_RULE
     return NO_RULE if x.placement.dim in [each % x.dim() for each in chosen] else placed(call.on_locals(), x.placement)
+
+
+def _rest(args: tuple[Any, ...]) -> Any:
+    """Return what stands behind a tensor: one sequence, or numbers one after the other."""
+    return args[1] if len(args) == 2 else args[1:]
 
 
 def pad(call: Call) -> Any:

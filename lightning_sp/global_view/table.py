@@ -13,7 +13,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view import along_sequence, indexing, losses, pointwise, products, properties, scores, shapes
+from lightning_sp.global_view import (
+    along_places,
+    along_sequence,
+    indexing,
+    losses,
+    pointwise,
+    products,
+    properties,
+    scores,
+    shapes,
+)
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, users_line, whole_is_small
 
 
@@ -27,6 +37,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         products.RULES,
         losses.RULES,
         along_sequence.RULES,
+        along_places.RULES,
         {"softmax": along_sequence.softmax, "log_softmax": along_sequence.softmax, "gather": indexing.gather_tokens},
     ):
         for name, rule in rules.items():
@@ -62,8 +73,9 @@ def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
     of_scores = any(isinstance(each, scores.Scores) for each in tree_leaves((args, kwargs)))
-    if of_scores and call.name not in products.RULES and call.name not in properties.RULES:
-        return scores.on_scores(call)
+    if of_scores and call.name not in products.RULES:
+        found = properties.RULES[call.name](call) if call.name in properties.RULES else NO_RULE
+        return scores.on_scores(call) if found is NO_RULE else found
     for rule in TABLE.get(call.name, ()):
         result = rule(call)
         if result is not NO_RULE:

@@ -30,7 +30,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.autograd_functions import refused_functions
+from lightning_sp.global_view.autograd_functions import watched_functions
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
 from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
@@ -351,7 +351,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
-        [refused_functions()]
+        [watched_functions()]
         if whole_view
         else [
             DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),

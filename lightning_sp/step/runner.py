@@ -81,12 +81,16 @@ class StepRunner:
         mesh = self.context.run_mesh
         return global_batch(
             batch, info, rank=mesh.sequence_rank, group=mesh.sequence_group, attend=WholeAttention(self.context),
-            note_reduction=self._note_reduction,
+            note_reduction=self._note_reduction, agree=self._agree,
         )  # fmt: skip
 
     def _note_reduction(self) -> None:
         if self.context.loss_step is not None:
             self.context.loss_step.num_reductions += 1
+
+    def _agree(self, error: str | None) -> None:
+        """Raise what a rank refuses on all ranks that run the step."""
+        comm.agree(error, None if self.context.loss_step is None else self.context.loss_step.loss_group)
 
     def start_run(self) -> None:
         """Compare the next loss as the first one, before its backward."""

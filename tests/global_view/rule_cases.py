@@ -28,6 +28,7 @@ class Whole:
         self.mixing = draw(length, length)
         self.relative = draw(1, H, length, length)
         self.rows = draw(2, E)
+        self.kernel, self.full_kernel = draw(E, 1, 3), draw(E, E, 3)
 
 
 Case = Callable[[Tensor, Tensor, Tensor, Whole], Any]
@@ -112,6 +113,21 @@ def complex_rope(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * turn).flatten(2)
 
 
+def all_hidden(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """A query whose keys are all hidden by one number weighs them alike."""
+    q, k, v = heads(x, w)
+    hidden = ~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    hidden[3] = True
+    return ((q @ k.mT).masked_fill(hidden, -1e9).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def gpt1(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    q, k, v = heads(x, w)
+    b = torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=x.dtype))
+    scores = (q @ k.mT / 2) * b + -1e4 * (1 - b)
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
+
+
 CASES: dict[str, Case] = {
     "pointwise with whole tensors": lambda x, ids, mask, w: torch.tanh(x * w.bias + w.positions) * mask.unsqueeze(-1),
     "learned positions": lambda x, ids, mask, w: x + F.embedding(torch.arange(x.shape[1]) % V, w.table),
@@ -158,6 +174,8 @@ CASES: dict[str, Case] = {
     "attention by hand": nano,
     "attention with alibi by baddbmm": bloom,
     "attention with a learned bias": t5,
+    "attention to nothing": all_hidden,
+    "attention as in GPT-1": gpt1,
     "attention by einsum": einsum_attention,
     "grouped attention of torch": grouped,
     "cumsum of a number for each token": lambda x, ids, mask, w: x.mean(-1).cumsum(1),
@@ -175,5 +193,20 @@ CASES: dict[str, Case] = {
     "one hot": lambda x, ids, mask, w: F.one_hot(ids, V).to(x.dtype) @ w.head,
     "topk of features": lambda x, ids, mask, w: x.topk(3, dim=-1).values,
     "z-loss": lambda x, ids, mask, w: F.linear(x, w.head).logsumexp(-1).square().mean(),
-    "conv over features": lambda x, ids, mask, w: F.glu(x, dim=-1),
+    "flip": lambda x, ids, mask, w: x.flip(1),
+    "roll": lambda x, ids, mask, w: x.roll(2, dims=1) * x,
+    "shifted right by padding": lambda x, ids, mask, w: F.pad(x[:, :-1], (0, 0, 1, 0)) + x,
+    "padded by three": lambda x, ids, mask, w: F.pad(x, (0, 0, 2, 1), value=0.5).sin(),
+    "a class token in front": lambda x, ids, mask, w: torch.cat([w.rows[:, None], x], dim=1).cos(),
+    "a class token in attention": lambda x, ids, mask, w: grouped(torch.cat([w.rows[:, None], x], dim=1), ids, mask, w)[
+        :, 0
+    ],
+    "two sequences joined": lambda x, ids, mask, w: torch.cat([x, x.flip(1)], dim=1).tanh()[:, 5:20],
+    "causal convolution": lambda x, ids, mask, w: F.conv1d(
+        F.pad(x.transpose(1, 2), (2, 0)), w.kernel, groups=E
+    ).transpose(1, 2),
+    "convolution": lambda x, ids, mask, w: F.conv1d(x.transpose(1, 2), w.full_kernel, w.bias, padding=2, dilation=2),
+    "token shift": lambda x, ids, mask, w: x + w.bias * (F.pad(x, (0, 0, 1, -1)) - x),
+    "windows of two": lambda x, ids, mask, w: (x[:, 1:] + x[:, :-1]) / 2,
+    "glu over features": lambda x, ids, mask, w: F.glu(x, dim=-1),
 }

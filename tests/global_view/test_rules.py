@@ -13,7 +13,8 @@ LAYOUTS = [(2, 1, 13), (1, 2, 16), pytest.param(1, 2, 13, marks=pytest.mark.slow
 # What one device's own result is whole on every rank: one number for each token at most, or a reduction.
 WHOLE = (
     "sum", "mean", "max", "min", "norm of", "norm", "var", "std", "logsumexp over", "logsumexp", "argmax", "first", "last", "gathered",
-    "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip", "sorted", "shifted labels", "smooth", "kl", "z-loss",
+    
+    "a class token in attention", "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip", "sorted", "shifted labels", "smooth", "kl", "z-loss",
 )  # fmt: skip
 
 
@@ -41,10 +42,10 @@ def test_what_needs_no_whole_stays_split(pools):
     ("name", "words"),
     [
         ("sorted tokens", ["sort of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.sort(dim=1)", "unshard(x)"]),
-        ("an own function", ["Double, an autograd.Function", "Double.apply(x)"]),
+        ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores that are squared", ["square on the scores of an attention"]),
         ("written into a whole tensor", ["add writes numbers of the sequence into a tensor that is whole"]),
-        ("a mask of all keys", ["to all keys of a query"]),
+        ("a mask of all keys", ["numbers that are added, or masks of several numbers, and hide all keys of a query"]),
     ],
 )  # fmt: skip
 def test_what_has_no_rule_is_refused_with_the_users_line(pools, name, words):

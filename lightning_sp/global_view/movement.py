@@ -1,0 +1,125 @@
+"""Tokens that go to other places of the sequence: what a slice, a shift, a flip, padding or a join along the sequence does.
+
+    moved(x, index)[..., i, ...] = x[..., index[i], ...], or the fill where index[i] is -1
+
+Each rank sends the tokens that others show, and no others: for a shift those at the edges of what a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm, layout
+from lightning_sp.global_view.placement import Storage
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan:
+    """What a rank sends and where what it gets goes.
+
+    Args:
+        sent: slots of this rank's tokens, for rank after rank.
+        num_sent: how many for each.
+        received: slots of the result, in the order in which tokens arrive.
+        num_received: how many from each.
+        filled: which slots of the result get the fill, or lie behind it.
+    """
+
+    sent: Tensor
+    num_sent: tuple[int, ...]
+    received: Tensor
+    num_received: tuple[int, ...]
+    filled: Tensor
+
+
+def plan_of(index: Tensor, source: Storage, target: Storage, device: torch.device) -> Plan:
+    """Return the plan of a rank. Pure: every rank makes its own from the same index. Shapes: index (L,), on the CPU."""
+    size = source.layout.size
+    slot_of, owner_of = torch.zeros(source.capacity, dtype=torch.int64), torch.zeros(source.capacity, dtype=torch.int64)
+    wanted = []
+    behind = torch.full((target.capacity - len(index),), -1, dtype=torch.int64)
+    whole = torch.cat([index, behind])
+    for rank in range(size):
+        own = layout.positions(source.layout, source.capacity, rank)
+        slot_of[own], owner_of[own] = torch.arange(len(own)), rank
+        wanted.append(whole[layout.positions(target.layout, target.capacity, rank)])
+    mine = wanted[source.rank]
+    to_each = [slot_of[each[(each >= 0) & (owner_of[each] == source.rank)]] for each in wanted]
+    from_each = [torch.nonzero((mine >= 0) & (owner_of[mine] == rank)).flatten() for rank in range(size)]
+    return Plan(
+        sent=torch.cat(to_each).to(device),
+        num_sent=tuple(map(len, to_each)),
+        received=torch.cat(from_each).to(device),
+        num_received=tuple(map(len, from_each)),
+        filled=(mine < 0).to(device),
+    )
+
+
+class _Move(torch.autograd.Function):
+    """The exchange of tokens in dim 0; its mirror sends cotangents back, and adds up those of a token that went to several places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Plan, group: ProcessGroup) -> Tensor:
+        ctx.plan, ctx.group, ctx.num_tokens = plan, group, x.shape[0]
+        arrived = _exchanged(x.index_select(0, plan.sent), plan.num_sent, plan.num_received, group)
+        result = x.new_zeros((len(plan.filled), *x.shape[1:]))
+        return result.index_copy(0, plan.received, arrived)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        plan = ctx.plan
+        arrived = _exchanged(grads[0].index_select(0, plan.received), plan.num_received, plan.num_sent, ctx.group)
+        total = grads[0].new_zeros((ctx.num_tokens, *grads[0].shape[1:]))
+        return total.index_add(0, plan.sent, arrived), None, None
+
+
+def _exchanged(tokens: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    per_token = tokens[0].numel() if len(tokens) else int(torch.tensor(tokens.shape[1:]).prod())
+    as_bytes = tokens.to(torch.uint8) if tokens.dtype == torch.bool else tokens
+    flat = comm.exchange(
+        as_bytes.contiguous().view(-1), [n * per_token for n in sent], [n * per_token for n in received], group
+    )
+    result = flat.view(sum(received), *tokens.shape[1:])
+    return result.bool() if tokens.dtype == torch.bool else result
+
+
+def moved(x: SequenceTensor, index: Tensor, key: Any, target: Storage | None = None, fill: float = 0) -> SequenceTensor:
+    """Return a tensor of other tokens, or of the same in another order.
+
+    Args:
+        x: with the sequence in a dim of its own.
+        index: of each token of the result its place in `x`, -1 for the fill; on the CPU, the same on all ranks.
+        key: what the plan is known by in this step.
+        target: which tokens of the result each rank has; None: as of `x`.
+        fill: for -1.
+
+    Shapes: (..., L, ...), (N,) -> (..., N, ...). Communicates: one all_to_all of the tokens that change their rank, one in the backward.
+    """
+    own = x.placement
+    source, target = own.storage, target or own.storage
+    key = (key, len(index), own.length, target.capacity)
+    if key not in source.plans:
+        source.plans[key] = plan_of(index, source, target, x.device)
+    plan = source.plans[key]
+    ahead = x.local.movedim(own.dim, 0)
+    result: Tensor = _Move.apply(ahead, plan, source.group)  # type: ignore[no-untyped-call]
+    if fill:
+        shape = (-1, *[1] * (result.dim() - 1))
+        result = torch.where(plan.filled.view(shape), torch.full_like(result, fill), result)
+    return SequenceTensor(result.movedim(0, own.dim), replace(own, storage=target, length=len(index)))
+
+
+def shifted(x: SequenceTensor, offset: int) -> SequenceTensor:
+    """Return the token `offset` places later for each, zeros from outside of the sequence."""
+    places = torch.arange(x.placement.length) + offset
+    inside = (places >= 0) & (places < x.placement.length)
+    return moved(x, torch.where(inside, places, -1), ("shift", offset))

@@ -1,0 +1,120 @@
+"""What is known of an attention that a model writes out, and the masks that the operator is given for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.call import users_line
+from lightning_sp.global_view.placement import Placement
+
+# A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
+HIDDEN_BELOW = -1e4
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Attention:
+    """What is known of an attention so far.
+
+    Args:
+        queries: local, (..., s, D).
+        keys: local, (..., t, D).
+        of_queries: where the queries' sequence is.
+        of_keys: likewise the keys'.
+        lead: the dims before queries and keys, as finely as they have been shown.
+        scale: of the products.
+        visible: which keys each query sees, whole, broadcastable to (*lead, S, T); None for all.
+        lowered: of which keys a finite number stands in the place of the score, likewise.
+        lowest: that number.
+        factor: 0 for keys that the next sum hides, 1 for the others, likewise.
+        bias: added after the scale, likewise.
+        is_weights: the softmax was taken.
+        dropout: the probability.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    of_queries: Placement
+    of_keys: Placement
+    lead: tuple[int, ...]
+    scale: float = 1.0
+    visible: Tensor | None = None
+    lowered: Tensor | None = None
+    lowest: float = 0.0
+    factor: Tensor | None = None
+    bias: Tensor | None = None
+    is_weights: bool = False
+    dropout: float = 0.0
+
+
+class Masks(NamedTuple):
+    """What the operator is given of an attention's masks, each whole.
+
+    Args:
+        visible: which keys are seen; None for all.
+        bias: added to the scores; None for none.
+        alike: the queries all of whose keys are hidden by one finite number, (..., S, 1): they weigh all keys alike. None for none.
+    """
+
+    visible: Tensor | None
+    bias: Tensor | None
+    alike: Tensor | None = None
+
+
+def masks_of(known: Attention) -> Masks:
+    """Return the masks. A finite number hides a key as -inf does, where another key is left for the query.
+
+    Where none is left, and one number stands for all scores, all keys are weighed alike. Scores that low numbers were added to are lost in
+    rounding, with their log-sum-exp, by which the operator's backward goes.
+
+    Raises:
+        SequenceParallelError: none is left, and several numbers hide them, or one that is added.
+    """
+    if known.lowered is None and known.bias is None:
+        return Masks(known.visible, None)
+    lowered = known.lowered
+    hidden = [
+        each
+        for each in (lowered, None if known.bias is None else known.bias.detach() <= HIDDEN_BELOW)
+        if each is not None
+    ]
+    both = hidden[0] if len(hidden) == 1 else hidden[0] | hidden[1]
+    seen = ~both if known.visible is None else known.visible & ~both
+    left = seen.any(-1, keepdim=True)
+    is_alone = lowered is not None and known.visible is None and known.bias is None
+    alike = lowered.all(-1, keepdim=True) if lowered is not None and is_alone else torch.zeros_like(left)
+    _refuse_where(
+        ~(left | alike), known, "numbers that are added, or masks of several numbers, and hide all keys of a query,"
+    )
+    if lowered is None:
+        return Masks(known.visible, known.bias)
+    visible = ~lowered if known.visible is None else known.visible & ~lowered
+    return Masks(visible | alike, known.bias, alike) if bool(alike.any()) else Masks(visible, known.bias)
+
+
+def _refuse_where(found: Tensor, known: Attention, what: str) -> None:
+    """Refuse what a mask does to some query: on all ranks together, for other data-parallel groups have other masks."""
+    known.of_queries.storage.agree(str(refusal(what)) if bool(found.any()) else None)
+
+
+def four_dims(whole: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
+    """Return a mask or bias with two dims before queries and keys."""
+    if whole is None or len(lead) == 2:
+        return None if whole is None else whole[(None,) * (4 - whole.dim())]
+    own = whole.shape[:-2]
+    if math.prod(own) not in (1, math.prod(lead)):
+        whole = whole.expand(*lead, *whole.shape[-2:])
+    return whole.reshape(1, -1, *whole.shape[-2:])
+
+
+def refusal(what: str) -> SequenceParallelError:
+    """Return the error for what is done to scores and not carried."""
+    return SequenceParallelError(
+        f"global_view: {what} on the scores of an attention that is written out ({users_line()}): carried are a scale, a mask, a bias that is "
+        "whole, a softmax over the keys, dropout, and the product with the values; use F.scaled_dot_product_attention for the rest"
+    )

@@ -12,9 +12,9 @@ NAMES = sorted(CASES)
 LAYOUTS = [(2, 1, 13), (1, 2, 16), pytest.param(1, 2, 13, marks=pytest.mark.slow), (2, 2, 13)]
 # What one device's own result is whole on every rank: one number for each token at most, or a reduction.
 WHOLE = (
-    "sum", "mean", "max", "min", "norm of", "norm", "var", "std", "logsumexp over", "logsumexp", "argmax", "first", "last", "gathered",
-    
-    "a class token in attention", "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip", "sorted", "shifted labels", "smooth", "kl", "z-loss",
+    "sum", "mean", "max", "min", "norm of", "norm", "var", "std", "logsumexp over", "logsumexp", "argmax", "first", "last",
+    "gathered", "a class token in attention", "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip of",
+    "sorted", "shifted labels", "smooth", "kl", "z-loss",
 )  # fmt: skip
 
 

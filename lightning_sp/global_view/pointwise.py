@@ -29,7 +29,7 @@ NAMES = """
     and or xor rand ror rxor iand ior ixor iadd isub imul itruediv idiv
     where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv isclose
     to type float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
-    ones_like zeros_like empty_like full_like alias dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
+    ones_like zeros_like empty_like full_like dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
     fill copy polar real imag conj angle
 """
 

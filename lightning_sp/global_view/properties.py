@@ -15,8 +15,8 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 SHOWN = """
     shape size dim ndim ndimension numel nelement dtype device layout is_cuda is_cpu is_floating_point is_complex is_signed is_sparse is_meta
-    is_quantized is_mps is_xpu is_nested is_mkldnn is_contiguous stride element_size itemsize nbytes get_device names is_inference hash len
-    is_tensor is_same_size storage_offset _has_symbolic_sizes_strides is_neg is_conj has_names
+    is_quantized is_mps is_xpu is_nested is_mkldnn is_contiguous stride element_size itemsize nbytes get_device is_inference hash len
+    is_tensor is_same_size storage_offset _has_symbolic_sizes_strides is_neg is_conj
 """
 OF_AUTOGRAD = """
     requires_grad grad_fn is_leaf _base untyped_storage _version retains_grad output_nr register_hook retain_grad

@@ -1,0 +1,110 @@
+"""Writes docs/global_view.md, the rules of the global view, from the table itself: `python -m tools.rules_table`."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+from lightning_sp.global_view import (
+    along_places,
+    along_sequence,
+    indexing,
+    losses,
+    pointwise,
+    products,
+    properties,
+    scores,
+    shapes,
+)
+from lightning_sp.global_view.call import Rule
+
+TARGET = Path(__file__).parents[1] / "docs" / "global_view.md"
+ROOMS: Mapping[str, tuple[ModuleType, str]] = {
+    "Number by number": (
+        pointwise,
+        "Local. A whole tensor among the arguments is cut to this rank's tokens where the two are aligned.",
+    ),
+    "Shapes": (shapes, "Local. Where the sequence goes follows from how many numbers lie before and behind a token."),
+    "Taking tokens": (
+        indexing,
+        "A slice from the first token on stays where it is; single tokens become whole on every rank.",
+    ),
+    "Other places": (along_places, "One all-to-all of the tokens that change their rank."),
+    "Sums, means, maxima": (
+        along_sequence,
+        "Over other dims local; over the sequence one all_reduce of the result, which is whole.",
+    ),
+    "Products": (
+        products,
+        "Over features local; over the sequence one all_reduce; queries with keys are an attention.",
+    ),
+    "Attention that is written out": (scores, "Noted, and computed by the operator at the product with the values."),
+    "Losses": (
+        losses,
+        "Number by number, then the mean or sum over the whole; `F.cross_entropy` as everywhere in a step.",
+    ),
+    "What a tensor says of itself": (properties, "Of what is shown, or of this rank's part where it is autograd's."),
+}
+HEAD = """# The global view
+
+    Trainer(strategy=SequenceParallelStrategy(global_view=True), devices=8)
+
+A step sees whole sequences. Its tensors have the shape that one device would see, and each rank holds its part. Code
+that looks along the sequence is exact as it is written:
+
+    def training_step(self, batch, batch_idx):
+        ids, mask = batch["input_ids"], batch["attention_mask"]  # (B, S) on every rank, which has S / n of the tokens
+        tokens = ids.shape[1]
+        x = self.embed(ids) + self.positions(torch.arange(tokens, device=ids.device))
+        scores = (self.q(x) @ self.k(x).mT) / 8  # noted, and never made
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=ids.device).tril()
+        x = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ self.v(x)  # one attention of Ulysses and ring
+        pooled = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + pooled.square().mean()
+
+Three things are enough to know.
+
+1. A tensor of the batch that carries the sequence is a `SequenceTensor`. What is computed of it number by number stays
+   one.
+2. Every other tensor is whole on every rank: what `arange` gives, buffers, a pooled row, a loss.
+3. What has no rule is made whole for the call where it has few numbers for each token: ids, masks, a loss of each
+   token. Where it has many, it is refused with your line. `lightning_sp.reductions.unshard(x)` makes it whole, if
+   memory allows.
+
+A whole mask of an attention has S x S numbers, as on one device; `F.scaled_dot_product_attention(..., is_causal=True)`
+has none. The preflight compares the step with one device's, as always.
+
+## Rules
+
+`python -m tools.rules_table` writes what follows, from `lightning_sp/global_view/table.py`. Names are those of
+functions and methods alike; operators and in-place forms go with them.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    lines = [HEAD]
+    for title, (room, what) in ROOMS.items():
+        by_rule: dict[Rule, list[str]] = defaultdict(list)
+        for name, rule in room.RULES.items():
+            by_rule[rule].append(name)
+        lines += [f"### {title}", "", what, "", "| functions | what is done |", "|---|---|"]
+        for rule, names in by_rule.items():
+            what_it_does = (inspect.getdoc(_owner(rule)) or "").splitlines()[0]
+            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {what_it_does} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _owner(rule: Rule) -> object:
+    """Return what a rule's line is written at: of a reduction what it is over the sequence."""
+    return next((cell.cell_contents for cell in rule.__closure__ or () if callable(cell.cell_contents)), rule)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())
+    print(f"wrote {TARGET}")

@@ -210,7 +210,11 @@ def setitem(call: Call) -> Any:
     if is_sequence(index) and index.dtype == torch.bool and not (isinstance(value, Tensor) and value.dim()):
         mask = index if index.dim() == x.dim() else index[(..., *[None] * (x.dim() - index.dim()))]
         found = aligned(Call(name="masked_fill", function=torch.masked_fill, args=(x, mask, value), kwargs={}))
-        return NO_RULE if found is NO_RULE else _written(x, found[0].on_locals())
+        if found is NO_RULE:
+            return NO_RULE
+        own, where, number = found[0].args
+        own.local.masked_fill_(where.local if is_sequence(where) else where, number)
+        return None
     slots = _slots(x, index)
     if (
         len(slots) == x.dim()
@@ -223,16 +227,14 @@ def setitem(call: Call) -> Any:
         if value is NO_RULE or (is_plain(value) and value.dim()):
             return NO_RULE
         x.local[tuple(slots)] = value
-        return x.renew(x.local)
+        return None
     if not whole_is_small(x):
         return NO_RULE
     whole = x.whole().clone()
     whole[whole_of(index)] = whole_of(value)
-    return _written(x, part_of(whole, x.placement))
-
-
-def _written(x: SequenceTensor, local: Tensor) -> None:
-    x.renew(local)
+    # In place, for the views of it.
+    x.local.copy_(part_of(whole, x.placement))
+    return None
 
 
 RULES: dict[str, Rule] = {

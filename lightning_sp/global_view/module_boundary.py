@@ -6,6 +6,7 @@ again before the module and the hooks of its user see it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,17 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 _MARK = "_lightning_sp_boundary"
 
 
+def local_parts(leaves: list[Any]) -> tuple[list[Any], dict[int, Placement]]:
+    """Return values with this rank's part of each tensor of the sequence, and where these are."""
+    placements = {i: each.placement for i, each in enumerate(leaves) if isinstance(each, SequenceTensor)}
+    return [each.local if i in placements else each for i, each in enumerate(leaves)], placements
+
+
+def shown_again(leaves: Sequence[Any], placements: Mapping[int, Placement]) -> list[Any]:
+    """Return values whose parts show the whole, as before `local_parts`."""
+    return [SequenceTensor(each, placements[i]) if i in placements else each for i, each in enumerate(leaves)]
+
+
 class _Boundary:
     """The two hooks of a module; a class because one leaves what the other needs."""
 
@@ -25,20 +37,15 @@ class _Boundary:
 
     def hide(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        self.placements = {i: each.placement for i, each in enumerate(leaves) if isinstance(each, SequenceTensor)}
-        if not self.placements:
-            return None
-        return tree_unflatten(
-            [each.local if i in self.placements else each for i, each in enumerate(leaves)], structure
-        )
+        parts, self.placements = local_parts(leaves)
+        return tree_unflatten(parts, structure) if self.placements else None
 
     def show(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.placements:
             return None
         leaves, structure = tree_flatten((args, kwargs))
         placements, self.placements = self.placements, {}
-        shown = [SequenceTensor(each, placements[i]) if i in placements else each for i, each in enumerate(leaves)]
-        return tree_unflatten(shown, structure)
+        return tree_unflatten(shown_again(leaves, placements), structure)
 
 
 def hide_from_fsdp(root: nn.Module) -> None:

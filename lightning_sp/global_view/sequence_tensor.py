@@ -57,7 +57,7 @@ class SequenceTensor(GlobalTensor):
 
     local: Tensor
     placement: Placement
-    _whole: Tensor | None
+    _whole: tuple[Tensor, int] | None
 
     @staticmethod
     def __new__(cls, local: Tensor, placement: Placement) -> SequenceTensor:
@@ -71,12 +71,13 @@ class SequenceTensor(GlobalTensor):
 
     def whole(self) -> Tensor:
         """Return what is shown, whole on every rank; differentiable. Communicates: as `placement.gathered`, once for what needs no gradient."""
-        if self._whole is not None:
-            return self._whole
-        whole = gathered(self.local, self.placement)
-        if not self.local.requires_grad:
-            self._whole = whole
-        return whole
+        if self.local.requires_grad:
+            return gathered(self.local, self.placement)
+        # What is written to this rank's part, here or through a view of it, makes the whole another.
+        version = self.local._version
+        if self._whole is None or self._whole[1] != version:
+            self._whole = gathered(self.local, self.placement), version
+        return self._whole[0].clone()
 
     def renew(self, local: Tensor) -> SequenceTensor:
         """Hold another local tensor of the same shape: what was written in place."""

@@ -128,6 +128,16 @@ def gpt1(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
 
 
+def ids_written_through_a_view(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    ids = ids.clone()
+    _ = ids.cumsum(1)
+    flat = ids.view(-1)
+    flat[3] = 7
+    ids[:, 1:3] = ids[:, 2:4]
+    ids[ids == 5] = 0
+    return F.embedding(ids, w.table) * x + ids.cumsum(1)[..., None]
+
+
 CASES: dict[str, Case] = {
     "pointwise with whole tensors": lambda x, ids, mask, w: torch.tanh(x * w.bias + w.positions) * mask.unsqueeze(-1),
     "learned positions": lambda x, ids, mask, w: x + F.embedding(torch.arange(x.shape[1]) % V, w.table),
@@ -189,6 +199,7 @@ CASES: dict[str, Case] = {
         F.linear(x, w.head).log_softmax(-1), F.linear(x.detach().cos(), w.head).softmax(-1), reduction="batchmean"
     ),
     "written in place": lambda x, ids, mask, w: x.mul(2).add_(1).clamp_(min=-1).masked_fill_(mask[..., None] == 0, 0.5),
+    "ids written through a view": ids_written_through_a_view,
     "where with ids": lambda x, ids, mask, w: torch.where((ids > 4).unsqueeze(-1), x, w.bias),
     "one hot": lambda x, ids, mask, w: F.one_hot(ids, V).to(x.dtype) @ w.head,
     "topk of features": lambda x, ids, mask, w: x.topk(3, dim=-1).values,

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_sp import comm
 from lightning_sp.config import MemoryOptions
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.module_boundary import local_parts, shown_again
 from lightning_sp.parallelize.activation_offload.disk import DiskStore
 from lightning_sp.parallelize.activation_offload.pinned_host import PinnedHostStore
 from lightning_sp.parallelize.activation_offload.store import Form, Store, Stored, check_unchanged, is_dense
@@ -136,13 +137,14 @@ class ActivationOffload:
             kwargs: of it.
         """
         leaves, spec = tree_flatten((args, kwargs))
+        parts, placements = local_parts(leaves)
 
-        def run(*leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, spec)
+        def run(*parts: Any) -> Any:
+            args, kwargs = tree_unflatten(shown_again(parts, placements), spec)
             return forward(*args, **kwargs)
 
         with saved_tensors_hooks(self._pack, self._unpack):
-            return recomputed(run, *leaves)
+            return recomputed(run, *parts)
 
     def check_room(self, group: ProcessGroup | None) -> None:
         """Compare what a forward needs with the room that there was, on all ranks. Every rank must call it.

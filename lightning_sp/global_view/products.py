@@ -190,7 +190,7 @@ def grouped_attention(call: Call) -> Any:
     visible = mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
     out = own.storage.attend(
         four(q), four(k), four(v), queries=own, keys=other, visible=visible, bias=bias,
-        scale=call.kwargs.get("scale"), dropout=dropout, causal=causal,
+        scale=call.kwargs.get("scale"), dropout=dropout, causal=causal, documents=True,
     )  # fmt: skip
     return SequenceTensor(out.reshape(*lead, *out.shape[1:]), own.at(len(lead) + 1))
 

@@ -136,8 +136,12 @@ class CrossEntropyInterception(AbstractContextManager[None]):
                 "the model uncompiled and pass compile=True to the strategy, which compiles its blocks"
             )
         shown = None
+        if isinstance(input, SequenceTensor) and input.dim() == 2 and input.placement.dim == 1:
+            input = input.whole()  # the classes are the tokens: one number for each
         if isinstance(input, SequenceTensor):
             input, target, shown = local_targets(input, target)
+        elif isinstance(target, SequenceTensor):
+            target = target.whole()
         target = _without_fillers(target, ignore_index)
         if reduction == "none":
             losses = partial(original, weight=weight, ignore_index=ignore_index, reduction="none", **options)

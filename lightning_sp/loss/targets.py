@@ -20,7 +20,7 @@ Kind = Literal["tokens", "row", "rows", "shifted", "unknown"]
 
 POOLED = (
     "from lightning_sp.reductions import last_token, sequence_mean; pooled = sequence_mean(x, mask), or last_token(x, mask), in place of "
-    "x.mean(1) or x[:, -1]"
+    "x.mean(1) or x[:, -1]; or use global_view=True, in which these are of the whole sequence"
 )
 
 
@@ -54,7 +54,8 @@ def kind_of_targets(input: Tensor, target: Tensor, context: SequenceContext, nam
             f"{name} over {count} targets = {rows} rows x ({local} - 1): the labels seem to be shifted inside the model, "
             f"on this rank's {local} tokens, which would lose the target at every shard's edge; shift them on the whole sequence "
             "(batch['shift_labels'], as SequenceShardingDataModule does) and use all positions. Two lines make it exact: "
-            "from lightning_sp.reductions import shift; loss = F.cross_entropy(logits.flatten(0, 1), shift(labels, 1, -100).flatten())"
+            "from lightning_sp.reductions import shift; loss = F.cross_entropy(logits.flatten(0, 1), shift(labels, 1, -100).flatten()). "
+            "Or use global_view=True, in which a step may shift them"
         )
     if kind == "rows" and size > 1 and not step.num_reductions:
         raise SequenceParallelError(

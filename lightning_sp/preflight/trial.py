@@ -185,10 +185,14 @@ class Trial:
         except Exception as error:
             if comm.is_of_communication(error):
                 raise  # another rank is late or has ended: nothing is known of the model
+            if self.context.global_view:
+                raise SequenceParallelError(
+                    f"preflight: training_step runs on {self.crop} whole, and fails in the global view: {type(error).__name__}: {error}"
+                ) from error
             raise SequenceParallelError(
                 f"preflight: training_step runs on {self.crop} whole, and fails on shards: {type(error).__name__}: {error}; the model compares "
                 "or counts something over all tokens of its input, of which it sees this rank's alone; do that on the whole batch, in the "
-                "collate function say, or with lightning_sp.reductions"
+                "collate function say, or with lightning_sp.reductions; or use global_view=True, which shows the step whole sequences"
             ) from error
 
     def numbers_of_whole(self, seed: int) -> Mapping[str, Number]:

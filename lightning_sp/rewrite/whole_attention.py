@@ -34,6 +34,7 @@ class WholeAttention:
         scale: float | None = None,
         dropout: float = 0.0,
         causal: bool = False,
+        documents: bool = False,
     ) -> Tensor:
         """Return the attention's output.
 
@@ -48,10 +49,12 @@ class WholeAttention:
             scale: of the scores; None for 1 / sqrt(D).
             dropout: the probability.
             causal: later keys are hidden.
+            documents: keys of other documents than the query's are, where the user has declared documents: torch's own function keeps to them,
+                what a model writes out does as it is written.
 
         Shapes: query (B, H, s, D), key and value (B, K, t, D), visible and bias (B or 1, H or 1, S or 1, T) -> (B, H, s, D).
         """
-        of_queries, of_keys = _shortened(queries), _shortened(keys)
+        of_queries, of_keys = _shown(queries, documents), _shown(keys, documents)
         if queries.storage is keys.storage and queries.length == keys.length:
             of_keys = of_queries
         if visible is not None and _is_causal(visible):
@@ -64,9 +67,11 @@ class WholeAttention:
         return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout)
 
 
-def _shortened(placement: Placement) -> SequenceInfo:
+def _shown(placement: Placement, documents: bool) -> SequenceInfo:
     """Return what is known of a sequence, of the tokens that are shown."""
     sequence = placement.storage.sequence
+    if not documents:
+        return replace(sequence, length=placement.length, boundaries=None)
     if placement.length == sequence.length:
         return sequence
     boundaries = sequence.boundaries

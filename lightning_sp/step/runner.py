@@ -307,5 +307,5 @@ class StepRunner:
             raise SequenceParallelError(
                 "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "
                 "model must call F.scaled_dot_product_attention or flex_attention, use torch's nn.MultiheadAttention with need_weights=False, "
-                "or be a Hugging Face model with the attention interface"
+                "or be a Hugging Face model with the attention interface; global_view=True carries attention that is written out"
             )

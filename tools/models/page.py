@@ -11,6 +11,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tools.models.answers import ROOT, Answers
 from tools.models.batches import FORMS, forms_of
@@ -19,6 +20,8 @@ from tools.models.ranks import LARGEST_ERROR, LARGEST_PART
 from tools.models.registry import ENTRIES, Case, left_out
 
 PAGE = ROOT / "docs" / "models.md"
+# Of those that this page calls refused.
+GLOBAL_VIEW_PAGE = ROOT / "docs" / "models_global_view.md"
 COMMAND = "make models"
 HEAD = """# Models of transformers
 
@@ -44,6 +47,15 @@ A model that casts to float32 itself may differ in its last digits. It is then t
 float64 in place of those casts; the row says so.
 
 """
+GLOBAL_VIEW_HEAD = """# Models in the global view
+
+`{command} ARGS=--global-view` writes this page. It was written with transformers {transformers} and torch {torch}.
+
+The classes that [models.md](models.md) calls refused in some form, tried as there, with `global_view=True`: the step sees
+whole sequences, and attention, positions and masks are the model's own. Exact means what it means there ({error:g}, and
+{part:g} of what the steps changed, in all three layouts).
+
+"""
 TITLES = ("Model types", "Heads")
 COLUMNS = ("model type", "kind", "class", *FORMS, "why")
 
@@ -64,11 +76,16 @@ class Row:
     reasons: tuple[str, ...]
 
 
-def write_page(cases: Sequence[Case], answers: Answers) -> None:
-    """Write the page: rows of this version's answers, and of the present page where it has none."""
-    before = {(row.model_type, row.kind): row for row in read_page(PAGE.read_text() if PAGE.exists() else "")}
+def write_page(cases: Sequence[Case], answers: Answers, target: Path = PAGE) -> None:
+    """Write a page: rows of this version's answers, and of the present page where it has none."""
+    before = {(row.model_type, row.kind): row for row in read_page(target.read_text() if target.exists() else "")}
     rows = [_row(case, answers) or before.get((case.model_type, case.kind)) for case in cases]
-    PAGE.write_text(page([row for row in rows if row is not None]))
+    target.write_text(page([row for row in rows if row is not None], HEAD if target == PAGE else GLOBAL_VIEW_HEAD))
+
+
+def refused() -> set[tuple[str, str]]:
+    """Return what the page calls refused in some form: model type, kind."""
+    return {(row.model_type, row.kind) for row in read_page(PAGE.read_text()) if "refused" in row.outcomes}
 
 
 def not_exact() -> list[str]:
@@ -85,11 +102,11 @@ def exact() -> set[tuple[str, str, str]]:
     }
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], head: str = HEAD) -> str:
     """Return the page."""
     counted = Counter(reason for row in rows for reason in row.reasons)
     number = {reason: place for place, (reason, _) in enumerate(counted.most_common(), 1)}
-    text = HEAD.format(
+    text = head.format(
         command=COMMAND, transformers=importlib.metadata.version("transformers"), torch=importlib.metadata.version("torch").partition("+")[0],
         error=LARGEST_ERROR, part=LARGEST_PART,
     )  # fmt: skip
@@ -103,7 +120,7 @@ def page(rows: Sequence[Row]) -> str:
     text += "\n## Why\n\n"
     for reason, place in number.items():
         text += textwrap.fill(f"{place}. {reason}", 118, subsequent_indent="   ", break_long_words=False) + "\n"
-    return text + _left_out()
+    return text + _left_out() if head == HEAD else text
 
 
 def read_page(text: str) -> list[Row]:

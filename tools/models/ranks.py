@@ -53,7 +53,7 @@ def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, An
     module = User(trial)
     loader = _loader(trial, module)
     torch.manual_seed(seed)
-    strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
+    strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring, global_view=trial.global_view)
     try:
         _trainer(strategy=strategy, devices=ulysses * ring).fit(module, loader)
     except SequenceParallelError as error:

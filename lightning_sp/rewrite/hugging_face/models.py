@@ -48,13 +48,14 @@ def why_unreachable(model: Any) -> str:
             return ""
         return (
             f"{name} does not reach its attention through Hugging Face's interface, so setting one is a silent no-op: it cannot be rewritten; "
-            "use a model whose modeling file calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
+            "use global_view=True, which carries attention that is written out, or a model whose modeling file calls ALL_ATTENTION_FUNCTIONS "
+            "(Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
         )
     by_hand = [each.__name__ for each in attention if (source := _source(each)) and not _is_seen(source)]
     if by_hand:
         return (
-            f"{name} has a part whose {by_hand[0]} writes attention out by hand: each rank would attend to its own tokens alone; use a part "
-            "whose modeling file calls ALL_ATTENTION_FUNCTIONS (BERT, RoBERTa, GPT-2, MBart, ...)"
+            f"{name} has a part whose {by_hand[0]} writes attention out by hand: each rank would attend to its own tokens alone; use "
+            "global_view=True, or a part whose modeling file calls ALL_ATTENTION_FUNCTIONS (BERT, RoBERTa, GPT-2, MBart, ...)"
         )
     return ""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
@@ -37,10 +38,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
+    @cached_property
     def tensors(self) -> list[SequenceTensor]:
         """The tensors of the sequence among the arguments."""
-        return [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, SequenceTensor)]
+        return [each for each in _leaves((*self.args, *self.kwargs.values())) if isinstance(each, SequenceTensor)]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be given by position or by name."""
@@ -48,13 +49,37 @@ class Call:
 
     def on_locals(self) -> Any:
         """Call the function with this rank's part of each tensor."""
-        args, kwargs = tree_map_only(SequenceTensor, lambda tensor: tensor.local, (self.args, self.kwargs))
-        return self.function(*args, **kwargs)
+        return self.changed(_local_of)
 
     def on_wholes(self) -> Any:
         """Call the function with each tensor whole."""
-        args, kwargs = tree_map_only(SequenceTensor, lambda tensor: tensor.whole(), (self.args, self.kwargs))
-        return self.function(*args, **kwargs)
+        return self.changed(lambda value: value.whole() if isinstance(value, SequenceTensor) else value)
+
+    def changed(self, change: Callable[[Any], Any]) -> Any:
+        """Call the function with changed arguments, those in lists, tuples and mappings too."""
+        args = [mapped(each, change) for each in self.args]
+        return self.function(*args, **{name: mapped(each, change) for name, each in self.kwargs.items()})
+
+
+def _local_of(value: Any) -> Any:
+    return value.local if isinstance(value, SequenceTensor) else value
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, those in lists and tuples too. Written out for what runs for each function that is called."""
+    for each in values:
+        if type(each) in (list, tuple):
+            yield from _leaves(each)
+        else:
+            yield each
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value changed, or each in a list or tuple."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind(mapped(each, change) for each in value)
+    return change(value)
 
 
 Rule = Callable[[Call], Any]
@@ -67,6 +92,8 @@ def named(names: str, rule: Rule) -> dict[str, Rule]:
 
 def placed(result: Any, placement: Placement) -> Any:
     """Return each tensor of a local result as one of the sequence."""
+    if isinstance(result, Tensor):
+        return SequenceTensor(result, placement)
     return tree_map_only(Tensor, lambda tensor: SequenceTensor(tensor, placement), result)
 
 

@@ -9,8 +9,9 @@ A dim of the shape that is shown may be more than the sequence: (batch, tokens) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Storage:
         group: the ranks that share the sequence.
         attend: attention of (B, H, s, D) queries, keys and values, as `rewrite.whole_attention` gives it.
         note_reduction: called once for each reduction over the sequence.
-        dispatch: does what the table of rules says of a function, its arguments and its keyword arguments.
+        dispatch: does what the table of rules says of a function, the types of its tensors, its arguments and its keyword arguments.
         sequence: what is known of the whole.
         plans: of the moves of tokens that the step has made.
         agree: raises an error that a rank has on all ranks of the step; every rank must call it.
@@ -45,14 +46,14 @@ class Storage:
     group: ProcessGroup
     attend: Callable[..., Tensor]
     note_reduction: Callable[[], None]
-    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    dispatch: Callable[[Any, Collection[type], tuple[Any, ...], dict[str, Any]], Any]
     sequence: SequenceInfo
     agree: Callable[[str | None], None]
     plans: dict[Any, Any] = field(default_factory=dict)
     _positions: dict[torch.device, Tensor] = field(default_factory=dict)
     _larger: dict[int, Storage] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def local_tokens(self) -> int:
         """s, this rank's tokens."""
         return self.capacity // self.layout.size

@@ -6,15 +6,15 @@ Also those along another dim than the sequence (softmax over the vocabulary, a n
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed, users_line
-from lightning_sp.global_view.placement import part_of
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, mapped, named, placed, users_line
+from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 NAMES = """
@@ -55,45 +55,50 @@ def pointwise(call: Call) -> Any:
 def aligned(call: Call) -> Any:
     """Return the call with every tensor local, and where the sequence of its result is; NO_RULE where two dims have it."""
     tensors = call.tensors
-    ndim = max(each.dim() for each in [*tensors, *(t for t in (*call.args, *call.kwargs.values()) if is_plain(t))])
     first = tensors[0].placement
+    wholes = [each for each in (*call.args, *call.kwargs.values()) if is_plain(each) or type(each) in (list, tuple)]
+    dims = tensors[0].local.dim()
+    if not wholes and all(each.placement == first and each.local.dim() == dims for each in tensors):
+        return call, first
+    ndim = max(each.dim() for each in [*tensors, *(each for each in wholes if isinstance(each, Tensor))])
     placement = first.at(first.dim + ndim - tensors[0].dim())
     for each in tensors[1:]:
         other = each.placement
-        if other.dim + ndim - each.dim() != placement.dim:
-            return NO_RULE
-        if not placement.same_tokens(other):
+        if other.dim + ndim - each.dim() != placement.dim or not placement.same_tokens(other):
             return NO_RULE
 
     def part(tensor: Any) -> Any:
-        if not is_plain(tensor):
-            return tensor
-        dim = placement.dim - (ndim - tensor.dim())
-        if dim < 0 or tensor.shape[dim] == 1:
-            return tensor
-        if tensor.shape[dim] != placement.shown:
-            raise RuntimeError(
-                f"The size of tensor a ({placement.shown}) must match the size of tensor b ({tensor.shape[dim]}) at dimension {dim}"
-            )
-        return part_of(tensor, placement.at(dim))
+        return _part(tensor, placement, ndim) if is_plain(tensor) else tensor
 
-    args = tuple(tree_map_only(Tensor, part, each) for each in call.args)
-    kwargs = {name: tree_map_only(Tensor, part, each) for name, each in call.kwargs.items()}
+    args = tuple(mapped(each, part) for each in call.args)
+    kwargs = {name: mapped(each, part) for name, each in call.kwargs.items()}
     return replace(call, args=args, kwargs=kwargs), placement
+
+
+def _part(whole: Tensor, placement: Placement, ndim: int) -> Tensor:
+    """Return what of a whole tensor is aligned with this rank's tokens."""
+    dim = placement.dim - (ndim - whole.dim())
+    if dim < 0 or whole.shape[dim] == 1:
+        return whole
+    if whole.shape[dim] != placement.shown:
+        raise RuntimeError(
+            f"The size of tensor a ({placement.shown}) must match the size of tensor b ({whole.shape[dim]}) at dimension {dim}"
+        )
+    return part_of(whole, placement.at(dim))
 
 
 def _written_in_place(call: Call) -> Any:
     """Return the tensor that a function writes into; None where it makes a new one."""
     if "out" in call.kwargs and call.kwargs["out"] is not None:
         return call.kwargs["out"]
-    inplace = call.kwargs.get("inplace", False)
-    if (
-        inplace
-        or call.function.__name__.rstrip("_") + "_" == call.function.__name__
-        or call.function.__name__ in _AUGMENTED
-    ):
-        return call.args[0]
-    return None
+    return call.args[0] if _writes(call.function) or call.kwargs.get("inplace", False) else None
+
+
+@lru_cache(maxsize=1024)
+def _writes(function: Any) -> bool:
+    """Return whether a function writes into its first argument, by its name."""
+    name = function.__name__
+    return name in _AUGMENTED or (name.endswith("_") and not name.startswith("__"))
 
 
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow", "floordiv", "div")}

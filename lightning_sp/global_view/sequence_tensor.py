@@ -34,9 +34,12 @@ class GlobalTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Do what the table says of a function."""
-        given = dict(kwargs or {})
-        first = next(each for each in tree_leaves((args, given)) if isinstance(each, GlobalTensor))
-        return first.of_sequence.dispatch(func, args, given)
+        given = dict(kwargs) if kwargs else {}
+        # Most functions have it first; a list of tensors, `cat`'s, is searched.
+        first = next((each for each in args if isinstance(each, GlobalTensor)), None)
+        if first is None:
+            first = next(each for each in tree_leaves((args, given)) if isinstance(each, GlobalTensor))
+        return first.of_sequence.dispatch(func, types, args, given)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

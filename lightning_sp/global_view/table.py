@@ -7,10 +7,11 @@ whole for the call, and what has more is refused with the user's line.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view import (
@@ -50,6 +51,7 @@ TABLE = _table()
 _OF_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "__repr__", "__str__", "__format__", "__array__"}
 
 
+@lru_cache(maxsize=4096)
 def name_of(function: Any) -> str:
     """Return a function's name in the table: `add` for `a + b`, `a += b` and `a.add_(b)`, `shape` for the attribute."""
     name = str(getattr(function, "__name__", function))
@@ -65,14 +67,14 @@ def name_of(function: Any) -> str:
     return name.removeprefix("_").removeprefix("linalg_").removeprefix("special_").removesuffix("_")
 
 
-def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what the table says of a function.
 
     Raises:
         SequenceParallelError: no rule knows it with these arguments, and a tensor is too large to be made whole for it.
     """
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
-    of_scores = any(isinstance(each, scores.Scores) for each in tree_leaves((args, kwargs)))
+    of_scores = scores.Scores in types
     if of_scores and call.name not in products.RULES:
         found = properties.RULES[call.name](call) if call.name in properties.RULES else NO_RULE
         return scores.on_scores(call) if found is NO_RULE else found

@@ -51,9 +51,9 @@ GLOBAL_VIEW_HEAD = """# Models in the global view
 
 `{command} ARGS=--global-view` writes this page. It was written with transformers {transformers} and torch {torch}.
 
-The classes that [models.md](models.md) calls refused in some form, tried as there, with `global_view=True`: the step sees
-whole sequences, and attention, positions and masks are the model's own. Exact means what it means there ({error:g}, and
-{part:g} of what the steps changed, in all three layouts).
+The classes that [models.md](models.md) calls refused in some form, tried as there, with `global_view=True`: the step
+sees whole sequences, and attention, positions and masks are the model's own. Exact means what it means there ({error:g},
+and {part:g} of what the steps changed, in all three layouts).
 
 """
 TITLES = ("Model types", "Heads")

@@ -1,0 +1,76 @@
+"""What the global view costs the host: microseconds of each function of torch on a tensor of the sequence, beside the same on its part.
+
+    python -m benchmarks.global_view
+
+One process plays the first of two ranks; what is timed sends nothing. CPU time, the least of many rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.global_view.placement import Placement, Storage
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.table import dispatch
+from lightning_sp.layout import SequenceLayout
+
+TOKENS, FEATURES, ROUNDS, CALLS = 16, 8, 200, 50
+WEIGHT, BIAS = torch.randn(FEATURES, FEATURES), torch.randn(FEATURES)
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "x + x": lambda x: x + x,
+    "x * bias": lambda x: x * BIAS,
+    "x.view": lambda x: x.view(1, -1, 2, FEATURES // 2),
+    "x.transpose": lambda x: x.transpose(1, 2),
+    "F.linear": lambda x: F.linear(x, WEIGHT),
+    "F.layer_norm": lambda x: F.layer_norm(x, (FEATURES,)),
+    "x.softmax(-1)": lambda x: x.softmax(-1),
+    "x[..., :4]": lambda x: x[..., :4],
+    "x.shape": lambda x: x.shape,
+}
+
+
+def tensors() -> tuple[SequenceTensor, Tensor]:
+    """Return a tensor of the sequence, and its part."""
+    layout = SequenceLayout(ulysses_size=2)
+    info = SequenceInfo(
+        rows=1, length=TOKENS, padded_length=TOKENS, boundaries=None, position_ids=None, shift_labels=None, layout=layout
+    )  # fmt: skip
+    nothing: Any = None
+    storage = Storage(
+        layout=layout, rank=0, capacity=TOKENS, group=nothing, attend=nothing, note_reduction=nothing, dispatch=dispatch,
+        sequence=info, agree=nothing,
+    )  # fmt: skip
+    local = torch.randn(1, TOKENS // 2, FEATURES)
+    return SequenceTensor(local, Placement(storage=storage, dim=1, length=TOKENS)), local
+
+
+def microseconds(function: Callable[[Tensor], Any], x: Tensor) -> float:
+    """Return the CPU time of a call."""
+    least = float("inf")
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        for _ in range(CALLS):
+            function(x)
+        least = min(least, time.process_time() - began)
+    return least / CALLS * 1e6
+
+
+def main() -> None:
+    """Print the table."""
+    shown, local = tensors()
+    print("| function | part, us | global view, us | more, us |\n|---|---|---|---|")
+    for name, function in FUNCTIONS.items():
+        part, whole = microseconds(function, local), microseconds(function, shown)
+        print(f"| `{name}` | {part:.1f} | {whole:.1f} | {whole - part:.1f} |")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -261,7 +261,9 @@ def test_the_cases_above_notice_the_faults_of_others(pools, expected):
         assert worst > 1e3 * EXACT[i][1], (fault, worst)
 
 
-@pytest.mark.parametrize(("build", "tolerance"), [("llama", 1e-10), ("gemma3", 1e-6)])
+@pytest.mark.parametrize(
+    ("build", "tolerance"), [("llama", 1e-10), pytest.param("gemma3", 1e-6, marks=pytest.mark.slow)]
+)
 def test_whatever_attention_a_model_was_built_with(pools, build, tolerance):
     """On one device each is the same attention; of FlexAttention the CPU has no backward, so the default's gradients are the reference."""
     one = ranks.one_process(build, data=PADDED)

@@ -29,7 +29,9 @@ def same(actual, expected, case):
         assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
 
 
-@pytest.mark.parametrize("strategy", [dict(ring_size=2), dict(ulysses_size=2)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [dict(ring_size=2), pytest.param(dict(ulysses_size=2), marks=pytest.mark.slow)], ids=str
+)
 def test_a_users_module_trains_as_on_one_device(pools, strategy):
     alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case) for case in CASES])[0]
     for answers in pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, **case) for case in CASES]):

@@ -25,7 +25,11 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "folder") for name in NAMES), (NAMES[0], "file"), (NAMES[-1], "file")]
+    ("name", "kind"),
+    [
+        *((name, "folder") for name in NAMES),
+        *(pytest.param(name, "file", marks=pytest.mark.slow) for name in (NAMES[0], NAMES[-1])),
+    ],
 )
 def test_an_average_is_one_devices_also_resumed_on_other_degrees(pools: Any, tmp_path: Path, name: str, kind: str):
     def run(world: int, strategy: Any, folder: str, *, resume: bool = False) -> list[dict[str, Any]]:

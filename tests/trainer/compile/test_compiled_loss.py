@@ -24,7 +24,7 @@ def test_a_graph_that_calls_the_function_is_exact(pools: Any, head: str):
 GROUPS = pytest.param(dict(data_parallel_size=2, sequence_parallel_size=1), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("strategy", [dict(ring_size=2), GROUPS], ids=str)
+@pytest.mark.parametrize("strategy", [pytest.param(dict(ring_size=2), marks=pytest.mark.slow), GROUPS], ids=str)
 def test_a_graph_that_holds_it_is_refused_on_all_ranks(pools: Any, strategy: dict[str, int]):
     for found in pools(2).run(ranks.trained, "MaskedLM", strategy, "aot_eager"):
         assert found["error"].startswith(

@@ -13,6 +13,7 @@ from lightning_sp.global_view import (
     along_sequence,
     indexing,
     losses,
+    multihead,
     pointwise,
     products,
     properties,
@@ -42,6 +43,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "Over features local; over the sequence one all_reduce; queries with keys are an attention.",
     ),
     "Attention that is written out": (scores, "Noted, and computed by the operator at the product with the values."),
+    "nn.MultiheadAttention": (multihead, "By the rules of its parts."),
     "Losses": (
         losses,
         "Number by number, then the mean or sum over the whole; `F.cross_entropy` as everywhere in a step.",

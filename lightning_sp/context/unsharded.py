@@ -74,6 +74,8 @@ class UnshardedModules:
             crossing: attention of each rank's own queries to what those give: ranks draw its dropout for themselves.
         """
         self._undo.close()
+        if self._context.global_view:
+            return  # there tensors say themselves whose tokens they have
         self.known, self.found_any = whole is not None, bool(whole or crossing)
         # What they hold, too: a checkpointed block is recomputed by itself.
         for roots, alike in ((whole or (), True), (crossing, False)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence
-from lightning_sp.global_view.movement import moved
+from lightning_sp.global_view.movement import brought, moved
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -66,8 +66,7 @@ def cat(call: Call) -> Any:
     own = like.placement
     if call.name == "stack" or dim % like.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
-    if any(is_sequence(each) and each.placement.storage is not own.storage for each in parts):
-        return NO_RULE
+    parts = [brought(each, own.storage) if is_sequence(each) else each for each in parts]
     total = sum(each.shape[own.dim] for each in parts)
     target = own.storage.for_length(total)
     result: SequenceTensor | None = None

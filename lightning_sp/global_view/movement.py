@@ -118,8 +118,9 @@ def moved(x: SequenceTensor, index: Tensor, key: Any, target: Storage | None = N
     return SequenceTensor(result.movedim(0, own.dim), replace(own, storage=target, length=len(index)))
 
 
-def shifted(x: SequenceTensor, offset: int) -> SequenceTensor:
-    """Return the token `offset` places later for each, zeros from outside of the sequence."""
-    places = torch.arange(x.placement.length) + offset
-    inside = (places >= 0) & (places < x.placement.length)
-    return moved(x, torch.where(inside, places, -1), ("shift", offset))
+def brought(x: SequenceTensor, storage: Storage) -> SequenceTensor:
+    """Return a tensor as another storage has its tokens; as it is where these are more than it holds, or have no dim of their own."""
+    own = x.placement
+    if own.storage is storage or own.length > storage.capacity or own.outer * own.inner > 1:
+        return x
+    return moved(x, torch.arange(own.length), "brought", storage)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, mapped, named, placed, users_line
+from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -62,13 +63,15 @@ def aligned(call: Call) -> Any:
         return call, first
     ndim = max(each.dim() for each in [*tensors, *(each for each in wholes if isinstance(each, Tensor))])
     placement = first.at(first.dim + ndim - tensors[0].dim())
-    for each in tensors[1:]:
-        other = each.placement
-        if other.dim + ndim - each.dim() != placement.dim or not placement.same_tokens(other):
+    there: dict[int, SequenceTensor] = {}
+    for each in tensors:
+        other = brought(each, first.storage)
+        if each.placement.dim + ndim - each.dim() != placement.dim or not placement.same_tokens(other.placement):
             return NO_RULE
+        there[id(each)] = other
 
     def part(tensor: Any) -> Any:
-        return _part(tensor, placement, ndim) if is_plain(tensor) else tensor
+        return _part(tensor, placement, ndim) if is_plain(tensor) else there.get(id(tensor), tensor)
 
     args = tuple(mapped(each, part) for each in call.args)
     kwargs = {name: mapped(each, part) for name, each in call.kwargs.items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.scores import Scores, scores_of, times_values
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -48,6 +49,8 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     if own.dim == a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1:
         return scores_of(a, b)
     contracted = own.dim == a.dim() - 1 and other.dim == max(0, b.dim() - 2)
+    b = brought(b, own.storage)
+    other = b.placement
     if contracted and own.same_tokens(other):
         # Over the sequence: of each rank's tokens, added up.
         return _summed(own.without_padding(a.local, 0), other.without_padding(b.local, 0), a)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
 from lightning_sp.global_view.written_attention import HIDDEN_BELOW, Attention, four_dims, masks_of, refusal
@@ -67,6 +68,7 @@ def times_values(weights: Scores, values: Any) -> Any:
         return NO_RULE
     if not known.is_weights:
         raise refusal("a product with values before a softmax")
+    values = brought(values, known.of_keys.storage)
     if not values.placement.same_tokens(known.of_keys):
         return NO_RULE
     lead = known.lead
@@ -85,7 +87,8 @@ def times_values(weights: Scores, values: Any) -> Any:
         keys=known.of_keys,
         visible=four_dims(masks.visible, lead),
         bias=four_dims(masks.bias, lead),
-        scale=known.scale,
+        scale=known.scale if known.softcap is None else known.scale * known.softcap,
+        softcap=known.softcap,
         dropout=known.dropout,
     )
     out = out.reshape(*weights.lead, *out.shape[-2:]).to(torch.promote_types(weights.dtype, values.dtype))
@@ -117,12 +120,25 @@ def scaled(call: Call) -> Any:
         raise refusal(f"{call.name} by {'a tensor' if number is None else number}")
     factor = 1 / number if "div" in call.name else number
     known = x.attention
+    if known.softcap is not None:
+        if known.bias is not None or known.lowered is not None:
+            raise refusal(f"{call.name} of what was added to capped scores")
+        return _result(call, x, x.changed(softcap=known.softcap * factor))
     bias = None if known.bias is None else known.bias * factor
-    return _result(call, x, x.changed(scale=known.scale * factor, bias=bias))
+    return _result(call, x, x.changed(scale=known.scale * factor, bias=bias, lowest=known.lowest * factor))
 
 
 def _is_of_zeros_and_ones(value: Any) -> bool:
     return is_plain(value) and not value.requires_grad and bool(((value == 0) | (value == 1)).all())
+
+
+def capped(call: Call) -> Any:
+    """Take the tanh of scaled scores: with a factor behind it the softcap of Gemma 2."""
+    x = call.args[0]
+    known = x.attention
+    if known.softcap is not None or known.bias is not None or known.lowered is not None or known.visible is not None:
+        raise refusal("tanh of what was added to the scores, or twice,")
+    return _result(call, x, x.changed(softcap=1.0))
 
 
 def _result(call: Call, x: Scores, new: Scores) -> Scores:
@@ -310,6 +326,7 @@ def view(call: Call) -> Any:
 RULES: dict[str, Rule] = {
     **named("mul multiply rmul imul div divide true_divide truediv itruediv idiv", scaled),
     **named("add radd iadd sub subtract isub", biased),
+    **named("tanh", capped),
     **named("masked_fill where", masked),
     **named("max maximum clamp clamp_min", at_least),
     **named("softmax log_softmax", softmax),

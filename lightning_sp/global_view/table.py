@@ -19,6 +19,7 @@ from lightning_sp.global_view import (
     along_sequence,
     indexing,
     losses,
+    multihead,
     pointwise,
     products,
     properties,
@@ -39,6 +40,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         losses.RULES,
         along_sequence.RULES,
         along_places.RULES,
+        multihead.RULES,
         {"softmax": along_sequence.softmax, "log_softmax": along_sequence.softmax, "gather": indexing.gather_tokens},
     ):
         for name, rule in rules.items():

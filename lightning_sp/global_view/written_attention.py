@@ -33,6 +33,7 @@ class Attention:
         lowest: that number.
         factor: 0 for keys that the next sum hides, 1 for the others, likewise.
         bias: added after the scale, likewise.
+        softcap: c of c tanh(score), in the place of the scaled score; None where there is no tanh.
         is_weights: the softmax was taken.
         dropout: the probability.
     """
@@ -48,6 +49,7 @@ class Attention:
     lowest: float = 0.0
     factor: Tensor | None = None
     bias: Tensor | None = None
+    softcap: float | None = None
     is_weights: bool = False
     dropout: float = 0.0
 

@@ -42,7 +42,7 @@ def attend(
     if not torch.compiler.is_compiling() and (stage is None or stage.is_first):
         step.num_attention_calls += 1
         step.attention_patterns.append(AttentionPattern.of(mask))
-        if not (context.attention_told or context.unsharded.known):
+        if not (context.attention_told or context.unsharded.known or context.global_view):
             _check_own_tokens(context, query, key)
     operator = sequence_parallel_attention
     if stage is not None:

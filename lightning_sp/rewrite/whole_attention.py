@@ -32,6 +32,7 @@ class WholeAttention:
         visible: Tensor | None = None,
         bias: Tensor | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         dropout: float = 0.0,
         causal: bool = False,
         documents: bool = False,
@@ -47,6 +48,7 @@ class WholeAttention:
             visible: which keys each query sees, whole; None for all.
             bias: added to the scores, whole.
             scale: of the scores; None for 1 / sqrt(D).
+            softcap: c of c tanh(score / c); None for none.
             dropout: the probability.
             causal: later keys are hidden.
             documents: keys of other documents than the query's are, where the user has declared documents: torch's own function keeps to them,
@@ -64,7 +66,9 @@ class WholeAttention:
             mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))
         if bias is not None:
             bias = _padded(bias, of_queries, of_keys, 0.0)
-        return attend(self.context, query, key, value, mask=mask, scale=scale, bias=bias, dropout_p=dropout)
+        return attend(
+            self.context, query, key, value, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout_p=dropout
+        )
 
 
 def _shown(placement: Placement, documents: bool) -> SequenceInfo:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.global_view.layers import LAYERS, Layered, smoothed
+
 V, E, H, BLOCK = 23, 16, 4, 64
 
 
@@ -214,6 +216,28 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
         dpo, ipo, grpo, distillation, regression, contrastive, multi_token, smoothness,
     )
 }  # fmt: skip
+
+
+class LayeredModule(pl.LightningModule):
+    """A model of one kind of layer."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.losses = Layered(layer), []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = smoothed(self.model(batch["input_ids"]), batch)
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def module_of(name: str) -> Any:
+    """Return the module of a layer or a loss."""
+    return LayeredModule(name) if name in LAYERS else Module(name)
 
 
 def rows(length: int, num_rows: int = 8) -> list[dict[str, Tensor]]:

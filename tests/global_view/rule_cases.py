@@ -121,6 +121,13 @@ def all_hidden(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return ((q @ k.mT).masked_fill(hidden, -1e9).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+def softcap(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    q, k, v = heads(x, w)
+    scores = torch.tanh(q @ k.mT * 0.7 / 3.0) * 3.0
+    scores = scores.masked_fill(mask[:, None, None, :] == 0, -torch.inf) + w.relative
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
 def gpt1(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     q, k, v = heads(x, w)
     b = torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=x.dtype))
@@ -186,6 +193,7 @@ CASES: dict[str, Case] = {
     "attention with a learned bias": t5,
     "attention to nothing": all_hidden,
     "attention as in GPT-1": gpt1,
+    "attention with a softcap": softcap,
     "attention by einsum": einsum_attention,
     "grouped attention of torch": grouped,
     "cumsum of a number for each token": lambda x, ids, mask, w: x.mean(-1).cumsum(1),

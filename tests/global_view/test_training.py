@@ -7,11 +7,12 @@ from functools import cache
 import pytest
 
 from tests.global_view import training_ranks as ranks
+from tests.global_view.layers import LAYERS
 from tests.global_view.modules import LOSSES
 
 LENGTH = 29  # padded to 30 or 32
 # Of the losses, what each layout tries in the default run.
-FEW = ("input_and_target", "mean_pooled", "dpo", "smoothness")
+FEW = ("input_and_target", "mean_pooled", "dpo", "smoothness", "Buckets")
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +30,10 @@ def expected(pools):
 @pytest.mark.parametrize(
     ("world", "options", "losses"),
     [
-        (2, dict(ring_size=2), [*LOSSES]),
-        pytest.param(2, dict(ulysses_size=2), [*LOSSES], marks=pytest.mark.slow),
+        (2, dict(ring_size=2), [*LOSSES, *LAYERS]),
+        pytest.param(2, dict(ulysses_size=2), [*LOSSES, *LAYERS], marks=pytest.mark.slow),
         (2, dict(ulysses_size=2), FEW),
-        pytest.param(4, dict(ulysses_size=2, ring_size=2), [*LOSSES], marks=pytest.mark.slow),
+        pytest.param(4, dict(ulysses_size=2, ring_size=2), [*LOSSES, *LAYERS], marks=pytest.mark.slow),
         (4, dict(ulysses_size=2, data_parallel_size=2), FEW[:1]),
     ],
 )

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
-from tests.global_view.modules import Module, rows
+from tests.global_view.modules import module_of, rows
 
 STEPS = 2
 
@@ -27,7 +27,7 @@ def trained(module: Any, strategy: Any, devices: int, length: int, num_rows: int
 
 
 def one_process(loss: str, length: int) -> dict[str, Any]:
-    return trained(Module(loss), "auto", 1, length)
+    return trained(module_of(loss), "auto", 1, length)
 
 
 def in_global_view(losses: list[str], length: int, world: int, options: dict[str, Any]) -> list[Any]:
@@ -37,7 +37,11 @@ def in_global_view(losses: list[str], length: int, world: int, options: dict[str
         try:
             found.append(
                 trained(
-                    Module(loss), SequenceParallelStrategy(global_view=True, **options), world, length, rows_of_a_group
+                    module_of(loss),
+                    SequenceParallelStrategy(global_view=True, **options),
+                    world,
+                    length,
+                    rows_of_a_group,
                 )
             )
         except SequenceParallelError as error:

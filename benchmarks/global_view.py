@@ -45,7 +45,7 @@ def tensors() -> tuple[SequenceTensor, Tensor]:
     nothing: Any = None
     storage = Storage(
         layout=layout, rank=0, capacity=TOKENS, group=nothing, attend=nothing, note_reduction=nothing, dispatch=dispatch,
-        sequence=info, agree=nothing,
+        sequence=info, agree=nothing, own_draws=nothing,
     )  # fmt: skip
     local = torch.randn(1, TOKENS // 2, FEATURES)
     return SequenceTensor(local, Placement(storage=storage, dim=1, length=TOKENS)), local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ def global_batch(
     attend: Callable[..., Tensor],
     note_reduction: Callable[[], None],
     agree: Callable[[str | None], None],
+    own_draws: Callable[[], AbstractContextManager[None]],
 ) -> Any:
     """Return a batch whose tensors of the sequence show the whole.
 
@@ -34,6 +36,7 @@ def global_batch(
         attend: as of `Storage`.
         note_reduction: likewise.
         agree: likewise.
+        own_draws: likewise.
     """
     placements: dict[str, Placement] = {}
     for each in info.sequences:
@@ -47,6 +50,7 @@ def global_batch(
             dispatch=dispatch,
             sequence=each,
             agree=agree,
+            own_draws=own_draws,
         )
         placements |= {name: Placement(storage=storage, dim=dim, length=each.length) for name, dim in each.dims.items()}
     if isinstance(batch, Tensor):

@@ -10,6 +10,7 @@ A dim of the shape that is shown may be more than the sequence: (batch, tokens) 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -37,6 +38,7 @@ class Storage:
         dispatch: does what the table of rules says of a function, the types of its tensors, its arguments and its keyword arguments.
         sequence: what is known of the whole.
         plans: of the moves of tokens that the step has made.
+        own_draws: while it is entered this rank draws numbers of its own; else the ranks of a sequence draw alike.
         agree: raises an error that a rank has on all ranks of the step; every rank must call it.
     """
 
@@ -49,6 +51,7 @@ class Storage:
     dispatch: Callable[[Any, Collection[type], tuple[Any, ...], dict[str, Any]], Any]
     sequence: SequenceInfo
     agree: Callable[[str | None], None]
+    own_draws: Callable[[], AbstractContextManager[None]]
     plans: dict[Any, Any] = field(default_factory=dict)
     _positions: dict[torch.device, Tensor] = field(default_factory=dict)
     _larger: dict[int, Storage] = field(default_factory=dict)

@@ -5,6 +5,7 @@ Also those along another dim than the sequence (softmax over the vocabulary, a n
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -31,8 +32,29 @@ NAMES = """
     where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv isclose
     to type float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
     ones_like zeros_like empty_like full_like dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
+    normal uniform random exponential log_normal cauchy geometric
     fill copy polar real imag conj angle
 """
+
+
+RANDOM = frozenset(
+    [
+        "dropout",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "rrelu",
+        "rand_like",
+        "randn_like",
+        "bernoulli",
+        "normal",
+        "uniform",
+        "random",
+        "exponential",
+        "log_normal",
+        "cauchy",
+        "geometric",
+    ]
+)
 
 
 def pointwise(call: Call) -> Any:
@@ -47,7 +69,9 @@ def pointwise(call: Call) -> Any:
     if found is NO_RULE:
         return NO_RULE
     local, placement = found
-    result = local.on_locals()
+    # Of the whole tensors that a step draws every rank needs the same numbers; of tokens that each has for itself, its own.
+    with placement.storage.own_draws() if call.name in RANDOM else nullcontext():
+        result = local.on_locals()
     if written is not None:
         return written.renew(result if isinstance(result, Tensor) else written.local)
     return placed(result, placement)

@@ -19,7 +19,7 @@ from lightning_sp import comm
 from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
-from lightning_sp.context.streams import streams_from
+from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.batch import global_batch
 from lightning_sp.loss.check import LossCheck, check_sums
@@ -81,12 +81,17 @@ class StepRunner:
         mesh = self.context.run_mesh
         return global_batch(
             batch, info, rank=mesh.sequence_rank, group=mesh.sequence_group, attend=WholeAttention(self.context),
-            note_reduction=self._note_reduction, agree=self._agree,
+            note_reduction=self._note_reduction, agree=self._agree, own_draws=self._own_draws,
         )  # fmt: skip
 
     def _note_reduction(self) -> None:
         if self.context.loss_step is not None:
             self.context.loss_step.num_reductions += 1
+
+    def _own_draws(self) -> AbstractContextManager[None]:
+        """Draw this rank's own numbers within. Where they begin is drawn alike, so that what is recomputed draws the same."""
+        begin = int(torch.randint(2**62, ()))
+        return streams_from(mixed_seed(begin, self.context.run_mesh.sequence_rank), self.device)
 
     def _agree(self, error: str | None) -> None:
         """Raise what a rank refuses on all ranks that run the step."""
@@ -259,6 +264,9 @@ class StepRunner:
         self.context.begin(step)
         if batch.is_whole:
             self._run_whole(batch)
+        elif self.context.global_view and batch.layout.size > 1:
+            self._of_whole_rows.close()
+            self._of_whole_rows.enter_context(streams_from(batch.seed, self.device))
         return step
 
     def _run_whole(self, batch: SequenceInfo) -> None:

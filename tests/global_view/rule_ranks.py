@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def batch_of(length: int, mesh: SequenceMesh) -> tuple[Any, Tensor]:
     context.begin(Step(batch=info))
     batch = global_batch(
         tuple(parts), info, rank=mesh.sequence_rank, group=mesh.sequence_group, attend=WholeAttention(context),
-        note_reduction=lambda: None, agree=comm.agree,
+        note_reduction=lambda: None, agree=comm.agree, own_draws=nullcontext,
     )  # fmt: skip
     return batch, leaf
 

@@ -44,3 +44,11 @@ def test_weights_and_losses_are_those_of_one_device(pools, expected, world, opti
         assert found["losses"] == pytest.approx(expected(loss)["losses"], rel=1e-10), loss
         for name, weight in expected(loss)["weights"].items():
             assert float((found["weights"][name] - weight).abs().max()) < 1e-9, (loss, name)
+
+
+def test_whole_numbers_are_drawn_alike_and_those_of_tokens_are_not(pools):
+    first, second = pools(2).run(ranks.draws, LENGTH)
+    assert [whole for whole, _ in first] == [whole for whole, _ in second]
+    assert len({str(whole) for whole, _ in first}) == len(first)
+    for (_, own), (_, other) in zip(first, second, strict=True):
+        assert own != other

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
-from tests.global_view.modules import module_of, rows
+from tests.global_view.modules import Module, module_of, rows
 
 STEPS = 2
 
@@ -47,3 +50,26 @@ def in_global_view(losses: list[str], length: int, world: int, options: dict[str
         except SequenceParallelError as error:
             found.append(str(error))
     return found
+
+
+class Drawing(Module):
+    """Draws positions, and drops features of each token, by a block that is recomputed in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__("mean_pooled")
+        self.drawn: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids = batch["input_ids"]
+        position = torch.randint(0, ids.shape[1], (ids.shape[0],))
+        x = self.model.hidden(ids)
+        kept = torch.utils.checkpoint.checkpoint(F.dropout, x, 0.5, use_reentrant=False)
+        self.drawn.append((position.tolist(), (kept == 0).local.tolist()))
+        return kept[torch.arange(ids.shape[0]), position].square().mean() + kept.mean()
+
+
+def draws(length: int) -> list[Any]:
+    """Return what a rank drew in each step: whole numbers, and of its own tokens."""
+    module = Drawing()
+    trained(module, SequenceParallelStrategy(global_view=True, ring_size=2, preflight=False), 2, length)
+    return module.drawn

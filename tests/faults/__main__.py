@@ -22,6 +22,7 @@ from tests.faults.attention import ATTENTION
 from tests.faults.copies import ROOT, copies, failed_with, failures, not_found
 from tests.faults.data import DATA
 from tests.faults.fault import Fault
+from tests.faults.global_view import GLOBAL_VIEW
 from tests.faults.groups import GROUPS
 from tests.faults.hangs import HANGS
 from tests.faults.loss import LOSS
@@ -31,7 +32,7 @@ from tests.faults.reductions import REDUCTIONS
 from tests.faults.scores import SCORES
 from tests.faults.users import USERS
 
-FAULTS = (*LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *DATA, *GROUPS, *HANGS, *MEMORY, *USERS, *PREFLIGHT)
+FAULTS = (*LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *DATA, *GROUPS, *GLOBAL_VIEW, *HANGS, *MEMORY, *USERS, *PREFLIGHT)
 # How the line of a test that noticed ends.
 NOTICED = " | ok"
 

@@ -1,0 +1,60 @@
+"""Faults of tensors that show whole sequences."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+RULES = "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward"
+TRAINING = "tests/global_view/test_training.py"
+
+GLOBAL_VIEW = (
+    fault(
+        "a whole tensor cut as if shards were contiguous",
+        "global_view/placement.py",
+        "index = storage.positions(whole.device).clamp(max=placement.length - 1)",
+        "index = (storage.rank * storage.local_tokens + torch.arange(storage.local_tokens)).clamp(max=placement.length - 1)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "padding that counts in a sum over the sequence",
+        "global_view/along_sequence.py",
+        "return summed(x.placement.without_padding(x.local, 0).sum(dims, keepdim=keeps, dtype=dtype), x)",
+        "return summed(x.local.sum(dims, keepdim=keeps, dtype=dtype), x)",
+        f"{RULES}[2-1-13]",
+    ),
+    fault(
+        "a mean over the sequence that divides by a rank's tokens",
+        "global_view/along_sequence.py",
+        "return math.prod(x.shape[dim] for dim in dims)",
+        "return math.prod(x.local.shape[dim] for dim in dims)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a bias that is lost behind a mask",
+        "global_view/scores.py",
+        "return x.changed(bias=bias if known.bias is None else known.bias + bias)",
+        "return x.changed(bias=bias if known.bias is None and known.visible is None else known.bias)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "FSDP2's hook is given tensors without memory",
+        "step/prepare.py",
+        "        hide_from_fsdp(module)\n",
+        "        pass\n",
+        f"{TRAINING}::test_weights_and_losses_are_those_of_one_device[2-options0-losses0]",
+    ),
+    fault(
+        "whole numbers that each rank draws for itself",
+        "step/runner.py",
+        "            self._of_whole_rows.enter_context(streams_from(batch.seed, self.device))\n",
+        "            pass\n",
+        f"{TRAINING}::test_whole_numbers_are_drawn_alike_and_those_of_tokens_are_not",
+    ),
+    fault(
+        "ranks that drop alike tokens that are not",
+        "step/runner.py",
+        "return streams_from(mixed_seed(begin, self.context.run_mesh.sequence_rank), self.device)",
+        "return streams_from(mixed_seed(begin), self.device)",
+        f"{TRAINING}::test_whole_numbers_are_drawn_alike_and_those_of_tokens_are_not",
+    ),
+)

@@ -77,7 +77,8 @@ def make_group(blocks: tuple[tuple[int, ...], ...], description: str) -> Process
         blocks: all ranks of the world, each once; one block of the whole world is a group of its own too.
         description: of what it is for, in NCCL's records.
     """
-    own, timeout = None, timedelta(seconds=timeout_s())
+    own: ProcessGroup | None = None
+    timeout = timedelta(seconds=timeout_s())
     for ranks in blocks:
         # From the beginning: what is set later counts for gloo's collectives, and not for its messages.
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=description)

@@ -1,0 +1,36 @@
+"""Weights that travel in bfloat16: the bits of losses and gradients, and which weights they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallelize.fsdp import gather_dtypes_ranks as ranks
+
+CAST = ("linear", "float by hand", "rows", "convolution", "twice", "recomputed")
+PARTS = {f"{name}.layer" for name in (*CAST, "low rank")} | {"low rank.a", "low rank.b"}
+IN_BLOCKS = {f"model.blocks.{number}.parts.{part}.weight" for number in (0, 1) for part in PARTS}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_losses_and_gradients_are_bit_by_bit_those_of_float32_gathers(pools, shape, micro_batches):
+    """A router in float32 and a weight that a forward reads travel in float32, as norms, biases and the embedding do."""
+    world = 2 if len(shape) == 1 else 4
+    for differ, found, before in pools(world).run(ranks.law, "parts", shape, micro_batches, {}):
+        assert differ == []
+        assert found == IN_BLOCKS | {"model.head.weight"}
+        assert before == set()
+
+
+def test_a_gather_sends_half_the_bytes_of_these_weights(pools):
+    for before, now, saved in pools(2).run(ranks.sent, (2,)):
+        assert before - now == saved > 0
+
+
+def test_a_weight_that_is_read_later_is_refused_by_name(pools):
+    for message, decided in pools(2).run(ranks.late):
+        assert decided == len(IN_BLOCKS) + 1
+        assert message.startswith(
+            "model.blocks.0.parts.linear.layer.weight is read in torch.float32 (aten.mean.default)"
+        )
+        assert "gather_dtype='float32'" in message

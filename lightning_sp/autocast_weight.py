@@ -139,3 +139,8 @@ class AutocastWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override,unused-ignore]
         return f"{type(self).__name__}({self.reads.name}, {tuple(self.shape)}, numbers in {self.numbers.dtype})"
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as one that anything may read, a weight's numbers rounded where they are: for those who look at a step from outside."""
+    return tensor.numbers.to(tensor.dtype) if isinstance(tensor, AutocastWeight) else tensor

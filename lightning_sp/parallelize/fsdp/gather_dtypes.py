@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.conv import _ConvNd
 
 from lightning_sp.autocast_weight import ROUNDED, AutocastWeight, WeightReads
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
 from lightning_sp.parameter_names import user_name
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PRODUCTS = {nn.Linear.forward, *(each.forward for each in _CONVOLUTIONS)}
+_CONV_1D = ("transformers.pytorch_utils", "Conv1D")
 
 
 class GatherDtypes:
@@ -64,32 +67,47 @@ class GatherDtypes:
 
 
 class _Group:
-    """Those of one unit; a class because a backward gathers as the forward before it did.
+    """Those of one unit; a class because a backward gathers as the forwards before it did.
 
     Args:
         group: FSDP2's.
     """
 
     def __init__(self, group: Any) -> None:
-        self._group, self._forward_was_cast = group, False
+        self._group = group
+        # Whether a forward with gradients ran outside of autocast; and whether a backward has begun after it.
+        self._needs_float32 = self._needed = False
         self.weights = [_Weight(each) for each in group.fsdp_params if _may_be_cast(each)]
         if self.weights:
             group.unshard = partial(self._unshard, group.unshard)
 
     def _unshard(self, unshard: Any, async_op: bool = False) -> Any:
-        if not self._group.is_unsharded and self._group._all_gather_result is None:
-            self._choose(self._group.device.type)
+        in_backward = torch._C._current_graph_task_id() != -1
+        casts = self._backward_casts() if in_backward else self._forward_casts()
+        group = self._group
+        if group.is_unsharded and not casts and any(weight.is_rounded for weight in self.weights):
+            group._to_sharded()  # what stayed whole from a forward under autocast is not what this one reads
+        gathers = not group.is_unsharded and group._all_gather_result is None
+        for weight in self.weights:
+            weight.reads.noted = casts and weight.rounded is None
+            if not in_backward:
+                weight.enter_graph(casts=casts, gathers=gathers)
+            if gathers:
+                weight.gather(casts=casts)
         return unshard(async_op)
 
-    def _choose(self, device: str) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        casts = self._forward_was_cast
-        if not in_backward:
-            casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == ROUNDED
-            if torch.is_grad_enabled():
-                self._forward_was_cast = casts
-        for weight in self.weights:
-            weight.gather(casts=casts, in_backward=in_backward)
+    def _forward_casts(self) -> bool:
+        device = self._group.device.type
+        casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == ROUNDED
+        if torch.is_grad_enabled():
+            self._needs_float32 = not casts or (self._needs_float32 and not self._needed)
+            self._needed = False
+        return casts
+
+    def _backward_casts(self) -> bool:
+        """Return whether the forwards of this backward were all under autocast: others have saved views of the weights in float32."""
+        self._needed = True
+        return not self._needs_float32
 
 
 class _Weight:
@@ -108,19 +126,30 @@ class _Weight:
         self.reads = WeightReads(user_name(parameter._param_fqn or parameter._module_info.param_name))
         self._parameter = parameter
         self._outputs: dict[torch.dtype | None, list[Tensor]] = {}
-        self._shown = False
+        self._notes = self._is_plain = False
         parameter.init_unsharded_param = partial(self._show, parameter.init_unsharded_param)
 
-    def gather(self, *, casts: bool, in_backward: bool) -> None:
-        """Choose the dtype of the next gather.
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it was gathered in bfloat16 when it was last."""
+        return bool(self._parameter.param_dtype == ROUNDED)
+
+    def enter_graph(self, *, casts: bool, gathers: bool) -> None:
+        """Choose, once, whether it notes how it is read: a leaf that is in a graph gets its gradient, and none may take its place.
 
         Args:
-            casts: whether the weight is used under autocast.
-            in_backward: a forward has used it already as it is.
+            casts: whether the forward that begins is under autocast.
+            gathers: whether it is gathered now.
         """
+        if self._is_plain:
+            self.reads.other = "a forward that began before the first gather under autocast"
+        elif not self._notes:
+            self._notes = casts and gathers
+            self._is_plain = not self._notes and torch.is_grad_enabled()
+
+    def gather(self, *, casts: bool) -> None:
+        """Choose the dtype of the next gather."""
         each, dtype = self._parameter, ROUNDED if casts and self.rounded else None
-        self._shown |= casts and not in_backward
-        self.reads.noted = casts and self.rounded is None
         self.reads.name = user_name(each._param_fqn or self.reads.name)
         if each.param_dtype != dtype:
             self._outputs[each.param_dtype], each.all_gather_outputs = (
@@ -134,7 +163,7 @@ class _Weight:
         each = self._parameter
         if not hasattr(each, "_unsharded_param"):
             init_unsharded_param()
-        if not self._shown:
+        if not self._notes:
             return
         whole, gathered = each._unsharded_param, each.all_gather_outputs[0]
         if isinstance(whole, AutocastWeight):
@@ -153,11 +182,11 @@ def _whole(gathered: Tensor, parameter: Any) -> Tensor:
 
 
 def _may_be_cast(parameter: Any) -> bool:
-    """Return whether a parameter is the weight of a linear layer or a convolution, in float32."""
-    info = parameter._module_info
-    # transformers' Conv1D, GPT-2's linear layer.
-    is_product = isinstance(info.module, (nn.Linear, _ConvNd)) or type(info.module).__name__ == "Conv1D"
-    return is_product and info.param_name == "weight" and parameter.sharded_param.dtype == torch.float32
+    """Return whether a parameter is the weight of a linear layer or a convolution, in float32. One with a forward of its own is none."""
+    module, name = parameter._module_info.module, parameter._module_info.param_name
+    # transformers' Conv1D is GPT-2's linear layer.
+    is_product = type(module).forward in _PRODUCTS or (type(module).__module__, type(module).__name__) == _CONV_1D
+    return is_product and name == "weight" and parameter.sharded_param.dtype == torch.float32
 
 
 def _num_shards(group: Any) -> int:

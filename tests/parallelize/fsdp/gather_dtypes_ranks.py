@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.traffic import counted
 from lightning_sp.config import MemoryOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import make_fsdp_root, shard_model, transformer_blocks, without_gradient_sync
+from lightning_sp.parallelize import make_fsdp_root, reshard, shard_model, transformer_blocks, without_gradient_sync
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 from lightning_sp.parameter_names import user_name
@@ -128,10 +128,33 @@ class Model(Decoder):
         self.blocks = nn.ModuleList(Block(PARTS) for _ in range(2))
 
 
+def partly(model: nn.Module, ids: Tensor) -> Tensor:
+    """A step whose second forward is outside of autocast."""
+    first: Tensor = model(ids)
+    with torch.autocast("cpu", enabled=False):
+        return first + model(ids.flip(0))
+
+
+def first_in_float32(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        first: Tensor = model(ids.flip(0))
+    return first + model(ids)
+
+
+def looked_at(model: nn.Module, ids: Tensor) -> Tensor:
+    """A step that begins with a forward without gradients in float32, after which weights may be whole."""
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        first: Tensor = model(ids.flip(0))
+    return first + model(ids)
+
+
+STEPS = {"looked at": looked_at, "looked at again": looked_at, "partly": partly, "first in float32": first_in_float32}
+
+
 def build(kind: str, shape: tuple[int, ...], gather_dtype: str, **options: Any) -> Stepped:
     """Return a model of float32, sharded."""
     torch.manual_seed(0)
-    root = Stepped({"parts": Model, **MODELS}[kind]())
+    root = Stepped({"parts": Model, **MODELS}.get(kind, Decoder)(), STEPS.get(kind))
     shard_model(root, transformer_blocks(root), mesh_of(shape), MemoryOptions(gather_dtype=gather_dtype, **options))
     make_fsdp_root(root)
     return root
@@ -149,11 +172,21 @@ def synced(root: nn.Module, sync: bool) -> Iterator[None]:
         yield
 
 
-def trained(root: Stepped, steps: int, micro_batches: int = 1) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Return each step's losses and whole gradients; an evaluation and a forward outside of autocast between."""
+def trained(
+    root: Stepped, steps: int, micro_batches: int = 1, later: Any = None
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Return each step's losses and whole gradients; an evaluation and a forward outside of autocast between.
+
+    Args:
+        root: the model.
+        steps: how many.
+        micro_batches: of a step.
+        later: what the last two steps do.
+    """
     optimizer = torch.optim.SGD([p for p in root.parameters() if p.requires_grad], lr=0.5)
     found = []
     for step in range(steps):
+        root.step = later if later is not None and step >= steps - 2 else root.step
         losses = []
         for micro in range(micro_batches):
             batch = tokens(dist.get_rank(), 100 * step + micro)
@@ -165,6 +198,7 @@ def trained(root: Stepped, steps: int, micro_batches: int = 1) -> list[tuple[Ten
             for context in (AUTOCAST(), nullcontext()):
                 with context, torch.no_grad():
                     losses.append(root.training_step(batch))
+            reshard(root)
         gradients = {n: p.grad.full_tensor() for n, p in root.named_parameters() if p.grad is not None}
         found.append((torch.stack(losses), {n: g.clone() for n, g in gradients.items()}))
         optimizer.step()
@@ -176,8 +210,9 @@ def law(
     kind: str, shape: tuple[int, ...], micro_batches: int, options: dict[str, Any]
 ) -> tuple[list[str], set[str], set[str]]:
     """Return what differs in a bit from a run that gathers float32, and the weights that travelled in bfloat16 here and there."""
+    kind, _, later = kind.partition(", later ")
     roots = [build(kind, shape, each, **options) for each in ("float32", "auto")]
-    expected, actual = (trained(root, 4, micro_batches) for root in roots)
+    expected, actual = (trained(root, 4, micro_batches, STEPS.get(later)) for root in roots)
     differ = []
     for step, ((loss, gradients), (other, others)) in enumerate(zip(expected, actual, strict=True)):
         assert gradients.keys() == others.keys()

@@ -76,7 +76,10 @@ def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_pa
 AUTOCAST = [
     dict(ulysses_size=2),
     dict(ring_size=2, preflight=False, ulysses_stages=2, stage_inputs="recomputed"),
-    dict(ulysses_size=2, preflight=False, loss_chunk_tokens=None, mlp_tile_tokens=8, reshard_after_forward=False),
+    pytest.param(
+        dict(ulysses_size=2, preflight=False, loss_chunk_tokens=None, mlp_tile_tokens=8, reshard_after_forward=False),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -36,13 +36,13 @@ CASES = [
     ("twice", {}, BLOCKS | HEAD),
     ("tied", WHOLE, BLOCKS),
     ("chunked", WHOLE, BLOCKS | HEAD),
-    ("direct", {}, BLOCKS | HEAD),
     ("first in float32", {}, set()),
     ("looked at", WHOLE, set()),
     ("separate, later partly", {}, set()),
     ("separate, later first in float32", WHOLE, set()),
 ]
 MORE = [
+    ("direct", {}, BLOCKS | HEAD),
     ("recomputed", {}, BLOCKS | HEAD),
     ("handed", {}, BLOCKS | HEAD),
     ("partly", {}, set()),

@@ -265,12 +265,14 @@ def count(world: World) -> dict[str, Any]:
     with _without_data(), device:
         trainer.fit(_User(world), DataLoader(_Sequences(world), batch_size=1))
     lines = Counter((note.kind, note.what, note.where) for note in device.notes)
+    groups = Counter((note.kind, note.group, note.what) for note in device.notes if "collective" in note.kind)
     return {
         "world": asdict(world),
         "ms": _own_seconds(counted.profile) / COUNTED_STEPS * 1e3,
         "bytes": sum(note.num_bytes for note in device.notes if note.kind == "device collective") / COUNTED_STEPS,
         "counts": {kind: sum(each.kind == kind for each in device.notes) / COUNTED_STEPS for kind in KINDS},
         "lines": [[n / COUNTED_STEPS, *line] for line, n in sorted(lines.items(), key=lambda item: (item[0][0], -item[1]))],
+        "groups": [[n / COUNTED_STEPS, *line] for line, n in sorted(groups.items())],
     }  # fmt: skip
 
 
@@ -345,6 +347,9 @@ def main() -> None:
     print(f"{found['ms']:.1f} ms of the package's own lines a step; a step has:")
     for number, kind, what, where in found["lines"]:
         print(f"{number:6g}  {kind:18}  {what:28}  {where}")
+    print("by group:")
+    for number, kind, group, what in found["groups"]:
+        print(f"{number:6g}  {kind:18}  {what:28}  {group}")
 
 
 if __name__ == "__main__":

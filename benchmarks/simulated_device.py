@@ -34,12 +34,13 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Note:
-    """One thing that the host did: its kind, what it was, how many bytes, and the innermost line of the package, or of Lightning."""
+    """One thing that the host did: its kind, what it was, how many bytes, the innermost line of the package, or of Lightning, and the group."""
 
     kind: str
     what: str
     num_bytes: int
     where: str
+    group: str = ""
 
 
 class _Stream:
@@ -108,9 +109,9 @@ class _Runtime(backend_registration._DummyBackendModule):
 _running: list[SimulatedDevice] = []
 
 
-def _note(kind: str, what: str, num_bytes: int = 0) -> None:
+def _note(kind: str, what: str, num_bytes: int = 0, group: str = "") -> None:
     if _running and _running[-1].noting:
-        _running[-1].notes.append(Note(kind, what, num_bytes, _where()))
+        _running[-1].notes.append(Note(kind, what, num_bytes, _where(), group))
 
 
 def _where() -> str:
@@ -231,15 +232,21 @@ class SimulatedDevice(TorchDispatchMode):
             result = func(*args, **kwargs)
             if isinstance(result, tuple):
                 self._done = result[-1]
-            _note(HOST_COLLECTIVE, name)
+            _note(HOST_COLLECTIVE, name, group=_group(args))
             return result
-        _note(DEVICE_COLLECTIVE, name, num_bytes)
+        _note(DEVICE_COLLECTIVE, name, num_bytes, _group(args))
         if self._done is None:
             noting, self.noting = self.noting, False
             with self:
                 dist.all_reduce(torch.zeros(1))  # a finished work of torch's, which an operator has to return
             self.noting = noting
         return self._done if len(func._schema.returns) == 1 else (args[0], self._done)
+
+
+def _group(args: tuple[Any, ...]) -> str:
+    """Return what the group of a collective's arguments is for."""
+    groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+    return str(dist.ProcessGroup.unbox(groups[0]).group_desc) if groups else ""
 
 
 def _copy(non_blocking: Any, way: str, tensor: Tensor) -> tuple[str, str, int]:

@@ -2,21 +2,24 @@
 
     world = dp x ring x ulysses x tp       attention's mesh; Ulysses on faster links than ring (USP, arXiv:2405.07719, section 4), and both
                                            on faster ones than dp: the ranks of a sequence are neighbours, those of an all-to-all too
-    world = replicate x shard              FSDP2's own mesh over the same rank order: shard_size may be below, equal to or above sp
+    world = replicate x shard              FSDP2's own mesh over the same rank order: shard_size may be below, equal to or above sp; its groups
+                                           are its own, so that no gather waits behind a hop or an exchange of the attention's
 
-The mesh owns groups and coordinates; it knows nothing of tensors or models.
+The mesh owns groups and coordinates; it knows nothing of batches or models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_sp.comm.collectives import gather_objects
 from lightning_sp.comm.cpu.shared_memory import arena_of, connect
-from lightning_sp.comm.groups import cached_per_world, group_name, group_of, set_world_timeout
+from lightning_sp.comm.groups import cached_per_world, group_name, group_of, make_group, set_world_timeout
 from lightning_sp.comm.point_to_point import num_passes
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -36,12 +39,27 @@ def build_device_mesh(device_type: str, *, data_parallel_size: int, sequence_par
 def build_fsdp_mesh(device_type: str, *, world_size: int, shard_size: int) -> DeviceMesh:
     """Build FSDP2's mesh: one axis when everything is sharded, else replicate x shard (hybrid sharding).
 
-    Communicates: group creation on every rank, once for equal sizes.
+    Its groups are no one else's, also where another has the same ranks: on NCCL a group is a communicator, and what is posted on one waits
+    for what was posted before.
+
+    Communicates: group creation on every rank, once for equal sizes. On NCCL each group makes its communicator in its first collective.
     """
+    return _fsdp_mesh(device_type, world_size, shard_size)
+
+
+@cached_per_world
+def _fsdp_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+    # Not init_device_mesh: for an axis of all ranks it takes the world's group.
+    rows = torch.arange(world_size).view(-1, shard_size)
+    shard = make_group(_blocks(rows), "fsdp_shard")
     if shard_size == world_size:
-        return _device_mesh(device_type, (world_size,), ("dp_shard",))
-    shape = (world_size // shard_size, shard_size)
-    return _device_mesh(device_type, shape, ("dp_replicate", "dp_shard"))
+        return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("dp_shard",))
+    groups = [make_group(_blocks(rows.t()), "fsdp_replicate"), shard]
+    return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _blocks(ranks: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in ranks.tolist())
 
 
 @cached_per_world

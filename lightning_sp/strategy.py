@@ -75,6 +75,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         reshard_after_forward: bool | Literal["auto"] = "auto",
         prefetch_blocks: int | Literal["auto"] = "auto",
         cpu_offload: bool = False,
+        gather_dtype: str = "float32",
         gradient_dtype: str = "auto",
         kernel: str = "auto",
         ring_transport: str = "auto",

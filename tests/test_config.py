@@ -276,6 +276,7 @@ def test_shard_size_divides_the_world():
     [
         (dict(reshard_after_forward="yes"), "reshard_after_forward='yes': must be True, False or 'auto'"),
         (dict(reshard_after_forward=4), "reshard_after_forward=4: must be True, False or 'auto'"),
+        (dict(gather_dtype="bfloat16"), "gather_dtype='bfloat16': must be one of auto, float32"),
         (dict(gradient_dtype="fp32"), "gradient_dtype='fp32': must be one of auto, float32, bfloat16"),
         (dict(cpu_offload="false"), "cpu_offload='false': must be True or False"),
         (dict(activation_offload="cpu"), "activation_offload='cpu': must be one of none, host, disk"),

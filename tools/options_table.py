@@ -13,6 +13,7 @@ from typing import Any
 from lightning_sp.config import (
     BALANCES,
     CHECKPOINT_POLICIES,
+    GATHER_DTYPES,
     GRADIENT_DTYPES,
     KERNELS,
     OFFLOAD_TIERS,
@@ -35,6 +36,7 @@ CHOICES = {
     "activation_offload": OFFLOAD_TIERS,
     "stage_inputs": STAGE_INPUTS,
     "balance": BALANCES,
+    "gather_dtype": GATHER_DTYPES,
     "gradient_dtype": GRADIENT_DTYPES,
 }
 HEAD = """# Options

@@ -64,14 +64,27 @@ def cached_per_world(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @cached_per_world
-def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
-    """Make the groups of a partition and return this rank's."""
-    own, timeout = None, timedelta(seconds=timeout_s())
+def _new_groups(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup:
+    return make_group(blocks, "attention")
+
+
+def make_group(blocks: tuple[tuple[int, ...], ...], description: str) -> ProcessGroup:
+    """Make the groups of a partition of the world into blocks of ranks and return this rank's, which it shares with no other caller.
+
+    Every rank must call it with the same blocks.
+
+    Args:
+        blocks: all ranks of the world, each once; one block of the whole world is a group of its own too.
+        description: of what it is for, in NCCL's records.
+    """
+    own: ProcessGroup | None = None
+    timeout = timedelta(seconds=timeout_s())
     for ranks in blocks:
         # From the beginning: what is set later counts for gloo's collectives, and not for its messages.
-        group = dist.new_group(list(ranks), timeout=timeout)
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
         if dist.get_rank() in ranks:
             own = group
+    assert own is not None
     return own
 
 

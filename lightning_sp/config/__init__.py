@@ -22,6 +22,7 @@ from lightning_sp.config.degrees import (
 )
 from lightning_sp.config.memory import (
     CHECKPOINT_POLICIES,
+    GATHER_DTYPES,
     GRADIENT_DTYPES,
     OFFLOAD_TIERS,
     STAGE_INPUTS,
@@ -35,6 +36,7 @@ __all__ = [
     "ATTENTION_OPTIONS",
     "BALANCES",
     "CHECKPOINT_POLICIES",
+    "GATHER_DTYPES",
     "GRADIENT_DTYPES",
     "KERNELS",
     "OFFLOAD_TIERS",

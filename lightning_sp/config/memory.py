@@ -10,6 +10,7 @@ from typing import Literal, cast
 from lightning_sp.config.checks import Size, check_name, check_size
 from lightning_sp.errors import SequenceParallelError, closest
 
+GATHER_DTYPES = ("auto", "float32")
 GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
 OFFLOAD_TIERS = ("none", "host", "disk")
 STAGE_INPUTS = ("saved", "recomputed")
@@ -35,6 +36,9 @@ class MemoryOptions:
         prefetch_blocks: Blocks whose parameters are gathered ahead of their use, forward and backward. "auto": what FSDP2 overlaps by itself.
         cpu_offload: Keep each rank's shards of the parameters, gradients and optimizer states in the host's memory, and step the optimizer
             there; for GPUs.
+        gather_dtype: Dtype in which weights are gathered under autocast (precision="bf16-mixed"). "float32": all weights in their own.
+            "auto": weights of linear layers and convolutions in bfloat16, at half the bytes, once all ranks have seen that autocast casts them
+            to it and that nothing else reads them; the results are the same to the bit. Where anything is compiled: as "float32".
         gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
             their own.
         loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them, 64
@@ -67,6 +71,7 @@ class MemoryOptions:
     reshard_after_forward: bool | Literal["auto"] = "auto"
     prefetch_blocks: Size = "auto"
     cpu_offload: bool = False
+    gather_dtype: str = "float32"
     gradient_dtype: str = "auto"
     loss_chunk_tokens: Size | None = "auto"
     activation_checkpointing: bool | str = "auto"
@@ -84,6 +89,7 @@ class MemoryOptions:
         for name in ("loss_chunk_tokens", "mlp_tile_tokens"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+        check_name("gather_dtype", self.gather_dtype, GATHER_DTYPES)
         check_name("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
         check_name("activation_offload", self.activation_offload, OFFLOAD_TIERS)
         check_name("stage_inputs", self.stage_inputs, STAGE_INPUTS)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_sp.autocast_weight import AutocastWeight
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.loss.deferred_logits import DeferredLogits
 from lightning_sp.loss.head_call import HeadCall
@@ -73,7 +74,7 @@ class DeferredHeads(AbstractContextManager[None]):
             and context.defers_logits
             and not torch.compiler.is_compiling()
             and type(hidden) is Tensor
-            and type(head.weight) in (Tensor, nn.Parameter)
+            and type(head.weight) in (Tensor, nn.Parameter, AutocastWeight)
             and hidden.ndim > 1
             and hidden.shape[-1] == head.in_features
             and (hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type))

@@ -11,7 +11,7 @@ from lightning_sp.parallelize.activation_checkpointing import (
     without_checkpoints,
 )
 from lightning_sp.parallelize.activation_offload import activation_offload, offload_activations
-from lightning_sp.parallelize.compilation import compile_blocks, compiled_modules, is_compiled
+from lightning_sp.parallelize.compilation import compile_blocks, compiled_modules, compiles_weights, is_compiled
 from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
@@ -67,6 +67,7 @@ __all__ = [
     "checkpoint_blocks",
     "compile_blocks",
     "compiled_modules",
+    "compiles_weights",
     "gathered",
     "is_compiled",
     "is_freed_after_forward",

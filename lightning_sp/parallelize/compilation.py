@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,13 @@ def without_compilation(module: nn.Module) -> nn.Module:
 
 def is_compiled(root: nn.Module) -> bool:
     """Return whether a step of a model may run compiled code: one of its modules, their functions, or a function of its files."""
-    return any(True for _ in compiled_modules(root)) or any(_is_function(value) for value in _functions(root))
+    return compiles_weights(root) or any(_is_function(value) for value in _names_of_packages(root))
+
+
+def compiles_weights(root: nn.Module) -> bool:
+    """Return whether compiled code may use a model's weights: one of its modules, or a function that they or the files of their classes have."""
+    functions = chain(_attributes(root), _names_of_files(root))
+    return any(True for _ in compiled_modules(root)) or any(_is_function(value) for value in functions)
 
 
 def compiled_modules(root: nn.Module) -> Iterator[nn.Module]:
@@ -40,13 +47,27 @@ def compile_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> int:
     return len(blocks) - len(left)
 
 
-def _functions(root: nn.Module) -> Iterator[Any]:
-    """Yield what may be functions: attributes of the modules and of their classes, and names of the files of these."""
+def _own_classes(root: nn.Module) -> set[type]:
     classes = {each for module in root.modules() for each in type(module).__mro__}
-    own = {each for each in classes if each.__module__.partition(".")[0] not in _NOT_SEARCHED}
-    for holder in (*root.modules(), *own):
+    return {each for each in classes if each.__module__.partition(".")[0] not in _NOT_SEARCHED}
+
+
+def _attributes(root: nn.Module) -> Iterator[Any]:
+    """Yield the attributes of a model's modules and of their classes."""
+    for holder in (*root.modules(), *_own_classes(root)):
         yield from list(vars(holder).values())
-    packages = {each.__module__.partition(".")[0] for each in own}
+
+
+def _names_of_files(root: nn.Module) -> Iterator[Any]:
+    """Yield what the files of a model's classes define and import."""
+    for name in {each.__module__ for each in _own_classes(root)}:
+        if isinstance(module := sys.modules.get(name), ModuleType):
+            yield from list(vars(module).values())
+
+
+def _names_of_packages(root: nn.Module) -> Iterator[Any]:
+    """Yield what all files of these packages define and import."""
+    packages = {each.__module__.partition(".")[0] for each in _own_classes(root)}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages and isinstance(module, ModuleType):
             yield from list(vars(module).values())

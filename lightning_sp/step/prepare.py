@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -49,6 +50,7 @@ from lightning_sp.parallelize import (
     checkpoint_blocks,
     compile_blocks,
     compiled_modules,
+    compiles_weights,
     is_freed_after_forward,
     make_fsdp_root,
     materialize_meta,
@@ -225,7 +227,11 @@ def lay_out_model(
     take_over_checkpointing(module)
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
-    shard_model(module, blocks, build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size), config)
+    fsdp_mesh = build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size)
+    # A compiler takes no weights that note how they are read.
+    shard_model(
+        module, blocks, fsdp_mesh, replace(config, gather_dtype="float32") if compiles_weights(module) else config
+    )
     shards_on = torch.device("cpu") if config.cpu_offload else device
     broadcast_initial_weights(module, source, tied_parameters(module), device, shards_on=shards_on)
     _to_device(module, device, shards_on)

@@ -165,6 +165,36 @@ def time_limits():
     return comm.timeout_s(), [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
 
 
+def shared_groups(degrees, shard_sizes):
+    """Return what FSDP's groups share with the attention's and the world's: pairs of names, and a wrong rank or size."""
+    found = []
+    for ring, ulysses in degrees:
+        base = build_device_mesh("cpu", data_parallel_size=4 // (ring * ulysses), sequence_parallel_size=ring * ulysses)
+        mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
+        others = {
+            "world": dist.group.WORLD, "sequence": mesh.sequence_group, "data": mesh.data_group, "ring": mesh.ring_group,
+            "ulysses": mesh.ulysses_group,
+        }  # fmt: skip
+        for shard_size in shard_sizes:
+            fsdp = build_fsdp_mesh("cpu", world_size=4, shard_size=shard_size)
+            assert fsdp is build_fsdp_mesh("cpu", world_size=4, shard_size=shard_size)
+            assert fsdp.shape == ((4,) if shard_size == 4 else (4 // shard_size, shard_size))
+            for axis, group in zip(fsdp.mesh_dim_names, fsdp.get_all_groups(), strict=True):
+                assert fsdp.get_local_rank(axis) == dist.get_rank(group)
+                found += [(axis, name) for name, other in others.items() if other is group]
+                total = torch.tensor([float(dist.get_rank())])
+                dist.all_reduce(total, group=group)
+                rank = dist.get_rank()
+                first = rank // shard_size * shard_size
+                ranks = (
+                    range(rank % shard_size, 4, shard_size)
+                    if axis == "dp_replicate"
+                    else range(first, first + shard_size)
+                )
+                assert total.item() == sum(ranks), (axis, shard_size, total)
+    return found
+
+
 def late_message():
     """Return what rank 0 makes of a message that rank 1 does not send in time, and of an error of a model's."""
     group = dist.new_group(timeout=timedelta(seconds=1))

@@ -20,6 +20,7 @@ from tests.comm.comm_ranks import (
     late_message,
     late_messages,
     same_batch,
+    shared_groups,
     summed_loss,
     time_limits,
     turns_apart,
@@ -140,6 +141,12 @@ def test_every_group_has_the_time_limit_of_the_world():
     for limit, limits in run_ranks(time_limits, 4, timeout_s=47.0):
         assert limit == 47.0
         assert limits == [47.0] * 6
+
+
+def test_fsdp_shares_no_group_with_the_attention(pools):
+    """A device mesh of one axis would take the world's, which is the attention's where a sequence is on all ranks: gathers behind hops."""
+    degrees, shard_sizes = ((1, 4), (4, 1), (2, 2), (1, 2), (2, 1), (1, 1)), (4, 2, 1)
+    assert pools(4).run(shared_groups, degrees, shard_sizes) == [[]] * 4
 
 
 def test_a_message_of_another_turn_is_never_taken(pools):

@@ -55,6 +55,20 @@ GROUPS = (
         "tests/rewrite/test_gradients.py::test_a_second_model_in_the_same_process",
     ),
     fault(
+        "FSDP's gathers on the group of the world",
+        "mesh.py",
+        'shard = make_group(_blocks(rows), "fsdp_shard")',
+        'shard = torch.distributed.group.WORLD if shard_size == world_size else make_group(_blocks(rows), "fsdp_shard")',
+        "tests/comm/test_comm.py::test_fsdp_shares_no_group_with_the_attention",
+    ),
+    fault(
+        "FSDP's groups of ranks that are not neighbours",
+        "mesh.py",
+        'make_group(_blocks(rows.t()), "fsdp_replicate"), shard]',
+        'shard, make_group(_blocks(rows.t()), "fsdp_replicate")]',
+        "tests/comm/test_comm.py::test_fsdp_shares_no_group_with_the_attention",
+    ),
+    fault(
         "a group's size checked against the world",
         "config/degrees.py",
         "    if dp * sp != world_size or dp == 0:\n",

@@ -6,6 +6,7 @@ from tests.faults.fault import fault
 
 UNITS = "tests/parallelize/fsdp/test_vocabulary_units.py"
 OPTIONS = "tests/parallelize/fsdp/test_sharding_options.py"
+GATHERS = "tests/parallelize/fsdp/test_gather_dtypes.py"
 OFFLOAD = "tests/parallelize/test_activation_offload.py"
 ONCE = f"{UNITS}::test_gradients_are_one_process_and_a_head_is_gathered_and_reduced_once"
 
@@ -84,6 +85,41 @@ MEMORY = (
         "for unit in fsdp_modules(self._root)[1:]:  # what stays",
         "for unit in fsdp_modules(self._root)[:0]:  # what stays",
         "tests/trainer/test_memory_options.py::test_units_that_stay_whole_have_the_weights_after_an_update_by_hand",
+    ),
+    fault(
+        "a weight that something reads gathered in bfloat16",
+        "parallelize/fsdp/gather_dtypes.py",
+        "weight.rounded = not other",
+        "weight.rounded = True",
+        f"{GATHERS}::test_losses_and_gradients_are_bit_by_bit_those_of_float32_gathers[2]",
+    ),
+    fault(
+        "rounded numbers read as those of float32",
+        "autocast_weight.py",
+        "if self.numbers.dtype != self.dtype:",
+        "if False:",
+        f"{GATHERS}::test_a_weight_that_is_read_later_is_refused_by_name",
+    ),
+    fault(
+        "a leaf that is in a graph replaced, and its gradient lost",
+        "parallelize/fsdp/gather_dtypes.py",
+        "self._is_plain = not self._notes and torch.is_grad_enabled()",
+        "self._is_plain = False",
+        f"{GATHERS}::test_no_bit_changes_however_weights_are_used[first in float32]",
+    ),
+    fault(
+        "a backward without the float32 numbers that its forward saved",
+        "parallelize/fsdp/gather_dtypes.py",
+        "return not self._needs_float32",
+        "return True",
+        f"{GATHERS}::test_no_bit_changes_however_weights_are_used[separate, later partly]",
+    ),
+    fault(
+        "every weight gathered in float32 under autocast",
+        "parallelize/fsdp/gather_dtypes.py",
+        "ROUNDED if casts and self.rounded else None",
+        "None",
+        f"{GATHERS}::test_a_gather_sends_half_the_bytes_of_these_weights",
     ),
     fault(
         "gradients that are summed in their own dtype whatever is asked for",

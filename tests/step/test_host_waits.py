@@ -40,12 +40,18 @@ PLANTED = {
 
 
 @pytest.fixture(scope="module")
-def steps() -> list[Counter[tuple[str, str, str]]]:
+def found() -> list[dict[str, Any]]:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.step.host_waits"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return [_by_file(found) for found in json.loads(ended.stdout.splitlines()[-1])]
+    steps: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
+    return steps
+
+
+@pytest.fixture(scope="module")
+def steps(found) -> list[Counter[tuple[str, str, str]]]:
+    return [_by_file(each) for each in found]
 
 
 def _by_file(found: dict[str, Any]) -> Counter[tuple[str, str, str]]:
@@ -62,6 +68,15 @@ def _is_of_fsdp(line: tuple[str, str, str]) -> bool:
 def test_a_step_waits_for_the_device_once(steps):
     whole, _, _ = steps
     assert {line: number for line, number in whole.items() if not _is_of_fsdp(line)} == OF_A_STEP
+
+
+def test_fsdp_has_groups_of_its_own(found):
+    """The sequence is on all ranks: the world's communicator would be the attention's too."""
+    groups = {(group, what) for _, kind, group, what in found[0]["groups"] if kind == "device collective"}
+    assert {what for group, what in groups if group == "fsdp_shard"} == {"allgather_base", "reduce_scatter_base"}
+    assert {what for group, what in groups if group == "attention"} == {"alltoall_base", "send", "recv"}
+    assert {what for group, what in groups if group == "default_pg"} == {"allreduce"}
+    assert {group for group, _ in groups} == {"fsdp_shard", "attention", "default_pg"}
 
 
 def test_every_kind_of_wait_is_found_where_a_step_of_documents_makes_it(steps):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp.errors import SequenceParallelError
+from tests.parallelize.fsdp.gather_dtypes_ranks import rounded as rounded_gathers
 from tests.trainer.tiny import HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
 
 
@@ -108,6 +109,17 @@ def rounded(folder: str) -> dict[str, float]:
     own, other = found
     total = sum(float(each.pow(2).sum()) for each in own.values()) ** 0.5
     return {"bfloat16": sum(float((own[n] - other[n]).pow(2).sum()) for n in own) ** 0.5 / total}
+
+
+def autocast(cases: list[dict[str, Any]]) -> list[tuple[list[float], list[dict[str, Tensor]], set[str]]]:
+    """Return losses and gradients of fits under autocast with gathers in float32 and as by default, and what travelled in bfloat16."""
+    found = []
+    for strategy in cases:
+        module = build()
+        options = dict(precision="bf16-mixed", accumulate_grad_batches=2, max_steps=4, max_epochs=2)
+        quiet_trainer(2, strategy=strategy, **options).fit(module, DataLoader(TokenDataset(8, 32), batch_size=2))
+        found.append((module.losses, module.raw_grads, rounded_gathers(module)))
+    return found
 
 
 def refusal(options: dict[str, Any]) -> str:

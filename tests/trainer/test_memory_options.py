@@ -73,6 +73,29 @@ def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_pa
         assert found["bfloat16"] > 0
 
 
+AUTOCAST = [
+    dict(ulysses_size=2),
+    dict(ring_size=2, preflight=False, ulysses_stages=2, stage_inputs="recomputed"),
+    pytest.param(
+        dict(ulysses_size=2, preflight=False, loss_chunk_tokens=None, mlp_tile_tokens=8, reshard_after_forward=False),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("options", AUTOCAST, ids=str)
+def test_gathers_in_bfloat16_change_no_bit_of_a_fit_under_autocast(pools, options):
+    cases = [dict(options, gather_dtype=each) for each in ("float32", "auto")]
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    for (losses, gradients, none), (own_losses, own_gradients, found) in pools(2).run(ranks.autocast, cases):
+        assert own_losses == losses
+        for gradient, own in zip(gradients, own_gradients, strict=True):
+            assert [name for name, each in gradient.items() if not torch.equal(each, own[name])] == []
+        assert none == set()
+        assert {name.split(".")[-2] for name in found} == projections | {"lm_head"}
+        assert len(found) == 2 * len(projections) + 1
+
+
 def test_options_that_do_nothing_on_cpu_ranks_are_refused_by_all(pools):
     for message in pools(2).run(ranks.refusal, dict(prefetch_blocks=2)):
         assert message.startswith(

@@ -28,13 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.config import MemoryOptions, StrategyConfig, resolve_shard_size
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.optional_units import find_optional_units, optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
-from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients
+from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients, used_parameters
 from lightning_sp.parallelize.fsdp.vocabulary_units import (
     heads_among,
     needs_no_weight_in_backward,
@@ -157,6 +158,8 @@ def shard_model(
     find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)
     complete_gradients(root, fsdp_modules(root), [each for each in fsdp_modules(root) if each in set[Any](heads)])
+    if options.gather_dtype == "auto":
+        gather_as_autocast_casts(root)
     find_optional_units(root)
     for head in set(heads) - set(optional_units(root).units) if options.reshard_after_forward == "auto" else ():
         stays_whole_until_backward(head)
@@ -170,6 +173,14 @@ def shard_model(
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.
         if callable(getattr(root, name, None)):
             register_fsdp_forward_method(root, name)
+
+
+def gather_as_autocast_casts(root: nn.Module) -> None:
+    """Gather weights in the dtype that autocast casts them to, once they are known to be read in no other way."""
+    used = used_parameters(root)
+    assert used is not None
+    # The root's layers may be used anywhere in a step, and written to.
+    used.gather_dtypes = GatherDtypes(fsdp_modules(root)[1:])
 
 
 def prefetch(units: Sequence[Any], depth: int) -> None:

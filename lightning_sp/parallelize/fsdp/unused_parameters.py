@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
 
 _ATTRIBUTE = "_lightning_sp_unused_parameters"
@@ -55,11 +56,13 @@ class UsedParameters:
     Attributes:
         group: the world, on a backend for host tensors; None is torch's default group.
         before_end: called when a backward has ended, before it is asked what was used.
+        gather_dtypes: what ranks tell each other of how weights are read, with the same message; None where all are gathered in float32.
     """
 
     def __init__(self, units: Sequence[FSDPModule], heads: Sequence[FSDPModule] = ()) -> None:
         self.group: ProcessGroup | None = None
         self.before_end: Callable[[], None] = lambda: None
+        self.gather_dtypes: GatherDtypes | None = None
         self._groups = parameter_groups(units)
         # By the parameter's number among all of them.
         self._used: set[int] = set()
@@ -114,7 +117,8 @@ class UsedParameters:
 
         A rank that used every parameter knows that none is without a gradient: it waits for no other, and reads their answer a backward later.
 
-        Communicates: if gradients were reduced, one all_reduce on the host, of a byte for each parameter and two for each unit.
+        Communicates: if gradients were reduced, one all_reduce on the host, of a byte for each parameter, two for each unit and two for each
+            weight of which the dtype to gather it in is not decided.
 
         Raises:
             SequenceParallelError: a unit ran on some ranks only.
@@ -131,6 +135,8 @@ class UsedParameters:
         self._used, self._zeros, self._ran = set(), set(), set()
         if comm.size_of(self.group or comm.world()) > 1:
             self.finish()
+            if self.gather_dtypes is not None:
+                self.gather_dtypes.decide()  # by the answers that all ranks have by now
             self._asked = self._ask(used, ran), len(ran)
             if len(ran) < len(self._groups) or any(
                 each.sharded_param.requires_grad for i, each in enumerate(self._parameters) if i not in used
@@ -149,14 +155,17 @@ class UsedParameters:
         if asked is None:
             return set()
         flags, num_ran = asked[0].arrived(), asked[1]
-        ran, left_out = flags[len(self._parameters) :].view(2, -1)
+        num, num_units = len(self._parameters), len(self._groups)
+        ran, left_out = flags[num : num + 2 * num_units].view(2, -1)
         if bool((ran & left_out).any()):
             raise SequenceParallelError(
                 f"{num_ran} of {len(self._groups)} units of FSDP ran on this rank, and others on another: a unit's parameters are gathered "
                 "from all ranks when it runs, so those of different units would be mixed; run each part of the model on every rank, and "
                 "multiply what a rank does not need by 0"
             )
-        return set(flags[: len(self._parameters)].nonzero().flatten().tolist())
+        if self.gather_dtypes is not None:
+            self.gather_dtypes.learn(flags[num + 2 * num_units :])
+        return set(flags[:num].nonzero().flatten().tolist())
 
     def _ask(self, used: set[int], ran: set[int]) -> comm.Largest:
         """Ask which parameters any rank used, which units any rank ran, and which any rank left out."""
@@ -165,6 +174,8 @@ class UsedParameters:
         flags[num + num_units :] = 1
         flags[[*used, *(num + each for each in ran)]] = 1
         flags[[num + num_units + each for each in ran]] = 0
+        if self.gather_dtypes is not None:
+            flags = torch.cat([flags, self.gather_dtypes.answers()])
         return comm.Largest(flags, self.group)
 
 

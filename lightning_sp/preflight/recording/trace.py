@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
+from lightning_sp.autocast_weight import numbers_of
 from lightning_sp.preflight.comparison import plain_name
 
 # One call of ours takes the place of one of torch's: what either calls inside is its own.
@@ -99,7 +100,7 @@ class Trace:
         """Note a call, and return its result, or what replaces it."""
         if key in self.captured:
             # Copies: FSDP frees what a view of a parameter would show.
-            self.captured[key] = apply_to_collection(output, Tensor, lambda tensor: tensor.detach().clone())
+            self.captured[key] = apply_to_collection(output, Tensor, lambda tensor: numbers_of(tensor).detach().clone())
         output = self.replaced.get(key, output)
         before = None if self.like is None else self.like.events.get(key)
         flat, numbers = _tensors(inputs)
@@ -119,7 +120,7 @@ class Trace:
 
 def summary(tensor: Tensor, rows: int, tokens: int, hint: int | None = None) -> Summary:
     """Return a tensor in short; its tokens lie along `hint` if that has as many, else along the first dim that has."""
-    x = tensor.detach()
+    x = numbers_of(tensor).detach()
     integral = not (x.is_floating_point() or x.is_complex())
     x = (torch.view_as_real(x) if x.is_complex() else x).double().nan_to_num(0.0, 0.0, 0.0)
     shape = tuple(x.shape)

@@ -33,7 +33,6 @@ from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import check_optimized, reshard
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
@@ -111,12 +110,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         given = locals()
         config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
         super().__init__(process_group_backend=process_group_backend, config=config)
-        self._prepared: LightningModule | None = None
-        self._mesh: SequenceMesh | None = None
-        self._runner: StepRunner | None = None
         self._interceptions = ExitStack()
         self._shard_options = ShardOptions()
-        self._batch: SequenceInfo | None = None
         self._again: Callable[[], Any] = lambda: None  # the micro-batch in progress, once more
         self._handed = HandedBatch()
         self._first_batch = FirstBatch()

@@ -27,9 +27,10 @@ class CurrentSequence:
 
     config: StrategyConfig
     _device_mesh: DeviceMesh | None
-    _mesh: SequenceMesh | None
-    _runner: StepRunner | None
-    _batch: SequenceInfo | None
+    _mesh: SequenceMesh | None = None
+    _runner: StepRunner | None = None
+    _batch: SequenceInfo | None = None
+    _prepared: Any = None  # the module that is laid out
     _sums: LoggedSums
     _module: Any
     _groups: HostGroups

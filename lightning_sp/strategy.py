@@ -103,6 +103,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         hang_s: float | Literal["auto"] = "auto",
+        preemption_limit_s: float = 300.0,
+        preemption_exit_code: int = 143,
         process_group_backend: str | None = None,
         **unknown: Any,
     ) -> None:

@@ -45,6 +45,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             process group that others made neither limit is changed.
         hang_s: After how long a rank that others wait for is named, with its stack, in seconds. "auto": 60, or half of timeout_s if that is
             less. Ranks that wait in different collectives end the run within seconds, unless a thread of the user's runs beside: it may help.
+        preemption_limit_s: How long after SIGTERM a process may finish its step and save, in seconds: past it, it says where it is, and ends.
+        preemption_exit_code: With which a run ends that was told to by SIGTERM. 143 is 128 + SIGTERM, as a shell says it.
     """
 
     sequence_parallel_size: Size = "auto"
@@ -64,6 +66,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     timeout_s: float = 300.0
     start_timeout_s: float = 1800.0
     hang_s: float | Literal["auto"] = "auto"
+    preemption_limit_s: float = 300.0
+    preemption_exit_code: int = 143
 
     def __post_init__(self) -> None:
         AttentionOptions.__post_init__(self)
@@ -99,6 +103,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
         self._check_hang()
+        self._check_preemption()
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
         if sp != "auto" and ulysses != "auto" and ring != "auto" and ulysses * ring != sp:
             raise SequenceParallelError(
@@ -143,6 +148,14 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             raise SequenceParallelError(
                 f"hang_s={self.hang_s:g} with timeout_s={self.timeout_s:g}: a run ends at timeout_s, and the warning of a rank that is late "
                 "comes before; give less than timeout_s, or 'auto'"
+            )
+
+    def _check_preemption(self) -> None:
+        check_seconds("preemption_limit_s", self.preemption_limit_s)
+        code = self.preemption_exit_code
+        if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code <= 255:
+            raise SequenceParallelError(
+                f"preemption_exit_code={code!r}: must be a whole number from 0 to 255, as a process ends with"
             )
 
     @property

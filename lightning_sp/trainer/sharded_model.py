@@ -53,8 +53,10 @@ from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
+from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
+from lightning_sp.trainer.processes.time_limit import Limit
 
 
 class ShardedModelStrategy(ProcessStrategy):
@@ -194,7 +196,10 @@ class ShardedModelStrategy(ProcessStrategy):
     def _prepare_trainer(self, trainer: Trainer) -> None:
         """Change of a Trainer what a run on shards needs: no inference mode, what ranks compare and agree on."""
         forbid_inference_mode(trainer)
-        self._sigterm.follow(trainer)
+        config = self.config
+        limit = Limit(within_s=config.preemption_limit_s, code=config.preemption_exit_code, at=self._progress)
+        self._sigterm.follow(trainer, limit)
+        save_when_preempted(trainer, self._sigterm)
         watch_numbers(trainer, self._groups)
 
     @override
@@ -273,3 +278,15 @@ class ShardedModelStrategy(ProcessStrategy):
                 f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
             )
         return local_path(self.broadcast(os.fspath(path)))
+
+    # ---- end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        set_exit_code(exception, self.config.preemption_exit_code, is_script_child=self.is_script_child)
+
+    @override
+    def teardown(self) -> None:
+        self._sigterm.stop()
+        super().teardown()

@@ -1,0 +1,32 @@
+"""Faults of how a run is saved: told to end, or while it goes on."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+TOLD = "tests/trainer/test_sigterm.py::test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not"
+PREEMPTION = "tests/trainer/processes/test_preemption.py"
+
+CHECKPOINTS = (
+    fault(
+        "a run that is told to end within a window of accumulation",
+        "trainer/processes/sigterm.py",
+        "if not trainer.training or _is_last_of_window(trainer):",
+        "if any_told:",
+        f"{TOLD}[window]",
+    ),
+    fault(
+        "a validation that is cut short and left out",
+        "trainer/preemption.py",
+        "    _begin_validation_again(trainer)\n    try",
+        "    try",
+        f"{TOLD}[validation]",
+    ),
+    fault(
+        "the signal of a loader's worker taken for this process' own",
+        "trainer/processes/time_limit.py",
+        "        multiprocessing.util.register_after_fork(self, _listen_no_more)\n",
+        "",
+        f"{PREEMPTION}::test_a_signal_to_a_worker_of_this_process_is_its_own",
+    ),
+)

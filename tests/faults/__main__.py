@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tests.faults.answers import Answers, commit_of
 from tests.faults.attention import ATTENTION
-from tests.faults.copies import ROOT, copies, failed_with, failures, not_found
 from tests.faults.checkpoints import CHECKPOINTS
+from tests.faults.copies import ROOT, copies, failed_with, failures, not_found
 from tests.faults.data import DATA
 from tests.faults.fault import Fault
 from tests.faults.groups import GROUPS

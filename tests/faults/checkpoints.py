@@ -27,6 +27,6 @@ CHECKPOINTS = (
         "trainer/processes/time_limit.py",
         "        multiprocessing.util.register_after_fork(self, _listen_no_more)\n",
         "",
-        f"{PREEMPTION}::test_a_signal_to_a_worker_of_this_process_is_its_own",
+        f"{PREEMPTION}::test_a_signal_to_a_worker_of_a_process_is_the_workers_own",
     ),
 )

@@ -99,6 +99,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         packed_documents: bool | None = None,
         balance: str = "auto",
         save_distributed_checkpoint: bool = True,
+        asynchronous_checkpoints: bool | Literal["auto"] = "auto",
         exclude_frozen_parameters: bool = False,
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
@@ -371,8 +372,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        trainer = self._module.trainer
-        if trainer.state.fn == TrainerFn.FITTING:
+        if (trainer := self._module.trainer).state.fn == TrainerFn.FITTING:
             self._run.resume_data(checkpoint, trainer, dp_size=self.data_parallel_size)
         self._averages.fit_state(checkpoint, self._module)
         return checkpoint

@@ -38,6 +38,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
             that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
         save_distributed_checkpoint: Write each checkpoint as a DCP directory; False: as one consolidated file, by rank 0.
+        asynchronous_checkpoints: Write what ModelCheckpoint saves while training goes on, from a copy in the host's memory, each rank its part
+            of a DCP directory. "auto": where the copies fit in half of the memory that each node has left.
         exclude_frozen_parameters: Leave frozen parameters that building the model gives again, the base of a LoRA, out of checkpoints. Each is
             known by a digest; one that was ever changed is saved, and a load into another base is refused.
         timeout_s: Time limit of every collective from the first batch on, in seconds.
@@ -62,6 +64,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     packed_documents: bool | None = None
     balance: str = "auto"
     save_distributed_checkpoint: bool = True
+    asynchronous_checkpoints: bool | Literal["auto"] = "auto"
     exclude_frozen_parameters: bool = False
     timeout_s: float = 300.0
     start_timeout_s: float = 1800.0
@@ -95,6 +98,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "of the MLP; use activation_checkpointing, or leave compile=False"
             )
         self._check_stage_inputs()
+        self._check_asynchronous()
         if self.compile and self.activation_offload != "none":
             raise SequenceParallelError(
                 f"activation_offload={self.activation_offload!r} with compile=True: torch.compile decides in its own graph what is saved for "
@@ -148,6 +152,16 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             raise SequenceParallelError(
                 f"hang_s={self.hang_s:g} with timeout_s={self.timeout_s:g}: a run ends at timeout_s, and the warning of a rank that is late "
                 "comes before; give less than timeout_s, or 'auto'"
+            )
+
+    def _check_asynchronous(self) -> None:
+        given = self.asynchronous_checkpoints
+        if given != "auto" and not isinstance(given, bool):
+            raise SequenceParallelError(f"asynchronous_checkpoints={given!r}: must be True, False or 'auto'")
+        if given is True and not self.save_distributed_checkpoint:
+            raise SequenceParallelError(
+                "asynchronous_checkpoints=True with save_distributed_checkpoint=False: one file needs the whole model in rank 0's memory, and "
+                "is written at once; leave it 'auto', or write DCP directories"
             )
 
     def _check_preemption(self) -> None:

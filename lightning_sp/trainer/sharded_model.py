@@ -47,6 +47,7 @@ from lightning_sp.parallelize import (
     without_gradient_sync,
 )
 from lightning_sp.trainer.agreed_numbers import watch_numbers
+from lightning_sp.trainer.asynchronous_checkpoints import AsynchronousCheckpoints
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.loops import forbid_inference_mode
@@ -74,6 +75,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self._log_once = LogOnce()
         self._averages = WeightAverages()
         self._sigterm = Sigterm()
+        self._later = AsynchronousCheckpoints(config, self._log_once)
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
 
@@ -200,6 +202,7 @@ class ShardedModelStrategy(ProcessStrategy):
         limit = Limit(within_s=config.preemption_limit_s, code=config.preemption_exit_code, at=self._progress)
         self._sigterm.follow(trainer, limit)
         save_when_preempted(trainer, self._sigterm)
+        self._later.follow(trainer, lambda: self._groups.world)
         watch_numbers(trainer, self._groups)
 
     @override
@@ -238,11 +241,19 @@ class ShardedModelStrategy(ProcessStrategy):
             self._exclude_frozen(checkpoint)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()
         write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
-        as_folder = self.config.save_distributed_checkpoint
-        if described := save_checkpoint(checkpoint, path, as_folder=as_folder, write=write, group=group):
+        as_folder, per_node = self.config.save_distributed_checkpoint, self.ranks_per_node
+        later = self._later.next_save(checkpoint, path, self._module.trainer, ranks_per_node=per_node, group=group)
+        if described := save_checkpoint(checkpoint, path, as_folder=as_folder, write=write, later=later, group=group):
             self._log_once(
                 f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
             )
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, if one that is to stand for it is on its way when that is complete."""
+        remove = partial(super().remove_checkpoint, filepath)
+        if not self._later.remove_after(remove):
+            remove()
 
     def _exclude_frozen(self, checkpoint: dict[str, Any]) -> None:
         if is_built_noted(self._module):
@@ -282,8 +293,14 @@ class ShardedModelStrategy(ProcessStrategy):
     # ---- end
 
     @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._later.wait(self._groups.world)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._later.settle()
         set_exit_code(exception, self.config.preemption_exit_code, is_script_child=self.is_script_child)
 
     @override

@@ -109,8 +109,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         process_group_backend: str | None = None,
         **unknown: Any,
     ) -> None:
-        given = locals()
-        config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
+        config = StrategyConfig.from_signature(locals(), unknown)
         super().__init__(process_group_backend=process_group_backend, config=config)
         self._prepared: LightningModule | None = None
         self._mesh: SequenceMesh | None = None
@@ -124,8 +123,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
         self._run = RunState()
-        self._row_metrics = RowMetrics()
-        self._sums = LoggedSums()
+        self._row_metrics, self._sums = RowMetrics(), LoggedSums()
         self._checkpointing = AutoCheckpointing(self.config)
 
     # ---- mesh

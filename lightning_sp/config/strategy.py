@@ -188,6 +188,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         return tuple(field.name for field in fields(cls))
 
     @classmethod
+    def from_signature(cls, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> StrategyConfig:
+        """Build from what a function with all options in its signature was given, and from keywords that it does not know."""
+        return cls.from_options({name: given[name] for name in cls.names()} | dict(unknown))
+
+    @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> StrategyConfig:
         """Build from keywords, refusing an unknown one with the nearest known name."""
         known = cls.names()

@@ -16,9 +16,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.folder import first_failure
+from lightning_sp.checkpoint.folder import first_failure, remove_incomplete
 from lightning_sp.checkpoint.staged import StagedFolder, WrittenPart
 from lightning_sp.errors import SequenceParallelError
+
+# Where a run ends by an error: for the own part, for those of others after that, and for rank 0's word.
+_WRITES_S, _OTHERS_S, _WORD_S = 300.0, 10.0, 60.0
 
 
 class _Pending:
@@ -28,7 +31,7 @@ class _Pending:
         self.folder, self._before = folder, before
         self.words: str | None = None
         self.path = folder.path
-        self._gather, self._lock = comm.SideGather(), threading.Lock()
+        self._gather, self._lock, self.has_written = comm.SideGather(), threading.Lock(), threading.Event()
         self._after: list[Callable[[], None]] = []
         initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device() if initialized else None
@@ -53,7 +56,9 @@ class _Pending:
         if self._before is not None:
             self._before.thread.join()
             self._before = None
-        words = self._gather.run(self._written(), self._completed)
+        part = self._written()
+        self.has_written.set()
+        words = self._gather.run(part, self._completed)
         del self.folder
         with self._lock:
             self.words, after = words, self._after
@@ -69,13 +74,14 @@ class _Pending:
 
     def _completed(self, parts: Sequence[WrittenPart | str]) -> str:
         failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
-        if failed:
-            return failed[0]
         try:
-            self.folder.complete([each for each in parts if isinstance(each, WrittenPart)])
+            if not failed:
+                self.folder.complete([each for each in parts if isinstance(each, WrittenPart)])
+                return ""
         except Exception as error:
-            return str(error) if isinstance(error, SequenceParallelError) else f"{type(error).__name__}: {error}"
-        return ""
+            failed = [str(error) if isinstance(error, SequenceParallelError) else f"{type(error).__name__}: {error}"]
+        remove_incomplete(self.path)
+        return failed[0]
 
 
 class BackgroundSaves:
@@ -115,10 +121,15 @@ class BackgroundSaves:
         if pending:
             comm.agree(_failures(pending), group)
 
-    def settle(self, within_s: float) -> None:
-        """Wait for what is on its way where a run ends by an error, on this rank alone: nothing is raised, and what failed is said."""
+    def settle(self) -> None:
+        """Wait for what is on its way where a run ends by an error, on this rank alone: nothing is raised, and what failed is said.
+
+        Rank 0 waits for the others' parts for less long than they for its word: of one that has ended none comes.
+        """
         pending, self._pending = self._pending, []
+        within_s = _OTHERS_S if comm.rank_in(comm.world()) == 0 else _WORD_S
         for each in pending:
+            each.has_written.wait(_WRITES_S)
             each.thread.join(within_s)
         if words := _failures(pending):
             sys.stderr.write(f"sequence_parallel: {words}\n")

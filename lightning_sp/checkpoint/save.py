@@ -25,6 +25,7 @@ from lightning_sp.checkpoint.folder import (
     checksum,
     first_failure,
     partial_path,
+    remove_incomplete,
     write_manifest,
 )
 from lightning_sp.checkpoint.free_space import check_free_space
@@ -106,16 +107,28 @@ def _save_folder(
         put_in_place(staging, path)
 
     _let_writer(is_writer, prepare, path, group)
-    written: dict[str, tuple[int, int]] = {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             if later is not None:
                 later(StagedFolder(tensors, plain, staging, path, group))
                 return
             dcp_save(tensors, storage_writer=FileSystemWriter(staging), process_group=group)
-        except (Exception, CheckpointException) as error:  # DCP raises on all ranks, with each rank's failure
-            raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
+        files = _written_files(staging, path, is_writer, group)
+        _let_writer(is_writer, complete, path, group)
+    except (Exception, CheckpointException) as error:  # on all ranks; DCP raises with each rank's failure
+        if is_writer:
+            remove_incomplete(path)
+        if isinstance(error, SequenceParallelError):
+            raise
+        raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
+
+
+def _written_files(
+    staging: Path, path: Path, is_writer: bool, group: ProcessGroup | None
+) -> dict[str, tuple[int, int]]:
+    """Return bytes and CRC-32 of all ranks' files."""
+    written: dict[str, tuple[int, int]] = {}
     prefix = f"__{dist.get_rank() if dist.is_initialized() else 0}_"
     unreadable = None
     try:
@@ -125,8 +138,7 @@ def _save_folder(
     except OSError as failure:
         unreadable = f"checkpoint {path}: what was written cannot be read: {type(failure).__name__}: {failure}"
     comm.agree(unreadable, group)
-    files = {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}
-    _let_writer(is_writer, complete, path, group)
+    return {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}
 
 
 def _folder_tensors(checkpoint: dict[str, Any], plain: dict[str, Any], sharded: dict[str, DTensor]) -> dict[str, Any]:

@@ -24,8 +24,6 @@ from lightning_sp.trainer.log_once import LogOnce
 GIB = 2**30
 # Of the memory that the host has left, what copies may take: a step needs some, too.
 _SHARE = 0.5
-# Where a run has failed, its last checkpoint has as long: other ranks may have ended, and theirs never come.
-_AFTER_FAILURE_S = 60.0
 
 
 class AsynchronousCheckpoints:
@@ -117,4 +115,4 @@ class AsynchronousCheckpoints:
 
     def settle(self) -> None:
         """Wait for them on this rank, whose run ends by an error."""
-        self._saves.settle(_AFTER_FAILURE_S)
+        self._saves.settle()

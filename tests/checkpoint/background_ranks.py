@@ -131,7 +131,9 @@ def failed(folder: str) -> dict[str, Any]:
         saves.wait(None)
     except SequenceParallelError as error:
         words = str(error)
-    return {"words": words, "removed": removed, "is_whole": files(path) == before}
+    dist.barrier()
+    left = sorted(each.name for each in Path(folder).iterdir())
+    return {"words": words, "removed": removed, "is_whole": files(path) == before, "left": left}
 
 
 def whole_run(folder: str) -> dict[str, Any]:
@@ -150,6 +152,31 @@ def whole_run(folder: str) -> dict[str, Any]:
         "losses": losses[True] == losses[False],
         "resumed": resumed.losses == losses[True][2:],
     }
+
+
+def written_at_once(folder: str) -> list[bool]:
+    """Ask for a save beside the steps, where a node has so many ranks; and where the run has another reason against it."""
+    found: list[bool] = []
+
+    class Asks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                strategy, checkpoint = trainer.strategy, trainer._checkpoint_connector.dump_checkpoint(False)
+                for path, ranks in ((f"{folder}/x.ckpt", 2), (f"{folder}/x.ckpt", 10**9), ("/elsewhere/x.ckpt", 2)):
+                    later = strategy._later.next_save(checkpoint, Path(path), trainer, ranks_per_node=ranks, group=None)
+                    found.append(later is not None)
+
+    class Reads(ModelCheckpoint):
+        pass
+
+    for given in (
+        ModelCheckpoint(dirpath=folder, save_last="link"),
+        Reads(dirpath=folder),
+        ModelCheckpoint(dirpath=folder),
+    ):
+        found.append(given.save_last == "link")
+        fit(folder, [given, Asks()])
+    return found
 
 
 def kept(folder: str, **options: Any) -> list[str]:

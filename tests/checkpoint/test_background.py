@@ -30,9 +30,16 @@ def test_one_that_fails_is_an_error_on_all_ranks_and_the_one_before_stays(pools:
     assert first == second
     assert first["removed"] == []
     assert first["is_whole"]
+    assert first["left"] == ["x.ckpt"]
     words = f"checkpoint {tmp_path}/x.ckpt, written while training went on, could not be written: rank 0: FileNotFoundError:"
     assert first["words"].startswith(words)
     assert first["words"].endswith("the one before stays")
+
+
+def test_what_is_written_at_once(pools: Any, tmp_path: Path):
+    """A link to what is not there, a class that may read it, a node whose memory is short, what a user saves elsewhere."""
+    for found in pools(2).run(ranks.written_at_once, str(tmp_path)):
+        assert found == [True, False, False, False, False, False, False, False, False, True, False, False]
 
 
 def test_a_run_saves_the_same_and_trains_the_same(pools: Any, tmp_path: Path):

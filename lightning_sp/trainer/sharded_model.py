@@ -271,6 +271,7 @@ class ShardedModelStrategy(ProcessStrategy):
     ) -> dict[str, Any]:
         module, io = self._module, given_checkpoint_io(self)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self._later.wait(self._groups.world)  # it may be the one to be loaded
         reshard(module)
         return load_checkpoint(
             self._path_of_rank_0(checkpoint_path),
@@ -306,4 +307,5 @@ class ShardedModelStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._sigterm.stop()
+        self._later.settle()
         super().teardown()

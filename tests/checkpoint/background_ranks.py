@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.checkpoint import BackgroundSaves, save_checkpoint
-from lightning_sp.checkpoint.folder import partial_path
+from lightning_sp.checkpoint.folder import is_complete, partial_path
 from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
 
 STEPS = 6
@@ -43,7 +44,9 @@ class Dumped(pl.Callback):
             self.checkpoint["counters"] = torch.arange(3.0)
 
 
-def fit(folder: str, callbacks: list[Any], ckpt_path: str | None = None, **options: Any) -> tuple[pl.Trainer, User]:
+def fit(
+    folder: str, callbacks: list[Any], ckpt_path: str | None = None, steps: int = STEPS, **options: Any
+) -> tuple[pl.Trainer, User]:
     torch.manual_seed(0)
     trainer = pl.Trainer(
         accelerator="cpu", devices=dist.get_world_size(), max_epochs=1, precision="64-true", logger=False, enable_progress_bar=False,
@@ -52,13 +55,13 @@ def fit(folder: str, callbacks: list[Any], ckpt_path: str | None = None, **optio
         strategy=SequenceParallelStrategy(preflight=False, **options),
     )  # fmt: skip
     module = User()
-    trainer.fit(module, DataLoader(TokenDataset(2 * STEPS), batch_size=2, shuffle=True), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(TokenDataset(2 * steps), batch_size=2, shuffle=True), ckpt_path=ckpt_path)
     return trainer, module
 
 
 def dumped(folder: str) -> dict[str, Any]:
     taken = Dumped()
-    fit(folder, [taken])
+    fit(folder, [taken], steps=2)
     return taken.checkpoint
 
 
@@ -154,6 +157,21 @@ def whole_run(folder: str) -> dict[str, Any]:
     }
 
 
+def raised(folder: str) -> list[str]:
+    """End a fit by an error on all ranks, just behind a save; return what is there."""
+
+    class Raises(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise ArithmeticError("mine")
+
+    callback = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    with suppress(ArithmeticError):
+        fit(folder, [callback, Raises()])
+    dist.barrier()
+    return sorted(each.name for each in Path(folder).iterdir() if is_complete(each))
+
+
 def written_at_once(folder: str) -> list[bool]:
     """Ask for a save beside the steps, where a node has so many ranks; and where the run has another reason against it."""
     found: list[bool] = []
@@ -175,7 +193,7 @@ def written_at_once(folder: str) -> list[bool]:
         ModelCheckpoint(dirpath=folder),
     ):
         found.append(given.save_last == "link")
-        fit(folder, [given, Asks()])
+        fit(folder, [given, Asks()], steps=1)
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.checkpoint import background_ranks as ranks
 
 
@@ -47,6 +49,11 @@ def test_a_run_saves_the_same_and_trains_the_same(pools: Any, tmp_path: Path):
         assert found == {"same": True, "losses": True, "resumed": True}
 
 
-def test_what_is_kept_is_what_is_kept_at_once(pools: Any, tmp_path: Path):
-    for found in pools(2).run(ranks.kept, str(tmp_path)):
+def test_a_run_that_ends_by_an_error_waits_for_its_last_checkpoint(pools: Any, tmp_path: Path):
+    assert pools(2).run(ranks.raised, str(tmp_path)) == [[f"step={step}.ckpt" for step in (1, 2, 3)]] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_kept_is_what_is_kept_at_once(pools: Any, tmp_path: Path, world: int):
+    for found in pools(world).run(ranks.kept, str(tmp_path)):
         assert found == ["epoch=0-step=6.ckpt", "last.ckpt"]

@@ -166,8 +166,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             self._start_windows(refuses=self.sequence_parallel_size > 1)
             self._steps.context.sums_over_groups = None
             self.setup_optimizers(trainer)
-            if trainer.ckpt_path is None:
-                check_interrupted_saves(trainer, self._groups.world)
+            check_interrupted_saves(trainer, self._groups.world)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
         self._run.start(trainer, self.sequence_mesh, fitting=fitting)

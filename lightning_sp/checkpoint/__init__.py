@@ -15,7 +15,7 @@ from lightning_sp.checkpoint.host_memory import available_bytes
 from lightning_sp.checkpoint.latest import latest_checkpoint
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
-from lightning_sp.checkpoint.replace import recover, remnants
+from lightning_sp.checkpoint.replace import recover, remnants, unfinished
 from lightning_sp.checkpoint.save import save_checkpoint
 from lightning_sp.checkpoint.staged import staged_bytes
 from lightning_sp.checkpoint.state import (
@@ -56,5 +56,6 @@ __all__ = [
     "sharded_like",
     "sharded_state",
     "staged_bytes",
+    "unfinished",
     "whole_state_dict",
 ]

@@ -20,8 +20,10 @@ from lightning_sp.checkpoint.folder import first_failure, remove_incomplete
 from lightning_sp.checkpoint.staged import StagedFolder, WrittenPart
 from lightning_sp.errors import SequenceParallelError
 
-# Where a run ends by an error: for the own part, for those of others after that, and for rank 0's word.
-_WRITES_S, _OTHERS_S, _WORD_S = 300.0, 10.0, 60.0
+# Where a run ends by an error: for the own part, and for those of others after it.
+_WRITES_S, _OTHERS_S = 300.0, 60.0
+# Where another rank is gone: if it could, it has written before it went. A launcher kills this rank soon, and the error is to be said first.
+_LOST_WRITES_S, _LOST_OTHERS_S = 3.0, 1.5
 
 
 class _Pending:
@@ -121,16 +123,17 @@ class BackgroundSaves:
         if pending:
             comm.agree(_failures(pending), group)
 
-    def settle(self) -> None:
+    def settle(self, *, is_lost: bool) -> None:
         """Wait for what is on its way where a run ends by an error, on this rank alone: nothing is raised, and what failed is said.
 
-        Rank 0 waits for the others' parts for less long than they for its word: of one that has ended none comes.
+        Args:
+            is_lost: the error is that another rank is gone.
         """
         pending, self._pending = self._pending, []
-        within_s = _OTHERS_S if comm.rank_in(comm.world()) == 0 else _WORD_S
+        writes_s, others_s = (_LOST_WRITES_S, _LOST_OTHERS_S) if is_lost else (_WRITES_S, _OTHERS_S)
         for each in pending:
-            each.has_written.wait(_WRITES_S)
-            each.thread.join(within_s)
+            each.has_written.wait(writes_s)
+            each.thread.join(others_s)
         if words := _failures(pending):
             sys.stderr.write(f"sequence_parallel: {words}\n")
             sys.stderr.flush()

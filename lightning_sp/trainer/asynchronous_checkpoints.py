@@ -113,6 +113,7 @@ class AsynchronousCheckpoints:
         """Wait for all of them, on all ranks."""
         self._saves.wait(group)
 
-    def settle(self) -> None:
-        """Wait for them on this rank, whose run ends by an error."""
-        self._saves.settle()
+    def settle(self, error: BaseException | None = None) -> None:
+        """Wait for them on this rank, whose run ends by an error, if by any."""
+        causes = [each for each in (error, getattr(error, "__cause__", None)) if each is not None]
+        self._saves.settle(is_lost=any(comm.is_of_communication(each) for each in causes))

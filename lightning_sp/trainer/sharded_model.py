@@ -301,7 +301,7 @@ class ShardedModelStrategy(ProcessStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._later.settle()
+        self._later.settle(exception)
         set_exit_code(exception, self.config.preemption_exit_code, is_script_child=self.is_script_child)
 
     @override

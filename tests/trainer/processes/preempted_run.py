@@ -53,7 +53,7 @@ def main(folder: str, how: str) -> None:
     trainer = pl.Trainer(
         strategy=SequenceParallelStrategy(preflight=False, preemption_limit_s=3.0 if how == "hangs" else 60.0), accelerator="cpu", devices=2,
         max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        callbacks=[ModelCheckpoint(dirpath=folder + "/checkpoints", every_n_epochs=2)],
+        callbacks=[ModelCheckpoint(dirpath=folder + "/checkpoints", every_n_train_steps=1)],
     )  # fmt: skip
     ckpt_path = None if how == "slurm" else "last"
     trainer.fit(

@@ -119,7 +119,10 @@ def test_a_signal_to_the_launcher_ends_the_run_saved(launcher: str, tmp_path: Pa
         # torchrun, told itself, ends with 1 whatever its ranks end with.
         assert process.returncode == (143 if launcher == "lightning" else 1), words
     assert "the run was told to end, and is saved at step 6" in words
-    assert [each.name for each in (told / "checkpoints").iterdir()] == ["last-preempted.ckpt"]
+    assert sorted(each.name for each in (told / "checkpoints").iterdir()) == [
+        "epoch=0-step=6.ckpt",
+        "last-preempted.ckpt",
+    ]
     with started(told, "goes", start) as process:
         words, _ = process.communicate(timeout=200)
         assert process.returncode == 0, words

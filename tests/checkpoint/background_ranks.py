@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,26 @@ def one_at_a_time(folder: str) -> dict[str, Any]:
     found["after"] = (path.exists(), removed)
     found["is_still_pending"] = saves.remove_after(lambda: removed.append(True))
     return found
+
+
+def lost(folder: str) -> dict[str, Any]:
+    """End by the error that another rank is gone, whose part has not come; and then have it come."""
+    checkpoint, path = dumped(folder), Path(folder) / "x.ckpt"
+    taken: list[Any] = []
+    save_checkpoint(checkpoint, path, as_folder=True, later=taken.append)
+    saves, said, found = BackgroundSaves(), io.StringIO(), {}
+    if dist.get_rank() == 0:
+        saves.begin(taken[0], 2)
+        began = time.monotonic()
+        with redirect_stderr(said):
+            saves.settle(is_lost=True)
+        found["seconds"] = time.monotonic() - began
+    dist.barrier()
+    if dist.get_rank() == 1:
+        saves.begin(taken[0], 2)
+        saves.settle(is_lost=False)
+    dist.barrier()
+    return {**found, "said": said.getvalue(), "is_complete": is_complete(path)}
 
 
 def failed(folder: str) -> dict[str, Any]:

@@ -27,6 +27,14 @@ def test_an_older_checkpoint_goes_when_the_newer_one_is_complete(pools: Any, tmp
     assert second == {"after": (True, []), "is_still_pending": False}
 
 
+def test_a_rank_that_has_lost_another_does_not_wait_long_for_its_part(pools: Any, tmp_path: Path):
+    first, second = pools(2).run(ranks.lost, str(tmp_path))
+    assert 1 < first["seconds"] < 5
+    words = f"sequence_parallel: checkpoint {tmp_path}/x.ckpt, written while training went on, could not be written: it takes too long"
+    assert first["said"].startswith(words)
+    assert second == {"said": "", "is_complete": True}
+
+
 def test_one_that_fails_is_an_error_on_all_ranks_and_the_one_before_stays(pools: Any, tmp_path: Path):
     first, second = pools(2).run(ranks.failed, str(tmp_path))
     assert first == second

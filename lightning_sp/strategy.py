@@ -100,15 +100,17 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         packed_documents: bool | None = None,
         balance: str = "auto",
         save_distributed_checkpoint: bool = True,
+        asynchronous_checkpoints: bool | Literal["auto"] = "auto",
         exclude_frozen_parameters: bool = False,
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         hang_s: float | Literal["auto"] = "auto",
+        preemption_limit_s: float = 300.0,
+        preemption_exit_code: int = 143,
         process_group_backend: str | None = None,
         **unknown: Any,
     ) -> None:
-        given = locals()
-        config = StrategyConfig.from_options({name: given[name] for name in StrategyConfig.names()} | unknown)
+        config = StrategyConfig.from_signature(locals(), unknown)
         super().__init__(process_group_backend=process_group_backend, config=config)
         self._interceptions = ExitStack()
         self._shard_options = ShardOptions()
@@ -118,8 +120,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
         self._run = RunState()
-        self._row_metrics = RowMetrics()
-        self._sums = LoggedSums()
+        self._row_metrics, self._sums = RowMetrics(), LoggedSums()
         self._checkpointing = AutoCheckpointing(self.config)
 
     # ---- mesh
@@ -162,8 +163,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             self._start_windows(refuses=self.sequence_parallel_size > 1)
             self._steps.context.sums_over_groups = None
             self.setup_optimizers(trainer)
-            if trainer.ckpt_path is None:
-                check_interrupted_saves(trainer, self._groups.world)
+            check_interrupted_saves(trainer, self._groups.world)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
         self._run.start(trainer, self.sequence_mesh, fitting=fitting)
@@ -366,8 +366,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        trainer = self._module.trainer
-        if trainer.state.fn == TrainerFn.FITTING:
+        if (trainer := self._module.trainer).state.fn == TrainerFn.FITTING:
             self._run.resume_data(checkpoint, trainer, dp_size=self.data_parallel_size)
         self._averages.fit_state(checkpoint, self._module)
         return checkpoint

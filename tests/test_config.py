@@ -359,6 +359,28 @@ def test_recomputed_stages_are_the_modules_and_not_the_operators():
     assert (saved.recomputed_stages, saved.attention.ulysses_stages) == (1, 3)
 
 
+def test_checkpoints_beside_the_steps():
+    assert StrategyConfig().asynchronous_checkpoints == "auto"
+    assert not StrategyConfig(
+        asynchronous_checkpoints=False, save_distributed_checkpoint=False
+    ).asynchronous_checkpoints
+    with refusal("asynchronous_checkpoints='yes': must be True, False or 'auto'"):
+        StrategyConfig(asynchronous_checkpoints="yes")
+    with refusal(
+        "asynchronous_checkpoints=True with save_distributed_checkpoint=False: one file needs the whole model in rank 0's"
+    ):
+        StrategyConfig(asynchronous_checkpoints=True, save_distributed_checkpoint=False)
+
+
+def test_how_a_preempted_run_ends():
+    assert (StrategyConfig().preemption_limit_s, StrategyConfig().preemption_exit_code) == (300.0, 143)
+    for code in (-1, 256, True, 1.5, "requeue"):
+        with refusal(f"preemption_exit_code={code!r}: must be a whole number from 0 to 255, as a process ends with"):
+            StrategyConfig(preemption_exit_code=code)
+    with refusal("preemption_limit_s=0: must be positive, in seconds"):
+        StrategyConfig(preemption_limit_s=0)
+
+
 def test_a_hang_is_named_before_the_run_ends():
     assert StrategyConfig().warns_after_s == 60.0
     assert StrategyConfig(timeout_s=30.0).warns_after_s == 15.0

@@ -5,7 +5,7 @@
 
 A run writes a checkpoint every other step, so that a kill falls into the writing of one, or between two of its renames, as often as not. Killed
 are all ranks at once, as by a node that is lost, or one rank. Each run is resumed from "last" until it is done, and ends with the weights of a
-run that nobody killed, to 1e-8 in float64.
+run that nobody killed, to 1e-8 in float64. Every other run writes its checkpoints while training goes on: its last one is the last complete one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from lightning_sp.checkpoint.folder import META, is_complete
 from lightning_sp.testing import RankPool, max_error
 from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
@@ -70,13 +71,16 @@ class _Checkpoint(ModelCheckpoint):
             self.notes.note("saved", trainer.global_step)
 
 
-def train(folder: str, layout: str, resumed: bool) -> dict[str, torch.Tensor]:
+def train(folder: str, layout: str, resumed: bool, later: bool) -> dict[str, torch.Tensor]:
     """Train to the end on this rank; return the weights."""
     torch.manual_seed(0)
     strategy, rows = LAYOUTS[layout]
     notes = _Notes(Path(folder))
-    checkpoint = _Checkpoint(f"{folder}/checkpoints", save_last=True, save_top_k=1, every_n_train_steps=EVERY)
-    checkpoint.notes = notes
+    # A derived class's is written at once, for that may read it.
+    kind = ModelCheckpoint if later else _Checkpoint
+    checkpoint = kind(f"{folder}/checkpoints", save_last=True, save_top_k=1, every_n_train_steps=EVERY)
+    if isinstance(checkpoint, _Checkpoint):
+        checkpoint.notes = notes
     trainer = quiet_trainer(
         2, strategy=dict(**strategy, preflight=False, shard_size=2, timeout_s=20), max_steps=STEPS, enable_checkpointing=True,
         callbacks=[checkpoint, notes],
@@ -87,6 +91,14 @@ def train(folder: str, layout: str, resumed: bool) -> dict[str, torch.Tensor]:
     return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
 
 
+def last_saved(folder: Path, later: bool) -> int:
+    """Return the step of the last checkpoint that a run has saved; 0 for none."""
+    if not later:
+        return last_of(folder, "saved")
+    complete = [each for each in (folder / "checkpoints").glob("last*.ckpt") if is_complete(each)]
+    return max((int(torch.load(each / META, weights_only=True)["global_step"]) for each in complete), default=0)
+
+
 def last_of(folder: Path, name: str) -> int:
     """Return the last step that was noted; 0 for none."""
     file = folder / name
@@ -95,7 +107,7 @@ def last_of(folder: Path, name: str) -> int:
 
 
 def _killed(
-    folder: Path, layout: str, resumed: bool, draw: random.Random, latest_s: float
+    folder: Path, layout: str, resumed: bool, draw: random.Random, latest_s: float, *, later: bool
 ) -> dict[str, torch.Tensor] | str:
     """Run, and kill at a random moment; return how, or the weights of a run that was done before."""
     before = (folder / "began").stat().st_size if (folder / "began").exists() else 0
@@ -105,7 +117,7 @@ def _killed(
 
         def run() -> None:
             try:
-                weights.extend(pool.run(train, str(folder), layout, resumed))
+                weights.extend(pool.run(train, str(folder), layout, resumed, later))
             except RuntimeError as error:
                 failure.append(str(error))
 
@@ -133,21 +145,21 @@ def _killed(
 
 def one_run(number: int, folder: Path, expected: dict[str, torch.Tensor], latest_s: float) -> dict[str, Any]:
     """Kill a run one to three times within so many seconds of its first step, then let it end; return what is wrong, or nothing."""
-    draw = random.Random(number)
+    draw, later = random.Random(number), bool(number % 2)
     kills: list[dict[str, Any]] = []
     wrong: list[str] = []
     layout = draw.choice([*LAYOUTS])
     for _ in range(draw.randint(1, 3)):
         resumed = bool(kills)
-        how = _killed(folder, layout, resumed, draw, latest_s)
-        saved, began = last_of(folder, "saved"), last_of(folder, "began")
+        how = _killed(folder, layout, resumed, draw, latest_s, later=later)
+        saved, began = last_saved(folder, later), last_of(folder, "began")
         if not isinstance(how, str):
             break
         kills.append({"how": how, "layout": layout, "began": began, "saved": saved})
         layout = draw.choice([*LAYOUTS])
-    saved = last_of(folder, "saved")
+    saved = last_saved(folder, later)
     with RankPool(2, timeout_s=120) as pool:
-        weights = pool.run(train, str(folder), layout, True)[0]
+        weights = pool.run(train, str(folder), layout, True, later)[0]
     # A run that was done begins no training.
     if saved < STEPS and (began := last_of(folder, "began")) < saved:
         wrong.append(f"step {saved} was saved, and the run went on from {began}")
@@ -171,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: list[dict[str, Any]] = known.get("runs", []) if known.get("commit") == commit.stdout.strip() else []
     options.file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, RankPool(2, timeout_s=120) as pool:
-        pool.run(train, folder, "ring 2", False)
+        pool.run(train, folder, "ring 2", False, False)
         begin = time.monotonic()
-        expected = pool.run(train, folder, "ulysses 2", False)[0]
+        expected = pool.run(train, folder, "ulysses 2", False, False)[0]
         latest_s = _LATEST * (time.monotonic() - begin)
     done = sum(len(run["kills"]) for run in runs)
     with tqdm(total=options.kills, initial=done, unit="kill") as bar:

@@ -1,5 +1,6 @@
 """Checkpoints: a DCP directory that is the same for every mesh, or one whole file; resumed on any degrees, exported for one process."""
 
+from lightning_sp.checkpoint.background import BackgroundSaves
 from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
 from lightning_sp.checkpoint.folder import local_path
 from lightning_sp.checkpoint.frozen import (
@@ -10,11 +11,13 @@ from lightning_sp.checkpoint.frozen import (
     is_built_noted,
     note_built,
 )
+from lightning_sp.checkpoint.host_memory import available_bytes
 from lightning_sp.checkpoint.latest import latest_checkpoint
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
-from lightning_sp.checkpoint.replace import recover, remnants
+from lightning_sp.checkpoint.replace import recover, remnants, unfinished
 from lightning_sp.checkpoint.save import save_checkpoint
+from lightning_sp.checkpoint.staged import staged_bytes
 from lightning_sp.checkpoint.state import (
     load_model_state,
     load_optimizer_state,
@@ -27,6 +30,8 @@ from lightning_sp.checkpoint.state import (
 
 __all__ = [
     "EXCLUDED",
+    "BackgroundSaves",
+    "available_bytes",
     "derived_seed",
     "exclude_frozen",
     "exclude_quantized",
@@ -50,5 +55,7 @@ __all__ = [
     "save_checkpoint",
     "sharded_like",
     "sharded_state",
+    "staged_bytes",
+    "unfinished",
     "whole_state_dict",
 ]

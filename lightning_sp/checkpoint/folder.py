@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path, PurePath
@@ -45,6 +46,15 @@ def replaced_path(path: Path) -> Path:
 def partial_path(path: Path) -> Path:
     """Return the path of a checkpoint while it is written."""
     return path.with_name(path.name + PARTIAL)
+
+
+def remove_incomplete(path: Path) -> None:
+    """Remove what a save that has failed has written of a checkpoint: by one rank, when all have ended their part.
+
+    What is complete stays: a failure between two renames has left it, and `replace.recover` gives it its name.
+    """
+    if not (partial_path(path) / MANIFEST).exists():
+        shutil.rmtree(partial_path(path), ignore_errors=True)
 
 
 def checksum(file: Path) -> tuple[int, int]:

@@ -63,6 +63,13 @@ def remnants(folder: Path) -> list[Path]:
     return sorted(path for path in named if not path.exists())
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """Return what saves that were stopped have left half-written in a folder. One that a run beside this is writing is among them."""
+    if not folder.is_dir():
+        return []
+    return sorted(each for each in folder.iterdir() if each.name.endswith(PARTIAL) and not is_complete(each))
+
+
 def exchange_names(a: Path, b: Path) -> bool:
     """Exchange two names at one moment; return False where the system or its file system cannot. Source: renameat2(2), Linux 3.15."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None

@@ -25,11 +25,13 @@ from lightning_sp.checkpoint.folder import (
     checksum,
     first_failure,
     partial_path,
+    remove_incomplete,
     write_manifest,
 )
 from lightning_sp.checkpoint.free_space import check_free_space
 from lightning_sp.checkpoint.plain import SHARDED, STORED_AS, plain_checkpoint
 from lightning_sp.checkpoint.replace import put_in_place
+from lightning_sp.checkpoint.staged import StagedFolder
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -39,6 +41,7 @@ def save_checkpoint(
     *,
     as_folder: bool,
     write: Callable[[dict[str, Any], str], None] | None = None,
+    later: Callable[[StagedFolder], None] | None = None,
     group: ProcessGroup | None = None,
 ) -> list[str]:
     """Write Lightning's checkpoint; every rank calls it. At any moment `path` is the old checkpoint or the new one, never a part.
@@ -48,6 +51,7 @@ def save_checkpoint(
         path: on a file system that all ranks share; equal on all ranks.
         as_folder: a DCP folder (each rank writes its part), else one file in plain Lightning's format.
         write: of the user's, on rank 0, in place of writing the file.
+        later: takes a copy of the folder, to write it while training goes on; None writes it now.
         group: the world, on a backend for host objects.
 
     Communicates: DCP's plan; for a file every sharded tensor, gathered one by one.
@@ -63,7 +67,7 @@ def save_checkpoint(
     plain, refused, described = plain_checkpoint(rest, sharded if as_folder else None)
     comm.agree(_refusal(path, refused), group)
     if as_folder:
-        _save_folder(checkpoint, plain, sharded, path, group)
+        _save_folder(checkpoint, plain, sharded, path, later=later, group=group)
     else:
         _save_file(checkpoint, plain, path, write or _write_file, group)
     return described
@@ -84,18 +88,12 @@ def _save_folder(
     plain: dict[str, Any],
     sharded: dict[str, DTensor],
     path: Path,
+    *,
+    later: Callable[[StagedFolder], None] | None,
     group: ProcessGroup | None,
 ) -> None:
     staging, is_writer = partial_path(path), comm.rank_in(group) == 0 if group else _is_rank_zero()
-    tensors: dict[str, Any] = {"state_dict": {}, SHARDED: sharded}
-    plain["state_dict_objects"] = {}
-    for name, value in checkpoint["state_dict"].items():
-        (tensors["state_dict"] if isinstance(value, Tensor) else plain["state_dict_objects"])[name] = value
-    if "optimizer_states" in checkpoint:
-        plain["optimizer_states"] = [
-            _extract_tensors(state, f"optimizer_{index}", tensors)
-            for index, state in enumerate(checkpoint["optimizer_states"])
-        ]
+    tensors = _folder_tensors(checkpoint, plain, sharded)
 
     def prepare() -> None:
         check_target(path)
@@ -109,13 +107,28 @@ def _save_folder(
         put_in_place(staging, path)
 
     _let_writer(is_writer, prepare, path, group)
-    written: dict[str, tuple[int, int]] = {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            if later is not None:
+                later(StagedFolder(tensors, plain, staging, path, group))
+                return
             dcp_save(tensors, storage_writer=FileSystemWriter(staging), process_group=group)
-        except (Exception, CheckpointException) as error:  # DCP raises on all ranks, with each rank's failure
-            raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
+        files = _written_files(staging, path, is_writer, group)
+        _let_writer(is_writer, complete, path, group)
+    except (Exception, CheckpointException) as error:  # on all ranks; DCP raises with each rank's failure
+        if is_writer:
+            remove_incomplete(path)
+        if isinstance(error, SequenceParallelError):
+            raise
+        raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
+
+
+def _written_files(
+    staging: Path, path: Path, is_writer: bool, group: ProcessGroup | None
+) -> dict[str, tuple[int, int]]:
+    """Return bytes and CRC-32 of all ranks' files."""
+    written: dict[str, tuple[int, int]] = {}
     prefix = f"__{dist.get_rank() if dist.is_initialized() else 0}_"
     unreadable = None
     try:
@@ -125,8 +138,21 @@ def _save_folder(
     except OSError as failure:
         unreadable = f"checkpoint {path}: what was written cannot be read: {type(failure).__name__}: {failure}"
     comm.agree(unreadable, group)
-    files = {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}
-    _let_writer(is_writer, complete, path, group)
+    return {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}
+
+
+def _folder_tensors(checkpoint: dict[str, Any], plain: dict[str, Any], sharded: dict[str, DTensor]) -> dict[str, Any]:
+    """Return the tensors of a folder, and put everything else of a checkpoint among its plain values."""
+    tensors: dict[str, Any] = {"state_dict": {}, SHARDED: sharded}
+    plain["state_dict_objects"] = {}
+    for name, value in checkpoint["state_dict"].items():
+        (tensors["state_dict"] if isinstance(value, Tensor) else plain["state_dict_objects"])[name] = value
+    if "optimizer_states" in checkpoint:
+        plain["optimizer_states"] = [
+            _extract_tensors(state, f"optimizer_{index}", tensors)
+            for index, state in enumerate(checkpoint["optimizer_states"])
+        ]
+    return tensors
 
 
 def _extract_tensors(state: dict[str, Any], key: str, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -36,11 +36,13 @@ from lightning_sp.comm.groups import (
 )
 from lightning_sp.comm.hangs import end_run, leave_run, watch_run
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
+from lightning_sp.comm.side_gather import SideGather
 
 __all__ = [
     "ALL_PAIRS_TAG",
     "HostGroups",
     "Largest",
+    "SideGather",
     "Spread",
     "Transfer",
     "agree",

@@ -40,6 +40,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         balance: Which tokens each rank of a ring holds. "zigzag": balanced for one document. "documents": for each batch's packed documents, so
             that all ranks compute about equally many (query, key) pairs. "auto": that where zigzag is more than 5% off and it should pay.
         save_distributed_checkpoint: Write each checkpoint as a DCP directory; False: as one consolidated file, by rank 0.
+        asynchronous_checkpoints: Write what ModelCheckpoint saves while training goes on, from a copy in the host's memory, each rank its part
+            of a DCP directory. "auto": where the copies fit in half of the memory that each node has left.
         exclude_frozen_parameters: Leave frozen parameters that building the model gives again, the base of a LoRA, out of checkpoints. Each is
             known by a digest; one that was ever changed is saved, and a load into another base is refused.
         timeout_s: Time limit of every collective from the first batch on, in seconds.
@@ -47,6 +49,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             process group that others made neither limit is changed.
         hang_s: After how long a rank that others wait for is named, with its stack, in seconds. "auto": 60, or half of timeout_s if that is
             less. Ranks that wait in different collectives end the run within seconds, unless a thread of the user's runs beside: it may help.
+        preemption_limit_s: How long after SIGTERM a process may finish its step and save, in seconds: past it, it says where it is, and ends.
+        preemption_exit_code: With which a run ends that was told to by SIGTERM. 143 is 128 + SIGTERM, as a shell says it.
     """
 
     sequence_parallel_size: Size = "auto"
@@ -63,10 +67,13 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     packed_documents: bool | None = None
     balance: str = "auto"
     save_distributed_checkpoint: bool = True
+    asynchronous_checkpoints: bool | Literal["auto"] = "auto"
     exclude_frozen_parameters: bool = False
     timeout_s: float = 300.0
     start_timeout_s: float = 1800.0
     hang_s: float | Literal["auto"] = "auto"
+    preemption_limit_s: float = 300.0
+    preemption_exit_code: int = 143
 
     def __post_init__(self) -> None:
         AttentionOptions.__post_init__(self)
@@ -95,6 +102,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             )
         self._check_stage_inputs()
         self._check_global_view()
+        self._check_asynchronous()
         if self.compile and self.activation_offload != "none":
             raise SequenceParallelError(
                 f"activation_offload={self.activation_offload!r} with compile=True: torch.compile decides in its own graph what is saved for "
@@ -103,6 +111,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
         self._check_hang()
+        self._check_preemption()
         sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_size, self.ring_size
         if sp != "auto" and ulysses != "auto" and ring != "auto" and ulysses * ring != sp:
             raise SequenceParallelError(
@@ -178,6 +187,24 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "comes before; give less than timeout_s, or 'auto'"
             )
 
+    def _check_asynchronous(self) -> None:
+        given = self.asynchronous_checkpoints
+        if given != "auto" and not isinstance(given, bool):
+            raise SequenceParallelError(f"asynchronous_checkpoints={given!r}: must be True, False or 'auto'")
+        if given is True and not self.save_distributed_checkpoint:
+            raise SequenceParallelError(
+                "asynchronous_checkpoints=True with save_distributed_checkpoint=False: one file needs the whole model in rank 0's memory, and "
+                "is written at once; leave it 'auto', or write DCP directories"
+            )
+
+    def _check_preemption(self) -> None:
+        check_seconds("preemption_limit_s", self.preemption_limit_s)
+        code = self.preemption_exit_code
+        if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code <= 255:
+            raise SequenceParallelError(
+                f"preemption_exit_code={code!r}: must be a whole number from 0 to 255, as a process ends with"
+            )
+
     @property
     def warns_after_s(self) -> float:
         """`hang_s` in seconds."""
@@ -192,6 +219,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     def names(cls) -> tuple[str, ...]:
         """Return the names of all options."""
         return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def from_signature(cls, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> StrategyConfig:
+        """Build from what a function with all options in its signature was given, and from keywords that it does not know."""
+        return cls.from_options({name: given[name] for name in cls.names()} | dict(unknown))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> StrategyConfig:

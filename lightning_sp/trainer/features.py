@@ -5,7 +5,7 @@ Equal on all ranks, so no collective is needed. What is not named here is honour
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, TorchCheckpointIO
@@ -104,7 +104,7 @@ def _check_counts(callback: Any, degrees: Degrees) -> None:
 
 def _check_callback(callback: Any, trainer: Trainer) -> None:
     """Refuse a callback that cannot work on shards, or on ranks that act by themselves."""
-    name, world = type(callback).__name__, trainer.world_size
+    name, world, strategy = type(callback).__name__, trainer.world_size, cast(Any, trainer.strategy)
     if isinstance(callback, callbacks.ModelPruning):
         raise SequenceParallelError(
             f"the callback {name} ranks the weights of whole tensors, and each of {world} ranks holds a shard of every parameter: prune the "
@@ -114,6 +114,11 @@ def _check_callback(callback: Any, trainer: Trainer) -> None:
         raise SequenceParallelError(
             f"GradientAccumulationScheduler({callback.scheduling}) changes the global batch during the run, by which the order of samples is "
             "cut: give one accumulate_grad_batches to the Trainer"
+        )
+    if strategy.config.asynchronous_checkpoints is True and getattr(callback, "save_last", None) == "link":
+        raise SequenceParallelError(
+            f"asynchronous_checkpoints=True with {name}(save_last='link'): the link would lead to a checkpoint that is not complete; use "
+            "save_last=True, or leave asynchronous_checkpoints='auto'"
         )
     saves = getattr(callback, "save_on_exception", False) or isinstance(callback, callbacks.OnExceptionCheckpoint)
     if saves and world > 1:

@@ -1,23 +1,25 @@
-"""Checkpoints whose names a save that was stopped has left missing: a run that begins beside them would overwrite them."""
+"""What a save that was stopped has left: a checkpoint without its name, which a run that begins beside it would overwrite; a half one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.checkpoint import recover, remnants
+from lightning_sp.checkpoint import recover, remnants, unfinished
 
 
 def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
     """Give checkpoints back the names that a save was stopped in replacing, and refuse to begin beside them. Every rank must call it.
 
-    Lightning has looked for `ckpt_path="last"` before: it has found none, and would begin at step 0.
+    Lightning has looked for `ckpt_path="last"` before: it has found none, and would begin at step 0. A fit from a checkpoint goes on. What is
+    half-written is named: it may be deleted, unless another run is writing it.
 
     Args:
-        trainer: of a fit without a checkpoint, its callbacks set up.
+        trainer: of a fit, its callbacks set up.
         group: the world, on a backend for host objects.
 
     Communicates: agreement on the error.
@@ -27,8 +29,16 @@ def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
     """
     error = None
     if comm.rank_in(group or comm.world()) == 0:
-        folders = {Path(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
-        said = [line for folder in sorted(folders) for path in remnants(folder) if (line := recover(path))]
+        folders = sorted(
+            {Path(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
+        )
+        if half := [str(path) for folder in folders for path in unfinished(folder)]:
+            rank_zero_info(
+                f"sequence_parallel: {len(half)} checkpoints are half-written by saves that were stopped: {', '.join(half)}; delete them, if no "
+                "other run is writing them"
+            )
+        begins = trainer.ckpt_path is None
+        said = [line for folder in folders if begins for path in remnants(folder) if (line := recover(path))]
         if said:
             error = (
                 f"a save that was stopped had left {len(said)} checkpoints without their names, and this run begins without one: "

@@ -47,14 +47,17 @@ from lightning_sp.parallelize import (
     without_gradient_sync,
 )
 from lightning_sp.trainer.agreed_numbers import watch_numbers
+from lightning_sp.trainer.asynchronous_checkpoints import AsynchronousCheckpoints
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
+from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
+from lightning_sp.trainer.processes.time_limit import Limit
 
 
 class ShardedModelStrategy(ProcessStrategy):
@@ -72,6 +75,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self._log_once = LogOnce()
         self._averages = WeightAverages()
         self._sigterm = Sigterm()
+        self._later = AsynchronousCheckpoints(config, self._log_once)
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
 
@@ -194,7 +198,11 @@ class ShardedModelStrategy(ProcessStrategy):
     def _prepare_trainer(self, trainer: Trainer) -> None:
         """Change of a Trainer what a run on shards needs: no inference mode, what ranks compare and agree on."""
         forbid_inference_mode(trainer)
-        self._sigterm.follow(trainer)
+        config = self.config
+        limit = Limit(within_s=config.preemption_limit_s, code=config.preemption_exit_code, at=self._progress)
+        self._sigterm.follow(trainer, limit)
+        save_when_preempted(trainer, self._sigterm)
+        self._later.follow(trainer, lambda: self._groups.world)
         watch_numbers(trainer, self._groups)
 
     @override
@@ -233,11 +241,19 @@ class ShardedModelStrategy(ProcessStrategy):
             self._exclude_frozen(checkpoint)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()
         write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
-        as_folder = self.config.save_distributed_checkpoint
-        if described := save_checkpoint(checkpoint, path, as_folder=as_folder, write=write, group=group):
+        as_folder, per_node = self.config.save_distributed_checkpoint, self.ranks_per_node
+        later = self._later.next_save(checkpoint, path, self._module.trainer, ranks_per_node=per_node, group=group)
+        if described := save_checkpoint(checkpoint, path, as_folder=as_folder, write=write, later=later, group=group):
             self._log_once(
                 f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
             )
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, if one that is to stand for it is on its way when that is complete."""
+        remove = partial(super().remove_checkpoint, filepath)
+        if not self._later.remove_after(remove):
+            remove()
 
     def _exclude_frozen(self, checkpoint: dict[str, Any]) -> None:
         if is_built_noted(self._module):
@@ -255,6 +271,7 @@ class ShardedModelStrategy(ProcessStrategy):
     ) -> dict[str, Any]:
         module, io = self._module, given_checkpoint_io(self)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self._later.wait(self._groups.world)  # it may be the one to be loaded
         reshard(module)
         return load_checkpoint(
             self._path_of_rank_0(checkpoint_path),
@@ -273,3 +290,22 @@ class ShardedModelStrategy(ProcessStrategy):
                 f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
             )
         return local_path(self.broadcast(os.fspath(path)))
+
+    # ---- end
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._later.wait(self._groups.world)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._later.settle(exception)
+        set_exit_code(exception, self.config.preemption_exit_code, is_script_child=self.is_script_child)
+
+    @override
+    def teardown(self) -> None:
+        self._sigterm.stop()
+        self._later.settle()
+        super().teardown()

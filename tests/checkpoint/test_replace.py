@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.checkpoint import read_checkpoint_folder, recover, remnants, replace, save_checkpoint
 from lightning_sp.checkpoint.folder import partial_path, replaced_path
+from tests.checkpoint.checkpoint_ranks import Heard
 
 
 def save(path: Path, value: float) -> None:
@@ -116,15 +117,20 @@ def one_rank(folder: Path) -> list[str]:
             fit(folder, ckpt_path)
         except SequenceParallelError as error:
             said.append(str(error))
-    return said
+    partial_path(folder / "half.ckpt").mkdir()
+    heard = Heard()
+    fit(folder, "last")
+    return [*said, heard.stop()]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_does_not_begin_beside_a_lost_checkpoint(pools, tmp_path):
     (said,) = pools(1).run(one_rank, tmp_path)
-    assert len(said) == 1
+    assert len(said) == 2
     assert "had left 1 checkpoints without their names" in said[0]
     assert value_of_step(tmp_path) > 0
+    words = f"1 checkpoints are half-written by saves that were stopped: {tmp_path / 'half.ckpt.partial'}; delete them, if no other run"
+    assert words in said[1]
 
 
 def value_of_step(folder: Path) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.faults.answers import Answers, commit_of
 from tests.faults.attention import ATTENTION
+from tests.faults.checkpoints import CHECKPOINTS
 from tests.faults.copies import ROOT, copies, failed_with, failures, not_found
 from tests.faults.data import DATA
 from tests.faults.fault import Fault
@@ -32,7 +33,9 @@ from tests.faults.reductions import REDUCTIONS
 from tests.faults.scores import SCORES
 from tests.faults.users import USERS
 
-FAULTS = (*LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *DATA, *GROUPS, *GLOBAL_VIEW, *HANGS, *MEMORY, *USERS, *PREFLIGHT)
+FAULTS = (
+    *LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *CHECKPOINTS, *DATA, *GROUPS, *GLOBAL_VIEW, *HANGS, *MEMORY, *USERS, *PREFLIGHT,
+)  # fmt: skip
 # How the line of a test that noticed ends.
 NOTICED = " | ok"
 

@@ -222,6 +222,7 @@ CALLBACKS: dict[str, Any] = {
     "accumulation of one": lambda: callbacks.GradientAccumulationScheduler({0: 1}),
     "throughput": lambda: callbacks.ThroughputMonitor(batch_size_fn=len),
     "on exception": lambda: callbacks.OnExceptionCheckpoint(tempfile.mkdtemp()),
+    "link": lambda: callbacks.ModelCheckpoint(tempfile.mkdtemp(), save_last="link"),
     "save on exception": lambda: callbacks.ModelCheckpoint(tempfile.mkdtemp(), save_on_exception=True),
     "gradients": Gradients,
     "spikes": lambda: callbacks.SpikeDetection() if hasattr(callbacks, "SpikeDetection") else callbacks.Callback(),

@@ -36,6 +36,10 @@ REFUSED = {
     "throughput": (dict(callback="throughput", logger=True), "would report 2 times too many"),
     "on exception": (dict(callback="on exception", enable_checkpointing=True), "OnExceptionCheckpoint would save"),
     "save on exception": (dict(callback="save on exception", enable_checkpointing=True), "ModelCheckpoint would save"),
+    "link": (
+        dict(callback="link", enable_checkpointing=True, strategy=dict(ring_size=2, asynchronous_checkpoints=True)),
+        "asynchronous_checkpoints=True with ModelCheckpoint(save_last='link'): the link would lead to a checkpoint that is not complete",
+    ),
     "val_check_interval": (dict(val_check_interval={"seconds": 90}), "val_check_interval of 90 seconds: each of 2 ranks"),
     "gradients": (
         dict(callback="gradients", accumulate_grad_batches=3),
@@ -66,7 +70,7 @@ def test_an_honoured_option_trains_as_on_one_device(pools):
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(pools):
-    cases = [dict(strategy=dict(ring_size=2), world=2, **case) for case, _ in REFUSED.values()]
+    cases = [{"strategy": dict(ring_size=2), "world": 2, **case} for case, _ in REFUSED.values()]
     for answers in pools(2).run(ranks.runs, cases):
         for (name, (_, words)), answer in zip(REFUSED.items(), answers, strict=True):
             assert words in answer["error"], (name, answer)

@@ -85,6 +85,11 @@ class ProcessStrategy(ParallelStrategy):
         """Return the backend given, or the one chosen for the device."""
         return self._process_group_backend
 
+    @property
+    def is_script_child(self) -> bool:
+        """Whether another rank's script has started this one."""
+        return isinstance(self.launcher, ScriptLauncher) and self.local_rank != 0
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None

@@ -1,0 +1,110 @@
+"""The time that a process has to end in after a signal: past it, it says where it still is, and ends.
+
+A handler of Python's runs between two lines of Python, and a rank that waits in a collective is in one for long. A thread hears of the signal.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+_BEGIN = 0  # no signal has this number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """How a process ends that was told to.
+
+    Args:
+        within_s: how long it has.
+        code: with which it ends past that.
+        at: says where it is.
+    """
+
+    within_s: float
+    code: int
+    at: Callable[[], str]
+
+
+class TimeLimit:
+    """A process' time after a signal. A class because a run starts and stops it, and a thread measures it."""
+
+    def __init__(self) -> None:
+        # A strategy is copied before its run, which neither of the two can be.
+        self._tells: socket.socket | None = None
+        self._stopped: threading.Event | None = None
+        self._wakes = False
+
+    def start(self, limit: Limit, signals: Collection[int]) -> None:
+        """Begin to listen; the time itself begins with the first of the signals."""
+        self.stop()
+        hears, self._tells = socket.socketpair()
+        self._tells.setblocking(False)
+        self._stopped = threading.Event()
+        if threading.current_thread() is threading.main_thread():
+            self._wake_by_signals(self._tells.fileno())
+        threading.Thread(
+            target=_wait,
+            args=(limit, hears, {_BEGIN, *signals}, self._stopped),
+            name="lightning_sp time limit",
+            daemon=True,
+        ).start()
+
+    def begin(self) -> None:
+        """Begin the time now, for another rank was told."""
+        if self._tells is not None:
+            with suppress(BlockingIOError):  # full of what says the same
+                self._tells.send(bytes([_BEGIN]))
+
+    def stop(self) -> None:
+        """End with the run: what a script does after it is its own."""
+        if self._tells is None or self._stopped is None:
+            return
+        if self._wakes:
+            other = signal.set_wakeup_fd(-1)
+            if other not in (-1, self._tells.fileno()):
+                signal.set_wakeup_fd(other)
+            self._wakes = False
+        self._stopped.set()
+        self._tells.close()
+        self._tells = self._stopped = None
+
+    def _wake_by_signals(self, number: int) -> None:
+        """Let the interpreter write the number of each signal as it arrives, unless another loop has that (asyncio): it goes without."""
+        other = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            return
+        self._wakes = True
+        # A loader's worker has the same handlers, and its signals are no affair of this process.
+        multiprocessing.util.register_after_fork(self, _listen_no_more)
+
+
+def _listen_no_more(_: TimeLimit) -> None:
+    signal.set_wakeup_fd(-1)
+
+
+def _wait(limit: Limit, hears: socket.socket, signals: set[int], stopped: threading.Event) -> None:
+    # Open until the end: what is written to nobody would be an error of the one that writes.
+    with hears:
+        heard = b""
+        while not signals & set(heard):
+            heard = hears.recv(64)
+            if not heard:
+                return
+        if stopped.wait(limit.within_s):
+            return
+    sys.stderr.write(
+        f"sequence_parallel: process {os.getpid()} was told to end {limit.within_s:g} s ago and is still at {limit.at()}: it ends now, with "
+        f"code {limit.code}, and what it was about to save is not complete; resume from the checkpoint before (preemption_limit_s="
+        f"{limit.within_s:g} is the limit: a longer one needs as long between SIGTERM and SIGKILL)\n"
+    )
+    sys.stderr.flush()
+    os._exit(limit.code)

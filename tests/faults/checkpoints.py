@@ -1,0 +1,55 @@
+"""Faults of how a run is saved: told to end, or while it goes on."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+TOLD = "tests/trainer/test_sigterm.py::test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not"
+BACKGROUND = "tests/checkpoint/test_background.py"
+PREEMPTION = "tests/trainer/processes/test_preemption.py"
+
+CHECKPOINTS = (
+    fault(
+        "a run that is told to end within a window of accumulation",
+        "trainer/processes/sigterm.py",
+        "if not trainer.training or _is_last_of_window(trainer):",
+        "if any_told:",
+        f"{TOLD}[window]",
+    ),
+    fault(
+        "a validation that is cut short and left out",
+        "trainer/preemption.py",
+        "    _begin_validation_again(trainer)\n    try",
+        "    try",
+        f"{TOLD}[validation]",
+    ),
+    fault(
+        "the signal of a loader's worker taken for this process' own",
+        "trainer/processes/time_limit.py",
+        "        multiprocessing.util.register_after_fork(self, _listen_no_more)\n",
+        "",
+        f"{PREEMPTION}::test_a_signal_to_a_worker_of_a_process_is_the_workers_own",
+    ),
+    fault(
+        "a checkpoint of what training has changed since",
+        "checkpoint/staged.py",
+        'value.detach().to("cpu", copy=True)',
+        'value.detach().to("cpu")',
+        f"{BACKGROUND}::test_what_changes_after_a_save_has_begun_is_not_saved",
+    ),
+    fault(
+        "an older checkpoint removed before the newer one is complete",
+        "checkpoint/background.py",
+        "                self._after.append(act)\n                return\n",
+        "                act()\n                return\n",
+        f"{BACKGROUND}::test_an_older_checkpoint_goes_when_the_newer_one_is_complete",
+        f"{BACKGROUND}::test_one_that_fails_is_an_error_on_all_ranks_and_the_one_before_stays",
+    ),
+    fault(
+        "an error of a checkpoint that nobody hears of",
+        "checkpoint/background.py",
+        "        if pending:\n            comm.agree(_failures(pending), group)\n",
+        "",
+        f"{BACKGROUND}::test_one_that_fails_is_an_error_on_all_ranks_and_the_one_before_stays",
+    ),
+)

@@ -155,6 +155,26 @@ def _beside(x: SequenceTensor, index: Sequence[Any]) -> Any:
     return SequenceTensor(x.local[tuple(index)], own.at(own.dim + (more if tensors[0] < own.dim else 0)))
 
 
+def masked_scatter(call: Call) -> Any:
+    """Put whole rows, one after the other, in the places of tokens that a mask chooses: images into their text."""
+    x, mask, source = (call.argument(i, name) for i, name in enumerate(("input", "mask", "source")))
+    own = x.placement if is_sequence(x) else None
+    if own is None or not is_sequence(mask) or not is_plain(source) or own != mask.placement or x.dim() != own.dim + 2:
+        return NO_RULE
+    features = x.shape[-1]
+    if mask.local.shape != x.local.shape or mask.local.stride(-1) != 0 or own.outer * own.inner > 1:
+        return NO_RULE  # a mask that may differ between the features of a token
+    chosen = SequenceTensor(mask.local[..., 0], own)
+    whole = chosen.whole()
+    row = part_of((whole.flatten().cumsum(0) - 1).view(whole.shape), own).clamp(min=0)
+    rows = source.reshape(-1, features)
+    if len(rows) < int(whole.sum()):
+        raise RuntimeError(
+            f"masked_scatter: {int(whole.sum())} tokens are chosen, and there are {len(rows)} rows of {features}"
+        )
+    return SequenceTensor(torch.where(mask.local, rows[row.clamp(max=max(len(rows) - 1, 0))].to(x.dtype), x.local), own)
+
+
 def _from_table(table: Tensor, index: Any) -> Any:
     """Look tokens up in a whole table, along its first dim."""
     given = list(index) if isinstance(index, tuple) else [index]
@@ -243,4 +263,5 @@ RULES: dict[str, Rule] = {
     **named("select", select),
     **named("narrow", narrow),
     **named("index_select", index_select),
+    **named("masked_scatter", masked_scatter),
 }

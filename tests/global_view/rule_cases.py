@@ -28,6 +28,7 @@ class Whole:
         self.mixing = draw(length, length)
         self.relative = draw(1, H, length, length)
         self.rows = draw(2, E)
+        self.images = draw(2 * length, E)
         self.kernel, self.full_kernel = draw(E, 1, 3), draw(E, E, 3)
 
 
@@ -208,6 +209,7 @@ CASES: dict[str, Case] = {
     ),
     "written in place": lambda x, ids, mask, w: x.mul(2).add_(1).clamp_(min=-1).masked_fill_(mask[..., None] == 0, 0.5),
     "ids written through a view": ids_written_through_a_view,
+    "rows put into places": lambda x, ids, mask, w: x.masked_scatter((ids == 3).unsqueeze(-1).expand_as(x), w.images),
     "where with ids": lambda x, ids, mask, w: torch.where((ids > 4).unsqueeze(-1), x, w.bias),
     "one hot": lambda x, ids, mask, w: F.one_hot(ids, V).to(x.dtype) @ w.head,
     "topk of features": lambda x, ids, mask, w: x.topk(3, dim=-1).values,

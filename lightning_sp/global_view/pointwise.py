@@ -28,7 +28,7 @@ NAMES = """
     eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
     and or xor rand ror rxor iand ior ixor iadd isub imul itruediv idiv
     where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv isclose
-    to type float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
+    type float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
     ones_like zeros_like empty_like full_like dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
     fill copy polar real imag conj angle
 """

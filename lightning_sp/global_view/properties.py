@@ -45,7 +45,10 @@ _OF_SCORES = {"requires_grad": False, "grad_fn": None, "is_leaf": True, "_base":
 
 
 def hook(call: Call) -> Any:
-    """Refuse what would see the gradient of this rank's part, times the number of ranks."""
+    """Refuse a user's, which would see the gradient of this rank's part, times the number of ranks; FSDP2 has some of its own."""
+    given = call.argument(1, "hook")
+    if (getattr(given, "__module__", None) or "").startswith(("torch.", "lightning_sp.")):
+        return call.on_locals()
     raise SequenceParallelError(
         f"global_view: {call.function.__name__} of a tensor of the sequence ({users_line()}) would see the gradient of this rank's part; use "
         "a hook of a parameter, or write what the hook does into the forward"

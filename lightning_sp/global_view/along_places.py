@@ -67,6 +67,7 @@ def cat(call: Call) -> Any:
     if call.name == "stack" or dim % like.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
     parts = [brought(each, own.storage) if is_sequence(each) else each for each in parts]
+    parts = [each for each in parts if not (each.dim() == 1 and each.shape[0] == 0) and each.shape[own.dim]]
     total = sum(each.shape[own.dim] for each in parts)
     target = own.storage.for_length(total)
     result: SequenceTensor | None = None
@@ -76,7 +77,7 @@ def cat(call: Call) -> Any:
         placed = _at(each, like, start, total, target)
         if placed is None:
             return NO_RULE
-        result = placed if result is None else _chosen(placed, result, start, start + length)
+        result = placed if result is None else _chosen(placed, result, start)
         start += length
     return result
 
@@ -94,17 +95,17 @@ def _at(part: Any, like: SequenceTensor, start: int, total: int, target: Any) ->
         return None
     dim = like.placement.dim
     own = target.positions(part.device)
-    slots = torch.cat([index, torch.full((target.capacity - total,), -1)]).to(part.device)[own]
+    slots = torch.cat([index, index[-1:].expand(target.capacity - total)]).to(part.device)[own]
     taken = part.index_select(dim, slots.clamp(min=0))
     shape = [-1 if i == dim else 1 for i in range(part.dim())]
     local = torch.where((slots >= 0).view(shape), taken, torch.zeros_like(taken))
     return SequenceTensor(local, replace(like.placement, storage=target, length=total))
 
 
-def _chosen(new: SequenceTensor, old: SequenceTensor, start: int, end: int) -> SequenceTensor:
+def _chosen(new: SequenceTensor, old: SequenceTensor, start: int) -> SequenceTensor:
     own = new.placement
     places = own.storage.positions(new.device)
-    inside = ((places >= start) & (places < end)).view([-1 if i == own.dim else 1 for i in range(new.dim())])
+    inside = (places >= start).view([-1 if i == own.dim else 1 for i in range(new.dim())])
     return SequenceTensor(torch.where(inside, new.local, old.local), own)
 
 

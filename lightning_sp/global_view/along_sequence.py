@@ -38,8 +38,9 @@ def reduction(over_sequence: Reduce, first_dim: int = 1) -> Rule:
             return pointwise(call)  # the larger of two
         dims = dims_of(call.argument(first_dim, "dim", call.kwargs.get("axis")), x.dim())
         keeps = bool(call.argument(first_dim + 1, "keepdim", False))
-        if call.name in ("var", "std") and isinstance(call.argument(1, "dim"), bool):
-            dims = dims_of(None, x.dim())
+        if call.name in ("var", "std"):  # (dim, unbiased, keepdim), or (unbiased)
+            keeps = bool(call.argument(3, "keepdim", False))
+            dims = dims_of(None, x.dim()) if isinstance(call.argument(1, "dim"), bool) else dims
         own = x.placement
         if own.dim not in dims:
             return placed(call.on_locals(), own if keeps else own.at(own.dim - sum(dim < own.dim for dim in dims)))
@@ -99,10 +100,13 @@ def extreme(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
         if x.dtype == torch.bool or (not x.is_floating_point() and x.dtype == torch.uint8):
             return NO_RULE
         opposite = SequenceTensor(-x.local, x.placement)
-        found = extreme(opposite, dims, keeps, Call(name="max", function=torch.max, args=call.args, kwargs=call.kwargs))
+        largest = "amax" if call.name == "amin" else "max"
+        found = extreme(
+            opposite, dims, keeps, Call(name=largest, function=torch.max, args=call.args, kwargs=call.kwargs)
+        )
         return torch.return_types.min((-found[0], found[1])) if isinstance(found, tuple) else -found
     own = x.placement
-    if len(dims) != 1 or (len(call.args) < 2 and "dim" not in call.kwargs):
+    if call.name in ("amax", "amin") or len(dims) != 1 or (len(call.args) < 2 and "dim" not in call.kwargs):
         return amax(x, dims, keeps, call)
     if own.outer * own.inner > 1:
         return NO_RULE
@@ -138,7 +142,10 @@ def norm(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
     """Return a vector norm: that of the ranks' norms."""
     power = call.argument(1, "p", call.kwargs.get("ord", 2))
     power = 2 if power in (None, "fro") else power
-    if not isinstance(power, (int, float)) or power <= 0:
+    is_matrix = (
+        call.function.__name__ == "linalg_norm" and len(dims) == 2 and call.argument(1, "ord") not in (None, "fro")
+    )
+    if not isinstance(power, (int, float)) or power <= 0 or is_matrix:
         return NO_RULE
     local = x.placement.without_padding(x.local, 0)
     own = torch.linalg.vector_norm(local, power, dims, keepdim=keeps, dtype=call.kwargs.get("dtype"))
@@ -173,7 +180,7 @@ def softmax(call: Call) -> Any:
     """Weigh the tokens of a sequence by each other (attention pooling)."""
     x, dim = call.args[0], call.argument(1, "dim", -1)
     own = x.placement
-    if dim % x.dim() != own.dim or own.outer * own.inner > 1:
+    if not isinstance(dim, int) or dim % x.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
     dtype = call.kwargs.get("dtype")
     x = x if dtype is None else SequenceTensor(x.local.to(dtype), own)

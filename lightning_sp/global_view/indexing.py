@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import EllipsisType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +38,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and not is_sequence(value) and value.dtype != torch.bool
 
 
+def _as_list(value: Any) -> Any:
+    """Return an index that is given as a range, a tuple or an array of numpy as a list of numbers."""
+    return (
+        value.tolist()
+        if isinstance(value, (np.ndarray, np.generic))
+        else list(value)
+        if isinstance(value, (range, tuple))
+        else value
+    )
+
+
 def _slots(x: SequenceTensor, index: Any) -> list[Any]:
     """Return an index with one entry for each dim, and None for each new one."""
-    given = list(index) if isinstance(index, tuple) else [index]
+    given = [_as_list(each) for each in (index if isinstance(index, tuple) else [index])]
 
     def width(each: Any) -> int:
         return (
@@ -84,8 +96,15 @@ def take_range(x: SequenceTensor, start: int, stop: int, step: int) -> Any:
     if own.outer * own.inner > 1 or length == 0:
         return NO_RULE
     if start == 0 and step == 1:
-        return SequenceTensor(x.local, replace(own, length=length))
-    return moved(x, torch.arange(start, stop, step), ("slice", start, stop, step))
+        # Padding repeats the last token: what a function makes of it is as finite as what it makes of that.
+        shorter = replace(own, length=length)
+        last = take_one(SequenceTensor(x.local.detach(), own), length - 1).unsqueeze(own.dim)
+        real = shorter.real(x.local)
+        assert real is not None
+        result = SequenceTensor(torch.where(real, x.local, last), shorter)
+    else:
+        result = moved(x, torch.arange(start, stop, step), ("slice", start, stop, step))
+    return SequenceTensor(result.local, result.placement.as_copy(result.local))
 
 
 def take_one(x: SequenceTensor, position: int) -> Any:
@@ -244,10 +263,10 @@ def setitem(call: Call) -> Any:
         if is_sequence(value):
             like = x.local[tuple(slots)]
             value = value.local if value.local.shape == like.shape else NO_RULE
-        if value is NO_RULE or (is_plain(value) and value.dim()):
-            return NO_RULE
-        x.local[tuple(slots)] = value
-        return None
+        if value is not NO_RULE and not (is_plain(value) and value.dim()):
+            x.local[tuple(slots)] = value
+            return None
+        value = call.args[2]
     if not whole_is_small(x):
         return NO_RULE
     whole = x.whole().clone()

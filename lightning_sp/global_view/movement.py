@@ -45,7 +45,7 @@ def plan_of(index: Tensor, source: Storage, target: Storage, device: torch.devic
     size = source.layout.size
     slot_of, owner_of = torch.zeros(source.capacity, dtype=torch.int64), torch.zeros(source.capacity, dtype=torch.int64)
     wanted = []
-    behind = torch.full((target.capacity - len(index),), -1, dtype=torch.int64)
+    behind = index[-1:].expand(target.capacity - len(index))  # padding repeats the last token
     whole = torch.cat([index, behind])
     for rank in range(size):
         own = layout.positions(source.layout, source.capacity, rank)

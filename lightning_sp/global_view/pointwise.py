@@ -30,15 +30,15 @@ NAMES = """
     eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
     and or xor rand ror rxor iand ior ixor iadd isub imul itruediv idiv
     where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv isclose
-    to type float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
+    type float double half bfloat16 int long bool short byte cpu cuda contiguous clone detach zero requires_grad
     ones_like zeros_like empty_like full_like dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
     normal uniform random exponential log_normal cauchy geometric
     fill copy polar real imag conj angle
 """
 
 
-RANDOM = frozenset(
-    [
+RANDOM = {
+    *(
         "dropout",
         "alpha_dropout",
         "feature_alpha_dropout",
@@ -49,16 +49,15 @@ RANDOM = frozenset(
         "normal",
         "uniform",
         "random",
-        "exponential",
-        "log_normal",
-        "cauchy",
-        "geometric",
-    ]
-)
+    ),
+    *("exponential", "log_normal", "cauchy", "geometric"),
+}
 
 
 def pointwise(call: Call) -> Any:
     """Do it on this rank's tokens."""
+    if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
+        return NO_RULE  # the places where it is true
     written = _written_in_place(call)
     if written is not None and not is_sequence(written):
         raise SequenceParallelError(
@@ -72,6 +71,8 @@ def pointwise(call: Call) -> Any:
     # Of the whole tensors that a step draws every rank needs the same numbers; of tokens that each has for itself, its own.
     with placement.storage.own_draws() if call.name in RANDOM else nullcontext():
         result = local.on_locals()
+    if call.name == "contiguous" and placement.is_copy(result):
+        result = result.clone()  # as one device does of a slice
     if written is not None:
         return written.renew(result if isinstance(result, Tensor) else written.local)
     return placed(result, placement)
@@ -118,11 +119,11 @@ def _written_in_place(call: Call) -> Any:
     """Return the tensor that a function writes into; None where it makes a new one."""
     if "out" in call.kwargs and call.kwargs["out"] is not None:
         return call.kwargs["out"]
-    return call.args[0] if _writes(call.function) or call.kwargs.get("inplace", False) else None
+    return call.args[0] if writes(call.function) or call.kwargs.get("inplace", False) else None
 
 
 @lru_cache(maxsize=1024)
-def _writes(function: Any) -> bool:
+def writes(function: Any) -> bool:
     """Return whether a function writes into its first argument, by its name."""
     name = function.__name__
     return name in _AUGMENTED or (name.endswith("_") and not name.startswith("__"))
@@ -133,8 +134,16 @@ _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and",
 
 def like_another(call: Call) -> Any:
     """Give a tensor the dtype and device of another, whatever its shape."""
-    x, other = call.args
+    x, other = call.argument(0, "self"), call.argument(1, "other")
+    if call.name == "to" and not isinstance(other, Tensor):
+        return NO_RULE
     return x.to(dtype=other.dtype, device=other.device)
+
+
+def to(call: Call) -> Any:
+    """Cast, to a dtype or device that is named or to those of another tensor."""
+    found = like_another(call)
+    return pointwise(call) if found is NO_RULE else found
 
 
 def along(call: Call) -> Any:
@@ -142,7 +151,7 @@ def along(call: Call) -> Any:
     x = call.args[0]
     if not is_sequence(x):
         return NO_RULE
-    dim = call.argument(1, "dim", -1)
+    dim = call.argument(2 if call.name == "topk" else 1, "dim", None if "soft" in call.name else -1)
     if not isinstance(dim, int) or dim % x.dim() == x.placement.dim:
         return NO_RULE
     return placed(call.on_locals(), x.placement)
@@ -170,6 +179,8 @@ def normalized(call: Call) -> Any:
 def embedding(call: Call) -> Any:
     """Look up this rank's tokens."""
     ids = call.args[0]
+    if call.argument(3, "max_norm") is not None or call.argument(5, "scale_grad_by_freq", False):
+        return NO_RULE  # what it does depends on all tokens
     if not is_sequence(ids) or is_sequence(call.args[1]):
         return NO_RULE
     return placed(call.on_locals(), ids.placement)
@@ -211,8 +222,9 @@ def new_like(call: Call) -> Any:
 RULES: dict[str, Rule] = {
     **named(NAMES, pointwise),
     **named("type_as", like_another),
+    "to": to,
     **named("softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin sort argsort topk", along),
-    **named("gather scatter scatter_add scatter_reduce take_along_dim", gather),
+    **named("gather scatter scatter_add scatter_reduce", gather),
     **named("layer_norm rms_norm", normalized),
     **named("embedding", embedding),
     **named("normalize cosine_similarity", normalize),

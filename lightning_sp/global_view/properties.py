@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named, users_line
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 SHOWN = """
@@ -19,8 +20,7 @@ SHOWN = """
     is_tensor is_same_size storage_offset _has_symbolic_sizes_strides is_neg is_conj
 """
 OF_AUTOGRAD = """
-    requires_grad grad_fn is_leaf _base untyped_storage _version retains_grad output_nr register_hook retain_grad
-    register_post_accumulate_grad_hook
+    requires_grad grad_fn is_leaf _base untyped_storage _version retains_grad output_nr retain_grad
 """
 OF_VALUES = "tolist numpy item __array__"
 
@@ -34,12 +34,25 @@ def shown(call: Call) -> Any:
 def of_autograd(call: Call) -> Any:
     """Answer with what this rank's part has; scores of an attention, which nothing reads, have no history."""
     x = call.args[0]
+    if call.function.__name__ == "requires_grad_":
+        return NO_RULE  # it gives the tensor itself
     if is_sequence(x):
         return call.on_locals()
     return _OF_SCORES.get(call.name, NO_RULE)
 
 
 _OF_SCORES = {"requires_grad": False, "grad_fn": None, "is_leaf": True, "_base": None, "retains_grad": False}
+
+
+def hook(call: Call) -> Any:
+    """Refuse a user's, which would see the gradient of this rank's part, times the number of ranks; FSDP2 has some of its own."""
+    given = call.argument(1, "hook")
+    if (getattr(given, "__module__", None) or "").startswith(("torch.", "lightning_sp.")):
+        return call.on_locals()
+    raise SequenceParallelError(
+        f"global_view: {call.function.__name__} of a tensor of the sequence ({users_line()}) would see the gradient of this rank's part; use "
+        "a hook of a parameter, or write what the hook does into the forward"
+    )
 
 
 def of_values(call: Call) -> Any:
@@ -78,6 +91,7 @@ def data(call: Call) -> Any:
 RULES: dict[str, Rule] = {
     **named(SHOWN, shown),
     **named(OF_AUTOGRAD, of_autograd),
+    **named("register_hook register_post_accumulate_grad_hook", hook),
     **named(OF_VALUES, of_values),
     **named("__bool__ __int__ __float__ __index__", number),
     **named("__repr__ __str__ __format__", text),

@@ -20,7 +20,14 @@ from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequ
 from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
-from lightning_sp.global_view.written_attention import HIDDEN_BELOW, Attention, four_dims, masks_of, refusal
+from lightning_sp.global_view.written_attention import (
+    HIDDEN_BELOW,
+    STILL_HIDDEN_BELOW,
+    Attention,
+    four_dims,
+    masks_of,
+    refusal,
+)
 
 
 class Scores(GlobalTensor):
@@ -30,10 +37,14 @@ class Scores(GlobalTensor):
         attention: what is known of it.
         lead: the dims before queries and keys, as they are shown.
         dtype: as it is shown.
+        base: scores of which these are a view; None for none.
+        is_old: a view of them was written into since.
     """
 
     attention: Attention
     lead: tuple[int, ...]
+    base: Scores | None = None
+    is_old: bool = False
 
     @staticmethod
     def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:
@@ -64,6 +75,8 @@ def scores_of(queries: SequenceTensor, keys: SequenceTensor) -> Any:
 def times_values(weights: Scores, values: Any) -> Any:
     """Return the attention's output, a tensor of the sequence."""
     known = weights.attention
+    if weights.is_old:
+        raise refusal("a write into a view")
     if not is_sequence(values) or values.placement.dim != values.dim() - 2:
         return NO_RULE
     if not known.is_weights:
@@ -72,6 +85,8 @@ def times_values(weights: Scores, values: Any) -> Any:
     if not values.placement.same_tokens(known.of_keys):
         return NO_RULE
     lead = known.lead
+    if values.dim() > len(weights.lead) + 2:
+        raise refusal("a product with values of more dims")
     masks = masks_of(known)
     four = lead if len(lead) == 2 else (1, math.prod(lead))
     local = values.local.expand(*weights.lead, *values.local.shape[-2:])
@@ -114,7 +129,11 @@ def scaled(call: Call) -> Any:
     x, other = call.args[:2]
     x, other = (x, other) if isinstance(x, Scores) else (other, x)
     number = _number(other)
-    if number is None and _is_of_zeros_and_ones(other) and "div" not in call.name and x.attention.factor is None:
+    if call.args[0] is not x and "div" in call.name:
+        raise refusal("division by scores")
+    known = x.attention
+    may_hide = number is None and "div" not in call.name and known.factor is None and not known.is_weights
+    if may_hide and _is_of_zeros_and_ones(other):
         return _result(call, x, x.changed(factor=_relead(other, x.lead, x.attention.lead)))
     if number is None or (number <= 0) or x.attention.is_weights or (call.name.startswith("r") and "div" in call.name):
         raise refusal(f"{call.name} by {'a tensor' if number is None else number}")
@@ -124,6 +143,8 @@ def scaled(call: Call) -> Any:
         if known.bias is not None or known.lowered is not None:
             raise refusal(f"{call.name} of what was added to capped scores")
         return _result(call, x, x.changed(softcap=known.softcap * factor))
+    if known.lowered is not None and known.lowest * factor > STILL_HIDDEN_BELOW:
+        raise refusal(f"{call.name} by {number} behind a mask, whose number becomes {known.lowest * factor:g}")
     bias = None if known.bias is None else known.bias * factor
     return _result(call, x, x.changed(scale=known.scale * factor, bias=bias, lowest=known.lowest * factor))
 
@@ -149,6 +170,9 @@ def _result(call: Call, x: Scores, new: Scores) -> Scores:
         "isub",
     ):
         x.attention = new.attention
+        base = x.base
+        while base is not None:
+            base.is_old, base = True, base.base
         return x
     return new
 
@@ -158,8 +182,10 @@ def biased(call: Call) -> Any:
     x, other = call.args[:2]
     x, other = (x, other) if isinstance(x, Scores) else (other, x)
     number = _number(other)
+    if call.args[0] is not x and "sub" in call.name:
+        raise refusal("a difference that scores are taken from")
     if number == 0.0:
-        return x
+        return _result(call, x, x.changed())
     if (
         isinstance(other, Scores)
         or not isinstance(other, Tensor)
@@ -244,8 +270,10 @@ def masked(call: Call) -> Any:
 def softmax(call: Call) -> Any:
     """Take the softmax over the keys."""
     x, dim = call.args[0], call.argument(1, "dim", -1)
-    if dim % x.dim() != x.dim() - 1 or x.attention.is_weights or call.name != "softmax":
+    if dim is None or dim % x.dim() != x.dim() - 1 or x.attention.is_weights or call.name != "softmax":
         raise refusal(f"{call.name} along dim {dim}")
+    if x.attention.factor is not None:
+        raise refusal("a product with zeros that no sum of one low number hides")
     dtype = call.kwargs.get("dtype") or next((each for each in call.args[2:] if isinstance(each, torch.dtype)), None)
     return Scores(replace(x.attention, is_weights=True), x.lead, dtype or x.dtype)
 
@@ -275,6 +303,11 @@ def cast(call: Call) -> Any:
 def same(call: Call) -> Any:
     """Leave as it is."""
     return call.args[0]
+
+
+def cloned(call: Call) -> Any:
+    """Copy it: what is done to one in place is not done to the other."""
+    return call.args[0].changed()
 
 
 def expanded_as(call: Call) -> Any:
@@ -320,7 +353,9 @@ def view(call: Call) -> Any:
             visible=split(known.visible),
             bias=split(known.bias),
         )
-    return Scores(known, lead, x.dtype)
+    found = Scores(known, lead, x.dtype)
+    found.base = x
+    return found
 
 
 RULES: dict[str, Rule] = {
@@ -332,7 +367,8 @@ RULES: dict[str, Rule] = {
     **named("softmax log_softmax", softmax),
     **named("dropout", dropped),
     **named("to type type_as float double half bfloat16", cast),
-    **named("contiguous clone", same),
+    **named("contiguous", same),
+    **named("clone", cloned),
     **named("expand_as", expanded_as),
     **named("view reshape flatten unsqueeze", view),
 }
@@ -345,6 +381,8 @@ def on_scores(call: Call) -> Any:
         SequenceParallelError: it is none of those that are carried.
     """
     rule = RULES.get(call.name)
+    if any(isinstance(each, Scores) and each.is_old for each in call.args):
+        raise refusal("a write into a view")
     if rule is None:
         raise refusal(call.name)
     return rule(call)

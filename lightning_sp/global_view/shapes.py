@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.placement import Placement, part_of
+from lightning_sp.global_view.placement import Placement, memory_of, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -57,7 +57,12 @@ def view(call: Call) -> Any:
     )
     if not isinstance(given, Sequence):
         return NO_RULE  # of another dtype
-    return viewed(x, given)
+    found = viewed(x, given)
+    if call.name != "view" or found is NO_RULE or memory_of(found.local) == memory_of(x.local):
+        return found
+    return SequenceTensor(
+        found.local, found.placement.as_copy(found.local)
+    )  # of what is whole on one device it is a view
 
 
 def view_as(call: Call) -> Any:
@@ -82,6 +87,8 @@ def unflatten(call: Call) -> Any:
 def transpose(call: Call) -> Any:
     """Exchange two dims."""
     x = call.args[0]
+    if call.name == "T" and x.dim() > 2:
+        return NO_RULE
     if call.name in ("t", "T", "mT"):
         one, other = (-2, -1) if x.dim() > 1 else (0, 0)
     else:
@@ -158,6 +165,7 @@ def repeat(call: Call) -> Any:
     x, *times = call.args
     given = list(times[0] if times and not isinstance(times[0], int) else times or call.kwargs["repeats"])
     own = x.placement
+    given = [1] * (x.dim() - len(given)) + given  # `tile` may name the last dims alone
     dim = own.dim + len(given) - x.dim()
     return NO_RULE if given[dim] != 1 else SequenceTensor(x.local.repeat(given), own.at(dim))
 

@@ -26,7 +26,8 @@ from lightning_sp.global_view import (
     scores,
     shapes,
 )
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, users_line, whole_is_small
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, users_line, whole_is_small
+from lightning_sp.global_view.pointwise import writes
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -75,7 +76,15 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     Raises:
         SequenceParallelError: no rule knows it with these arguments, and a tensor is too large to be made whole for it.
     """
+    first = (
+        None if args or "condition" in kwargs else next((each for each in ("input", "tensors") if each in kwargs), None)
+    )
+    if first is not None:
+        args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+    if "keepdims" in kwargs:  # numpy's name
+        kwargs = {("keepdim" if name == "keepdims" else name): value for name, value in kwargs.items()}
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
+    _check_written(call)
     of_scores = scores.Scores in types
     if of_scores and call.name not in products.RULES:
         found = properties.RULES[call.name](call) if call.name in properties.RULES else NO_RULE
@@ -89,14 +98,39 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
 
 def _whole_or_refused(call: Call, of_scores: bool) -> Any:
     tensors = call.tensors
-    writes = call.function.__name__.endswith("_") and not call.function.__name__.startswith("__")
-    if not of_scores and not writes and all(map(whole_is_small, tensors)):
+    if not of_scores and not _writes(call) and all(map(whole_is_small, tensors)):
         tensors[0].placement.storage.note_reduction()
         return call.on_wholes()
-    shapes_of = ", ".join(f"{tuple(each.shape)} with the sequence in dim {each.placement.dim}" for each in tensors)
+    raise _refusal(call)
+
+
+def _writes(call: Call) -> bool:
+    """Return whether a function writes into its first argument, and that is of the sequence or may be so."""
+    return writes(call.function) or (call.name == "setitem" and is_sequence(call.args[0]))
+
+
+def _check_written(call: Call) -> None:
+    """Refuse writes that would not reach what one device writes into."""
+    into = call.kwargs.get("out")
+    if into is not None and pointwise.RULES.get(call.name) is not pointwise.pointwise:
+        raise _refusal(call, "with out=")
+    if into is None and not _writes(call) and not call.kwargs.get("inplace", False):
+        return
+    if call.name in shapes.RULES:
+        raise _refusal(call, "in place")
+    into = call.args[0] if into is None else into
+    if is_sequence(into) and into.placement.is_copy(into.local):
+        raise _refusal(
+            call,
+            "in place into a slice along the sequence, which is a copy here: clone it before, or use torch.where; it",
+        )
+
+
+def _refusal(call: Call, how: str = "") -> SequenceParallelError:
+    shapes_of = ", ".join(f"{tuple(each.shape)} with the sequence in dim {each.placement.dim}" for each in call.tensors)
     line = users_line()
-    raise SequenceParallelError(
-        f"global_view: {call.name} of {shapes_of or 'scores of an attention'} has no rule that keeps the sequence split ({line}); "
-        "write it with functions that have one, or make the sequence whole with lightning_sp.reductions.unshard(x), which needs its memory "
-        "on every rank"
+    return SequenceParallelError(
+        f"global_view: {' '.join([call.name, how]).strip()} of {shapes_of or 'scores of an attention'} has no rule that keeps the sequence "
+        f"split ({line}); write it with functions that have one, or make the sequence whole with lightning_sp.reductions.unshard(x), which "
+        "needs its memory on every rank"
     )

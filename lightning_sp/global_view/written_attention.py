@@ -15,6 +15,8 @@ from lightning_sp.global_view.placement import Placement
 
 # A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
 HIDDEN_BELOW = -1e4
+# What such a number may become by a scale behind it: the exponential of it is 0 in each dtype.
+STILL_HIDDEN_BELOW = -1e3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

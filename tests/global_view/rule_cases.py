@@ -146,7 +146,43 @@ def ids_written_through_a_view(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -
     return F.embedding(ids, w.table) * x + ids.cumsum(1)[..., None]
 
 
+def normalized_differences(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Of padding they would be 0 / 0."""
+    d = F.linear(x, w.weight)[:, 1:] - F.linear(x, w.weight)[:, :-1]
+    return F.linear(d / d.norm(dim=-1, keepdim=True), w.weight)
+
+
+def scores_used_twice(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    q, k, v = heads(x, w)
+    scores = q @ k.mT
+    other = scores.clone()
+    other += w.relative
+    return (scores.softmax(-1) @ v + other.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def written_rows(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    y = ids.clone()
+    first = y.cumsum(1)
+    y[0] = torch.arange(x.shape[1])
+    return y + first
+
+
 CASES: dict[str, Case] = {
+    "logarithm of what padding would be": lambda x, ids, mask, w: F.linear(x[:, 1:].abs().log(), w.weight),
+    "differences, normalized": normalized_differences,
+    "scores used twice": scores_used_twice,
+    "rows written": written_rows,
+    "var by position": lambda x, ids, mask, w: (x.var(1, True), x.var(1, False, True), x.std(-1, False, True)),
+    "keepdims": lambda x, ids, mask, w: x.sum(axis=1, keepdims=True),  # type: ignore[call-overload]
+    "amin": lambda x, ids, mask, w: x.relu().amin(1),
+    "topk of tokens": lambda x, ids, mask, w: x[..., 0].topk(8, dim=1).values,
+    "topk of one feature": lambda x, ids, mask, w: x.topk(1, dim=-1).values,
+    "first places": lambda x, ids, mask, w: torch.where(ids.flatten() > -1)[0],
+    "cast as another": lambda x, ids, mask, w: x * w.positions.to(x) + w.bias.to(x),
+    "detached leaf": lambda x, ids, mask, w: x * x.detach().requires_grad_(),
+    "gradient by frequency": lambda x, ids, mask, w: F.embedding(ids, w.table, scale_grad_by_freq=True) * x,
+    "arguments by name": lambda x, ids, mask, w: torch.sum(input=F.linear(input=x, weight=w.weight), dim=-1),
+    "joined with nothing": lambda x, ids, mask, w: torch.cat([torch.zeros(2, 0, E, dtype=x.dtype), x], dim=1),
     "pointwise with whole tensors": lambda x, ids, mask, w: torch.tanh(x * w.bias + w.positions) * mask.unsqueeze(-1),
     "learned positions": lambda x, ids, mask, w: x + F.embedding(torch.arange(x.shape[1]) % V, w.table),
     "positions of shape (1, S)": lambda x, ids, mask, w: x + w.positions[torch.arange(x.size(1)).unsqueeze(0)],

@@ -72,8 +72,9 @@ def batch_of(length: int, mesh: SequenceMesh) -> tuple[Any, Tensor]:
     """Return the inputs in the global view, and the leaf of this rank's part."""
     padded = mesh.layout.padded_length(length)
     parts = [
-        shard(pad(each, padded, dim=1, value=0), mesh.layout, mesh.sequence_rank, dim=1) for each in inputs(length)
-    ]
+        shard(torch.cat([each, each[:, -1:].expand(-1, padded - length, *each.shape[2:])], 1), mesh.layout, mesh.sequence_rank, dim=1)
+        for each in inputs(length)
+    ]  # fmt: skip
     leaf = parts[0].requires_grad_()
     info = SequenceInfo(
         rows=2, length=length, padded_length=padded, boundaries=None, position_ids=None, shift_labels=None,
@@ -121,7 +122,8 @@ def distance(found: list[Any], wanted: list[Any]) -> float:
         if ours.shape != theirs.shape:
             return float("inf")
         if ours.numel():
-            largest = max(largest, float((ours.double() - theirs.double()).abs().max()))
+            error = float((ours.double() - theirs.double()).abs().max())
+            largest = max(largest, error if error == error else float("inf"))  # nan is larger than any
     return largest
 
 
@@ -136,6 +138,17 @@ class Centred(torch.autograd.Function):
 
 
 REFUSED: dict[str, Any] = {
+    "written into a slice": lambda x: x.mul(1)[:, 1:].mul_(2),
+    "written into a first part": lambda x: x.mul(1)[:, :-1].mul_(2),
+    "written by out=": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(2, E, dtype=x.dtype)),
+    "exchanged in place": lambda x: x.mul(1).transpose_(1, 2),
+    "hooked": lambda x: x.mul(1).register_hook(print),
+    "scores times a mask": lambda x: (x @ x.mT * torch.ones(16, 16).tril()).softmax(-1) @ x,
+    "weights times a mask": lambda x: (x @ x.mT).softmax(-1) * torch.ones(16, 16).tril() @ x,
+    "a mask scaled away": lambda x: (
+        ((x @ x.mT).masked_fill(torch.ones(16, 16).triu(1) > 0, -1e4) * 1e-4).softmax(-1) @ x
+    ),
+    "a bias without scores": lambda x: (torch.zeros(16, 16) - x @ x.mT).softmax(-1) @ x,
     "sorted tokens": lambda x: x.sort(dim=1),
     "an own function": lambda x: Centred.apply(x),
     "scores that are squared": lambda x: (x @ x.mT).square(),

@@ -14,7 +14,7 @@ LAYOUTS = [(2, 1, 13), (1, 2, 16), pytest.param(1, 2, 13, marks=pytest.mark.slow
 WHOLE = (
     "sum", "mean", "max", "min", "norm of", "norm", "var", "std", "logsumexp over", "logsumexp", "argmax", "first", "last",
     "gathered", "a class token in attention", "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip of",
-    "sorted", "shifted labels", "smooth", "kl", "z-loss",
+    "sorted", "shifted labels", "smooth", "kl", "z-loss", "keepdims", "amin", "topk of tokens", "rows", "var by", "first places",
 )  # fmt: skip
 
 
@@ -45,6 +45,15 @@ def test_what_needs_no_whole_stays_split(pools):
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores that are squared", ["square on the scores of an attention"]),
         ("written into a whole tensor", ["add writes numbers of the sequence into a tensor that is whole"]),
+        ("written into a slice", ["mul in place into a slice along the sequence, which is a copy here"]),
+        ("written into a first part", ["mul in place into a slice along the sequence"]),
+        ("written by out=", ["sum with out= of (2, 16, 8)"]),
+        ("exchanged in place", ["transpose in place of (2, 16, 8)"]),
+        ("hooked", ["register_hook of a tensor of the sequence", "the gradient of this rank's part"]),
+        ("scores times a mask", ["a product with zeros that no sum of one low number hides"]),
+        ("weights times a mask", ["mul by a tensor on the scores of an attention"]),
+        ("a mask scaled away", ["behind a mask, whose number becomes -1"]),
+        ("a bias without scores", ["a difference that scores are taken from"]),
         ("a mask of all keys", ["numbers that are added, or masks of several numbers, and hide all keys of a query"]),
     ],
 )  # fmt: skip

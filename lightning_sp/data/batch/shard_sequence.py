@@ -95,6 +95,13 @@ def shard_sequence(
 
     def cut(name: str, tensor: Tensor, dim: int) -> Tensor:
         value = STANDARD_NAMES.get(name, (dim, 0))[1]
+        if (
+            options.global_view and 0 < length < padded
+        ):  # what a step makes of padding is as finite as what it makes of the last token
+            last = tensor.narrow(dim, length - 1, 1)
+            tensor = torch.cat(
+                [tensor, last.expand(*(padded - length if i == dim else -1 for i in range(tensor.dim())))], dim
+            )
         return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)
 
     local = {n: cut(n, entries[n], dim) for n, dim in sequence.dims.items() if n != sequence.positions_name}

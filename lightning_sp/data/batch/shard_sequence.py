@@ -95,14 +95,8 @@ def shard_sequence(
 
     def cut(name: str, tensor: Tensor, dim: int) -> Tensor:
         value = STANDARD_NAMES.get(name, (dim, 0))[1]
-        if (
-            options.global_view and 0 < length < padded
-        ):  # what a step makes of padding is as finite as what it makes of the last token
-            last = tensor.narrow(dim, length - 1, 1)
-            tensor = torch.cat(
-                [tensor, last.expand(*(padded - length if i == dim else -1 for i in range(tensor.dim())))], dim
-            )
-        return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)
+        whole = _repeated(tensor, padded, dim) if options.global_view else pad(tensor, padded, dim=dim, value=value)
+        return shard(whole, layout, rank, dim=dim)
 
     local = {n: cut(n, entries[n], dim) for n, dim in sequence.dims.items() if n != sequence.positions_name}
     local[sequence.positions_name] = shard(position_ids, layout, rank, dim=1)
@@ -123,6 +117,12 @@ def shard_sequence(
         balance=balance,
         dims=sequence.dims,
     )
+
+
+def _repeated(tensor: Tensor, length: int, dim: int) -> Tensor:
+    """Pad with the last token: what a step makes of padding is then as finite as what it makes of that."""
+    tokens = torch.arange(length, device=tensor.device).clamp(max=tensor.shape[dim] - 1)
+    return tensor if tensor.shape[dim] in (0, length) else tensor.index_select(dim, tokens)
 
 
 def _padded_length(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,9 +95,8 @@ def shard_sequence(
     layout = layout if balance is None else balance.layout
 
     def cut(name: str, tensor: Tensor, dim: int) -> Tensor:
-        value = STANDARD_NAMES.get(name, (dim, 0))[1]
-        whole = _repeated(tensor, padded, dim) if options.global_view else pad(tensor, padded, dim=dim, value=value)
-        return shard(whole, layout, rank, dim=dim)
+        filled = _repeated if options.global_view else partial(pad, value=STANDARD_NAMES.get(name, (dim, 0))[1])
+        return shard(filled(tensor, padded, dim=dim), layout, rank, dim=dim)
 
     local = {n: cut(n, entries[n], dim) for n, dim in sequence.dims.items() if n != sequence.positions_name}
     local[sequence.positions_name] = shard(position_ids, layout, rank, dim=1)
@@ -119,7 +119,7 @@ def shard_sequence(
     )
 
 
-def _repeated(tensor: Tensor, length: int, dim: int) -> Tensor:
+def _repeated(tensor: Tensor, length: int, *, dim: int) -> Tensor:
     """Pad with the last token: what a step makes of padding is then as finite as what it makes of that."""
     tokens = torch.arange(length, device=tensor.device).clamp(max=tensor.shape[dim] - 1)
     return tensor if tensor.shape[dim] in (0, length) else tensor.index_select(dim, tokens)

@@ -6,8 +6,9 @@ derivative is one of the same place. Any other is refused, for what it does alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ class _Watched(TorchFunctionMode):
 
 
 @contextmanager
-def watched_functions() -> Iterator[None]:
-    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others."""
+def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
+    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others.
+
+    Args:
+        in_progress: whether a step that sees whole sequences is.
+    """
     own = torch.autograd.Function.__dict__.get("apply")
     original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
@@ -68,14 +73,27 @@ def watched_functions() -> Iterator[None]:
             raise _refusal(cls)
         return placed(result, placement)
 
+    grad = torch.autograd.grad
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    torch.autograd.grad = partial(_gradient, grad, in_progress)
     try:
         yield
     finally:
+        torch.autograd.grad = grad
         if own is None:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _gradient(original: Callable[..., Any], in_progress: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
+    if in_progress():
+        raise SequenceParallelError(
+            f"global_view: torch.autograd.grad inside of a step ({users_line()}): of a weight it would be this rank's share, for gradients are "
+            "added up when the step's backward has ended; use the gradients in on_before_optimizer_step, or global_view=False with "
+            "lightning_sp.reductions"
+        )
+    return original(*args, **kwargs)
 
 
 def _refusal(cls: Any) -> SequenceParallelError:

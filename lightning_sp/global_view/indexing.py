@@ -20,6 +20,7 @@ from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequ
 from lightning_sp.global_view.movement import moved
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.pointwise import aligned
+from lightning_sp.global_view.read_only import read_only
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
@@ -116,7 +117,7 @@ def take_one(x: SequenceTensor, position: int) -> Any:
         return NO_RULE
     index: list[Any] = [slice(None)] * x.dim()
     index[own.dim] = torch.tensor([position], device=x.device)
-    return _owned(x, index).squeeze(own.dim)
+    return read_only(_owned(x, index).squeeze(own.dim))
 
 
 def _owned(x: SequenceTensor, index: Sequence[Any]) -> Tensor:

@@ -115,7 +115,8 @@ def moved(x: SequenceTensor, index: Tensor, key: Any, target: Storage | None = N
     if fill:
         shape = (-1, *[1] * (result.dim() - 1))
         result = torch.where(plan.filled.view(shape), torch.full_like(result, fill), result)
-    return SequenceTensor(result.movedim(0, own.dim), replace(own, storage=target, length=len(index)))
+    # Contiguous, as one device's: then a view of it is one.
+    return SequenceTensor(result.movedim(0, own.dim).contiguous(), replace(own, storage=target, length=len(index)))
 
 
 def brought(x: SequenceTensor, storage: Storage) -> SequenceTensor:

@@ -64,6 +64,9 @@ def pointwise(call: Call) -> Any:
             f"global_view: {call.name} writes numbers of the sequence into a tensor that is whole on every rank ({users_line()}); make "
             "a new one instead of writing in place"
         )
+    if _has_single_token(call, written):
+        # Beside a longer sequence one token is a number for all of it: whole on every rank.
+        return call.changed(lambda each: each.whole() if is_sequence(each) and each.placement.shown == 1 else each)
     found = aligned(call)
     if found is NO_RULE:
         return NO_RULE
@@ -76,6 +79,16 @@ def pointwise(call: Call) -> Any:
     if written is not None:
         return written.renew(result if isinstance(result, Tensor) else written.local)
     return placed(result, placement)
+
+
+def _has_single_token(call: Call, written: Any) -> bool:
+    """Return whether a sequence of one token meets something longer."""
+    single = [each for each in call.tensors if each.placement.shown == 1]
+    if not single or any(each is written for each in single):
+        return False
+    return len(single) < len(call.tensors) or any(
+        is_plain(each) and each.dim() for each in (*call.args, *call.kwargs.values())
+    )
 
 
 def aligned(call: Call) -> Any:

@@ -189,6 +189,7 @@ def grouped_attention(call: Call) -> Any:
         return local.reshape(-1, *local.shape[-3:])
 
     mask = mask.whole() if is_sequence(mask) else mask
+    mask = mask[(None,) * (4 - mask.dim())] if isinstance(mask, Tensor) else None
     bias = mask if isinstance(mask, Tensor) and mask.is_floating_point() else None
     visible = mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
     out = own.storage.attend(

@@ -28,6 +28,7 @@ from lightning_sp.global_view import (
 )
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, users_line, whole_is_small
 from lightning_sp.global_view.pointwise import writes
+from lightning_sp.global_view.read_only import VIEWS, read_only
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -100,7 +101,8 @@ def _whole_or_refused(call: Call, of_scores: bool) -> Any:
     tensors = call.tensors
     if not of_scores and not _writes(call) and all(map(whole_is_small, tensors)):
         tensors[0].placement.storage.note_reduction()
-        return call.on_wholes()
+        result = call.on_wholes()
+        return read_only(result) if call.name in VIEWS else result
     raise _refusal(call)
 
 

@@ -357,7 +357,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
-        [watched_functions()]
+        [watched_functions(lambda: context.step is not None)]
         if whole_view
         else [
             DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),

@@ -54,8 +54,8 @@ LOSS = (
     fault(
         "the target at each shard's edge dropped",
         "data/batch/shard_sequence.py",
-        "        return shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim)\n",
-        "        part = shard(pad(tensor, padded, dim=dim, value=value), layout, rank, dim=dim).clone()\n"
+        "        return shard(filled(tensor, padded, dim=dim), layout, rank, dim=dim)\n",
+        "        part = shard(filled(tensor, padded, dim=dim), layout, rank, dim=dim).clone()\n"
         "        if name in ('shift_labels', 'targets') and layout.size > 1:\n"
         "            part[:, -1] = -100\n"
         "        return part\n",

@@ -246,6 +246,12 @@ CASES: dict[str, Case] = {
     "written in place": lambda x, ids, mask, w: x.mul(2).add_(1).clamp_(min=-1).masked_fill_(mask[..., None] == 0, 0.5),
     "ids written through a view": ids_written_through_a_view,
     "rows put into places": lambda x, ids, mask, w: x.masked_scatter((ids == 3).unsqueeze(-1).expand_as(x), w.images),
+    "beside its first token": lambda x, ids, mask, w: x[:, :1] + x * x[:, -1:].sin(),
+    "first token beside a table": lambda x, ids, mask, w: x[:, :1] * w.positions,
+    "attention with a mask of two dims": lambda x, ids, mask, w: F.scaled_dot_product_attention(
+        *heads(x, w), attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)
+    ),
+    "flipped and written to a view": lambda x, ids, mask, w: [y := x.flip(1), y.view(-1).mul_(2), y][-1],
     "where with ids": lambda x, ids, mask, w: torch.where((ids > 4).unsqueeze(-1), x, w.bias),
     "one hot": lambda x, ids, mask, w: F.one_hot(ids, V).to(x.dtype) @ w.head,
     "topk of features": lambda x, ids, mask, w: x.topk(3, dim=-1).values,

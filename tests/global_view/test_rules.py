@@ -41,6 +41,9 @@ def test_what_needs_no_whole_stays_split(pools):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("a token written to", ["zero_ writes to tokens that were taken out of the sequence"]),
+        ("a part written to", ["fill_ writes to tokens that were taken out of the sequence"]),
+        ("a gradient in a step", ["torch.autograd.grad inside of a step"]),
         ("sorted tokens", ["sort of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.sort(dim=1)", "unshard(x)"]),
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores that are squared", ["square on the scores of an attention"]),

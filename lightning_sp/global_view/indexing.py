@@ -1,6 +1,6 @@
 """Taking tokens by position: slices, single tokens, index tensors, masks.
 
-A slice that begins with the first token stays where it is: it shows fewer tokens. Another one moves tokens between ranks. Single tokens, and
+A slice that begins with the first token shows fewer tokens, in the same places. Another one moves tokens between ranks. Single tokens, and
 those of an index tensor or a mask, are whole on every rank, with the gradient at the rank that has them.
 """
 

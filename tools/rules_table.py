@@ -31,7 +31,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
     "Shapes": (shapes, "Local. Where the sequence goes follows from how many numbers lie before and behind a token."),
     "Taking tokens": (
         indexing,
-        "A slice from the first token on sends its last token alone; another moves tokens; single tokens become whole on every rank.",
+        "A slice from the first token on sends one token; another moves tokens; single tokens become whole on every rank.",
     ),
     "Other places": (along_places, "One all-to-all of the tokens that change their rank."),
     "Sums, means, maxima": (

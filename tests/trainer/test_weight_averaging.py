@@ -27,7 +27,7 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "folder") for name in NAMES),
+        *(pytest.param(name, "folder", marks=pytest.mark.slow if name == NAMES[0] else ()) for name in NAMES),
         *(pytest.param(name, "file", marks=pytest.mark.slow) for name in (NAMES[0], NAMES[-1])),
     ],
 )

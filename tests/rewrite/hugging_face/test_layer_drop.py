@@ -16,7 +16,11 @@ LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [dict(), dict(accumulate_grad_batches=2)], ids=["steps", "accumulated"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), pytest.param(dict(accumulate_grad_batches=2), marks=pytest.mark.slow)],
+    ids=["steps", "accumulated"],
+)
 def test_every_rank_skips_the_same_layers(pools: Any, options: dict[str, Any]):
     chosen = LAYOUTS[:2] if options else LAYOUTS
     runs = [pools(world).run(ranks.trained, layout, rows, 0.5, options) for world, rows, layout in chosen]

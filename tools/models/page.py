@@ -155,7 +155,7 @@ def _row(case: Case, answers: Answers) -> Row | None:
 
 def _brief(why: str) -> str:
     """Return a reason without the numbers of one run: of the preflight's its first sentence and its first suspect."""
-    why = " ".join(why.split())
+    why = re.sub(r"/\S*/site-packages/", "", " ".join(why.split()))  # where a package lies
     found = re.match(r"(preflight: .*?)(?: \(allowed|\. ).*?(?:Likely: \(1\) (.*?)(?:: .*?)?; \(2\).*)?$", why)
     return why if found is None else found[1] + (f"; likely {found[2]}" if found[2] else "")
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from lightning_sp.global_view import (
+from lightning_sp.global_view.call import Rule
+from lightning_sp.global_view.rules import (
     along_places,
     along_sequence,
     indexing,
@@ -20,7 +21,6 @@ from lightning_sp.global_view import (
     scores,
     shapes,
 )
-from lightning_sp.global_view.call import Rule
 
 TARGET = Path(__file__).parents[1] / "docs" / "global_view.md"
 ROOMS: Mapping[str, tuple[ModuleType, str]] = {

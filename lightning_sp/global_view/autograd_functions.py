@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, placed, users_line
-from lightning_sp.global_view.pointwise import RULES, aligned, pointwise
-from lightning_sp.global_view.properties import RULES as PROPERTIES
+from lightning_sp.global_view.rules.pointwise import RULES, aligned, pointwise
+from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.global_view.table import name_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -132,3 +132,13 @@ def whole_is_small(tensor: SequenceTensor) -> bool:
     per_token = tensor.local.numel() // max(1, placement.storage.local_tokens)
     rows = max(1, placement.outer * (tensor.local.shape[0] if placement.dim > 0 else 1))
     return per_token <= rows * 4 or (not tensor.local.is_floating_point() and per_token <= rows * 64)
+
+
+@lru_cache(maxsize=1024)
+def writes(function: Any) -> bool:
+    """Return whether a function writes into its first argument, by its name."""
+    name = function.__name__
+    return name in _AUGMENTED or (name.endswith("_") and not name.startswith("__"))
+
+
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow", "floordiv", "div")}

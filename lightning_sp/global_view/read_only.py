@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import users_line
-from lightning_sp.global_view.pointwise import writes
+from lightning_sp.global_view.call import users_line, writes
 
 # Functions that give views.
 VIEWS = {

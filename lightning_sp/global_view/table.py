@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view import (
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, users_line, whole_is_small, writes
+from lightning_sp.global_view.read_only import VIEWS, read_only
+from lightning_sp.global_view.rules import (
     along_places,
     along_sequence,
     indexing,
@@ -26,9 +28,6 @@ from lightning_sp.global_view import (
     scores,
     shapes,
 )
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, users_line, whole_is_small
-from lightning_sp.global_view.pointwise import writes
-from lightning_sp.global_view.read_only import VIEWS, read_only
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:

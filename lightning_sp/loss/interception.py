@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.losses import local_targets
+from lightning_sp.global_view.rules.losses import local_targets
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions

@@ -228,10 +228,7 @@ def lay_out_model(
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
     fsdp_mesh = build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size)
-    # A compiler takes no weights that note how they are read.
-    shard_model(
-        module, blocks, fsdp_mesh, replace(config, gather_dtype="float32") if compiles_weights(module) else config
-    )
+    shard_model(module, blocks, fsdp_mesh, with_gathers(module, config))
     shards_on = torch.device("cpu") if config.cpu_offload else device
     broadcast_initial_weights(module, source, tied_parameters(module), device, shards_on=shards_on)
     _to_device(module, device, shards_on)
@@ -242,6 +239,17 @@ def lay_out_model(
     remember_layout(module, layout)
     _use_group(module, group)
     _say_layout(config, mesh, world, len(blocks))
+
+
+def with_gathers(module: nn.Module, config: StrategyConfig) -> StrategyConfig:
+    """Return the options with weights gathered in float32 where a compiler is: it takes none that note how they are read."""
+    if config.gather_dtype == "float32" or not compiles_weights(module):
+        return config
+    rank_zero_info(
+        f"sequence_parallel: gather_dtype={config.gather_dtype!r} gathers float32 here, for compiled code takes no weights that note how they "
+        "are read"
+    )
+    return replace(config, gather_dtype="float32")
 
 
 def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"]) -> None:

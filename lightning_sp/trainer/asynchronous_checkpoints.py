@@ -1,7 +1,7 @@
 """Which of a run's checkpoints are written while training goes on, and when the run waits for them.
 
-Those that Lightning's ModelCheckpoint asks for in a fit. What a user saves is there when the call returns; so is what a class derived from
-ModelCheckpoint saves, which may read it.
+Those that a fit writes below the folder of Lightning's ModelCheckpoint, by whoever asks. What a user saves elsewhere is there when the call
+returns; so is what a class derived from ModelCheckpoint saves, which may read it.
 """
 
 from __future__ import annotations

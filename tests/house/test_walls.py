@@ -85,6 +85,10 @@ PLANTED = {
     ),
     "Inside loss": ("loss/reduction.py", "from lightning_sp.loss import check"),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
+    "Inside global_view.rules": (
+        "global_view/rules/pointwise.py",
+        "from lightning_sp.global_view.rules import products",
+    ),
     "Inside global_view": ("global_view/placement.py", "from lightning_sp.global_view import table"),
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),

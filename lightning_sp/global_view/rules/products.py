@@ -11,7 +11,7 @@ from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.placement import broadcast, part_of
-from lightning_sp.global_view.scores import Scores, scores_of, times_values
+from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

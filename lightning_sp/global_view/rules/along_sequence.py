@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, dims_of, named, placed
-from lightning_sp.global_view.indexing import summed
-from lightning_sp.global_view.pointwise import pointwise
+from lightning_sp.global_view.rules.indexing import summed
+from lightning_sp.global_view.rules.pointwise import pointwise
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 # x, its dims, whether they stay -> the result, whole

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, mapped, named, placed, users_line
+from lightning_sp.global_view.call import (
+    NO_RULE,
+    Call,
+    Rule,
+    is_plain,
+    is_sequence,
+    mapped,
+    named,
+    placed,
+    users_line,
+    writes,
+)
 from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -133,16 +143,6 @@ def _written_in_place(call: Call) -> Any:
     if "out" in call.kwargs and call.kwargs["out"] is not None:
         return call.kwargs["out"]
     return call.args[0] if writes(call.function) or call.kwargs.get("inplace", False) else None
-
-
-@lru_cache(maxsize=1024)
-def writes(function: Any) -> bool:
-    """Return whether a function writes into its first argument, by its name."""
-    name = function.__name__
-    return name in _AUGMENTED or (name.endswith("_") and not name.startswith("__"))
-
-
-_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow", "floordiv", "div")}
 
 
 def like_another(call: Call) -> Any:

@@ -19,8 +19,7 @@ from torch import Tensor
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.placement import broadcast, part_of
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
-from lightning_sp.global_view.written_attention import (
+from lightning_sp.global_view.rules.written_attention import (
     HIDDEN_BELOW,
     STILL_HIDDEN_BELOW,
     Attention,
@@ -28,6 +27,7 @@ from lightning_sp.global_view.written_attention import (
     masks_of,
     refusal,
 )
+from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
 
 
 class Scores(GlobalTensor):

@@ -19,8 +19,8 @@ from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small
 from lightning_sp.global_view.movement import moved
 from lightning_sp.global_view.placement import broadcast, part_of
-from lightning_sp.global_view.pointwise import aligned
 from lightning_sp.global_view.read_only import read_only
+from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, named
 from lightning_sp.global_view.placement import Placement, part_of
-from lightning_sp.global_view.pointwise import aligned
+from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 

@@ -8,8 +8,7 @@ This file alone knows that order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -30,31 +29,26 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
-from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.parallelize import check_optimized, reshard
-from lightning_sp.preflight.evaluation import FirstEvaluationBatches
-from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
+from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
-from lightning_sp.step.current_sequence import CurrentSequence
-from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.predictions import share_predictions, unsharded_output
-from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model, shard_options
+from lightning_sp.step.prepare import attention_mesh, base_mesh, lay_out_model
 from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.batch_hooks import HandedBatch, moves_batches
+from lightning_sp.trainer.batch_hooks import moves_batches
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.logged_sums import LoggedSums
-from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 from lightning_sp.trainer.out_of_memory import explain_out_of_memory
 from lightning_sp.trainer.row_metrics import RowMetrics
 from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
 
 
-class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
+class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     """Train transformers on sequences split over devices: ``Trainer(strategy="sequence_parallel", devices=8)``.
 
     Results are those of a single device, or training does not start. See `config.StrategyConfig` for the options, which are the same
@@ -93,7 +87,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         compile: bool = False,
         preflight: bool = True,
         preflight_tokens: int | Literal["auto"] = "auto",
-        global_view: bool = False,
+        global_view: bool | Literal["auto"] = "auto",
         shard_batch: bool = True,
         sequence_dims: dict[str, int] | None = None,
         labels_shifted: bool | None = None,
@@ -112,13 +106,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     ) -> None:
         config = StrategyConfig.from_signature(locals(), unknown)
         super().__init__(process_group_backend=process_group_backend, config=config)
-        self._interceptions = ExitStack()
-        self._shard_options = ShardOptions()
         self._again: Callable[[], Any] = lambda: None  # the micro-batch in progress, once more
-        self._handed = HandedBatch()
-        self._first_batch = FirstBatch()
-        self._first_evaluations = FirstEvaluationBatches(self.config)
-        self._evaluated = EvaluationProgress()
         self._run = RunState()
         self._row_metrics, self._sums = RowMetrics(), LoggedSums()
         self._checkpointing = AutoCheckpointing(self.config)
@@ -151,10 +139,7 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
             self._prepare(self._module)
         reshard(self._module)
         self._averages.copy(self._module, trainer)
-        datamodule = getattr(trainer, "datamodule", None)
-        self._shard_options = shard_options(self._module, datamodule, self.config, self.root_device)
-        self._interceptions.close()
-        self._interceptions.enter_context(interceptions(self._steps.context, self._module, self.config))
+        self._show(whole=self.sees_whole_sequences)
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._steps.start_run()
@@ -172,7 +157,8 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
         self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device, self.ranks_per_node)
         self._batch = None  # of another model, perhaps in another layout
-        context = SequenceContext(self._mesh, self.config.attention, global_view=self.config.global_view)
+        whole, self._refusal = self.config.global_view is True, ""
+        context = SequenceContext(self._mesh, self.config.attention, global_view=whole)
         self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
@@ -200,80 +186,57 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        assert self._mesh is not None
         trainer = self._module.trainer
-        tried = self._first_batch.is_due(training=trainer.training or trainer.sanity_checking)
-        options = replace(
-            self._shard_options,
-            attention=self._steps.context.last_attention_patterns,
-            infer_sequences=tried and self._infers,
-        )
-        by_hand, told = not self.config.shard_batch, self._sigterm.is_told
+        local = self._carried(partial(self._sharded, batch))
+        if whole := self._info.is_whole and self.sequence_parallel_size > 1:
+            self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
+        else:
+            self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
+            self._first_evaluations.offer(batch, (loops.evaluated_step(trainer), dataloader_idx))
+        self._row_metrics.follow(self._module, self.data_parallel_group if whole else None)
+        self._evaluated.advance(trainer, dataloader_idx)
+        # What the module makes of whole rows on their way it draws alike.
+        with streams_from(mixed_seed(self._info.seed or 0, 1) if whole else None, self.root_device):
+            local = self._handed.note(self._moved(local, self._info, device, dataloader_idx))
+        if self._info.balance is not None:
+            self._log_once(self._info.balance.describe(), topic="balance")
+        return local
+
+    @override
+    def _sharded(self, batch: Any) -> Any:
+        assert self._mesh is not None
+        trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, shard = self._checkpointing.most_tokens, partial(collective_shard, by_hand=by_hand, ends=told)
-        local, info, ends = shard(batch, self._mesh, options, self._groups.world, most_tokens=most)
+        local, info, ends = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
         self._sigterm.agree(trainer, ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
         self._batch = replace(info, seed=seed)
-        if whole := info.is_whole and self._mesh.layout.size > 1:
-            self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
-        else:
-            self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
-            self._first_evaluations.offer(batch, options, (loops.evaluated_step(trainer), dataloader_idx))
-        self._row_metrics.follow(self._module, self.data_parallel_group if whole else None)
-        self._evaluated.advance(trainer, dataloader_idx)
-        # What the module makes of whole rows on their way it draws alike.
-        with streams_from(mixed_seed(seed, 1) if whole else None, self.root_device):
-            local = self._handed.note(super().batch_to_device(self._steps.shown(local, info), device, dataloader_idx))
-        if info.balance is not None:
-            self._log_once(info.balance.describe(), topic="balance")
         return local
+
+    @override
+    def _moved(self, local: Any, info: SequenceInfo, *where: Any) -> Any:
+        return Strategy.batch_to_device(self, self._steps.shown(local, info), *where)
 
     # ---- preflight
 
-    @property
-    def _infers(self) -> bool:
-        """Whether entries of the first batch may be split by their shapes: the preflight tries that."""
-        assert self._mesh is not None
-        return self._mesh.layout.size > 1 and self.config.shard_batch
+    @override
+    def _trial_options(self) -> dict[str, Any]:
+        return loops.trial_options(self)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_optimized(self._module, self.optimizers)
         step = self._module.trainer.global_step
         self._run.replicas.watch(self._module, step, self._shard_size, self._groups.world)
-        whole, after = self._first_batch.take(step)
-        if whole is not None:
-            run = self._handed.tried(tried_training_step, "on_train_batch_start", batch, batch_idx)
-            self._preflight(whole, run, batch_idx, after)
-
-    def _preflight(self, batch: Any, step: Callable[..., Any], batch_idx: int, after: int) -> None:
-        options = replace(self._shard_options, infer_sequences=self._infers and not after)
-        with self._tried(step, *loops.batch_index(self._module, batch_idx)) as run:
-            tried = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
-            inferred = tried(after=after, **loops.trial_options(self))
-        self._shard_options = self._shard_options if after else replace(self._shard_options, inferred_dims=inferred)
-
-    @contextmanager
-    def _tried(self, step: Callable[..., Any], *others: Any) -> Iterator[Callable[[Any, SequenceInfo], Any]]:
-        """Give what runs a step of Lightning's strategy on a batch of the host without a log, and have the batch in progress back."""
-        before = self._batch
-
-        def run(batch: Any, info: SequenceInfo) -> Any:
-            self._batch = info
-            return step(self, Strategy.batch_to_device(self, self._steps.shown(batch, info)), *others)
-
-        try:
-            with loops.without_loggers(self._module.trainer):
-                yield run
-        finally:
-            self._batch = before
+        self._preflight(batch, batch_idx)
 
     # ---- steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
+        args = self._handed.of_step(args)
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
         self._checkpointing.before_step(self._steps, self._batch, self.optimizers, self.ranks_per_node)
         dropout = self._run.begin_micro_batch(rows, trainer, mesh, self.root_device)
@@ -308,9 +271,9 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole_output(self._evaluate(Strategy.predict_step, *args, **kwargs))
 
+    @override
     def _whole_output(self, output: Any) -> Any:
-        assert self._batch is not None
-        return unsharded_output(output, self._batch, self.unshard, self._groups.sequence, self._groups.world)
+        return unsharded_output(output, self._info, self.unshard, self._groups.sequence, self._groups.world)
 
     @override
     def on_predict_end(self) -> None:
@@ -319,15 +282,10 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         share_predictions(self._module.trainer.predict_loop, self.sequence_mesh, self._groups.world)
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._first_evaluations.is_due:
-            told = {**loops.trial_options(self), "name": run.__name__}
-            whole_output = self._whole_output if self._module.trainer.predicting else None
-            hook, indices = self._evaluated.batch_start_hook(self._module.trainer)
-            with self._tried(self._handed.tried(run, hook, args[0], *indices), *args[1:]) as tried:
-                self._first_evaluations.compare(self._steps, tried, whole_output=whole_output, **told)
-        assert self._batch is not None
+        self._compare_evaluation(run, *args)
+        args = self._handed.of_step(args)
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
-        return self._steps.evaluate(self._batch, lambda: self._counted_step(run, *args, **kwargs), filler=filler)
+        return self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs), filler=filler)
 
     # ---- gradients
 

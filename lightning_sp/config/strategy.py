@@ -28,7 +28,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded; and what a step logs or predicts.
         preflight_tokens: Length of the preflight's crop, rounded up to what the degrees divide; "auto" chooses.
         global_view: Show whole sequences in a step, to model, loss and metrics: tensors have the shape that one device would see, and each
-            rank holds its part (`global_view.table` has the rules). For code that looks along the sequence by itself.
+            rank holds its part (`global_view.table` has the rules). For code that looks along the sequence by itself. "auto": where a step
+            is refused without, and the preflight agrees to it so.
         shard_batch: Shard the batches; False for loaders that shard by hand.
         sequence_dims: Extra batch entries that carry the sequence, and along which dim: ``{"pixel_mask": 1}``. Names that begin with
             ``decoder_`` are of a second sequence, with a length of its own, as are the labels then. An empty one says that a batch without a
@@ -60,7 +61,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     compile: bool = False
     preflight: bool = True
     preflight_tokens: Size = "auto"
-    global_view: bool = False
+    global_view: bool | Literal["auto"] = "auto"
     shard_batch: bool = True
     sequence_dims: Mapping[str, int] | None = None
     labels_shifted: bool | None = None
@@ -139,8 +140,24 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             )
 
     def _check_global_view(self) -> None:
-        if not self.global_view:
-            return
+        given = self.global_view
+        if given != "auto" and not isinstance(given, bool):
+            raise SequenceParallelError(f"global_view={given!r}: must be True, False or 'auto'")
+        if given is True:
+            for name, why in self._against_global_view().items():
+                raise SequenceParallelError(
+                    f"{name} with global_view=True: {why}; leave it out, or use global_view=False"
+                )
+
+    @property
+    def tries_global_view(self) -> bool:
+        """Whether a refused step is tried in the global view: where the preflight is its judge, and no other option stands against it."""
+        # What is said of the labels is true in both views, and needed in one.
+        against = self._against_global_view().keys() - {f"labels_shifted={self.labels_shifted}"}
+        return self.global_view == "auto" and self.preflight and not against
+
+    def _against_global_view(self) -> dict[str, str]:
+        """Return the options that steps on whole sequences would ignore, and why."""
         others = {
             "compile=True": (self.compile, "compiled code does not reach the rules"),
             "shard_batch=False": (not self.shard_batch, "a batch that is sharded by hand shows this rank's part"),
@@ -161,11 +178,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "the loss reads the model's logits",
             ),
         }
-        for name, (given, why) in others.items():
-            if given:
-                raise SequenceParallelError(
-                    f"{name} with global_view=True: {why}; leave it out, or use global_view=False"
-                )
+        return {name: why for name, (given, why) in others.items() if given}
 
     @property
     def recomputed_stages(self) -> int:

@@ -114,6 +114,15 @@ class SequenceContext:
         # Whether output heads may give logits that are made when they are read.
         self.defers_logits = True
 
+    def show(self, *, whole: bool) -> None:
+        """Show steps whole sequences, or this rank's part. What was learned of a model in the other view is forgotten."""
+        if whole == self.global_view:
+            return
+        self.global_view = whole
+        self.unsharded.forget()
+        self.sums_over_groups, self.attention_told, self.last_attention_patterns = None, False, ()
+        self.logged_once.clear()
+
     def begin(self, step: Step) -> None:
         """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""
         if step.batch.is_whole:

@@ -82,6 +82,11 @@ class UnshardedModules:
             for module in {each for root in roots for each in root.modules()}:
                 self._suspend_in(module, _always, self._undo, alike=alike)
 
+    def forget(self) -> None:
+        """Know nothing of the model's attention any more."""
+        self._undo.close()
+        self.known = self.found_any = self._has_encoder = False
+
     def add_encoder(self, encoder: nn.Module, undo: ExitStack) -> None:
         """Let an encoder run whole in steps of a batch that holds no sequence of it; `undo` takes that back."""
         self._has_encoder = True

@@ -16,6 +16,7 @@ from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     RootUnit,
+    abandon_forward,
     cast_as_in_forward,
     check_layout,
     check_unsharded,
@@ -55,6 +56,7 @@ __all__ = [
     "MetaDevice",
     "ParameterLayout",
     "RootUnit",
+    "abandon_forward",
     "activation_offload",
     "block_checkpoints",
     "broadcast_initial_weights",

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
@@ -36,6 +37,27 @@ InFloat32 = Callable[[], AbstractContextManager[None]]
 WholeOutput = Callable[[Any], Any]
 
 
+class NotComparedError(SequenceParallelError):
+    """An evaluation step does not run on a crop.
+
+    Args:
+        message: why.
+        of_part: whether it runs whole, and not sharded.
+    """
+
+    def __init__(self, message: str, *, of_part: bool = True) -> None:
+        super().__init__(message)
+        self.of_part = of_part
+
+
+@dataclass(frozen=True)
+class FirstOfLoader:
+    """The first batch of an evaluation loader, as that gave it; a loader is the step's name and its number."""
+
+    batch: Any
+    loader: tuple[str, int]
+
+
 def compare_evaluation(
     batch: Any,
     runner: StepRunner,
@@ -46,7 +68,7 @@ def compare_evaluation(
     options: ShardOptions,
     monitored: Collection[str],
     whole_output: WholeOutput | None = None,
-) -> bool:
+) -> None:
     """Compare what an evaluation step shows on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
     Args:
@@ -59,13 +81,12 @@ def compare_evaluation(
         monitored: names of numbers that decide about the run.
         whole_output: of a step whose output is what counts, a prediction's.
 
-    Returns:
-        Whether they could be compared.
-
     Raises:
+        NotComparedError: one of them does not run.
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
     mesh, patterns = runner.context.mesh, runner.context.last_attention_patterns
+    ran_whole = False
     try:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             crop, own = shared_crop(
@@ -79,12 +100,15 @@ def compare_evaluation(
                 sequence_group=runner.groups.sequence,
                 control_group=runner.groups.world,
             )
-            found, outputs = _shown(own, runner, run, options, whole_output)
+            _find_others(own, runner, run, options)
+            whole = _of_whole(own, runner, run, options, predicts=whole_output is not None)
+            ran_whole = True
+            found, outputs = _of_part(own, runner, run, options, whole, whole_output)
     except (
         Exception
     ) as error:  # whatever a step makes of a crop, on all ranks: what is wrong with the step itself, it will say itself
-        rank_zero_info(f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}")
-        return False
+        why = f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}"
+        raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
@@ -94,23 +118,39 @@ def compare_evaluation(
     if differ := differences(of_ranks):
         tell(differ, step, monitored)
     refuse_differences(comm.gather_objects(outputs, runner.groups.world), step)
-    return True
 
 
-def _shown(
-    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, whole_output: WholeOutput | None
-) -> tuple[RankNumbers, str]:
-    """Return the numbers of both runs, and in words what differs of their outputs where these count."""
-    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
-    _, sharded = both_runs(own, own, options, mesh, runner.device)
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """What a step shows of a whole crop of this rank's group.
+
+    Args:
+        numbers: that it logs.
+        again: likewise, of another run.
+        outputs: of a prediction.
+        other: likewise, of a run with another seed.
+    """
+
+    numbers: Mapping[str, Number]
+    again: Mapping[str, Number]
+    outputs: list[Any]
+    other: list[Any]
+
+
+def _find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> None:
+    """Before the first training step, or without one, what attends to images, say, is known by this alone."""
+    _, sharded = both_runs(own, own, options, runner.context.mesh, runner.device)
     if sharded.info.other_inputs and not runner.context.unsharded.known:
-        # Before the first training step, or without one: what attends to images, say, is known by this alone.
         with together():
             others = modules_of_other_tokens(_calls(own, runner, run, options))
         if others is not None:
             runner.context.unsharded.set(*others)
 
-    def of_whole(seed: int) -> tuple[Mapping[str, Number], list[Any]]:
+
+def _of_whole(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, *, predicts: bool) -> _Whole:
+    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
+
+    def shown(seed: int) -> tuple[Mapping[str, Number], list[Any]]:
         part = untouched_run(own.batch, options, runner.device)
         with (
             together(),
@@ -121,12 +161,26 @@ def _shown(
             found.returned(output)
             found.attributes(module)
             found.metrics(module, mesh.data_group, world)
-            kept = [] if whole_output is None else leaves(output)
+            kept = leaves(output) if predicts else []
         runner.end_without_backward()
         return found.numbers, kept
 
     # Of numbers a time is told by two equal runs, of predictions what is drawn by two seeds.
-    (of_one, wanted), (again, other) = of_whole(SEED), of_whole(SEED if whole_output is None else SEED + 1)
+    (numbers, outputs), (again, other) = shown(SEED), shown(SEED + 1 if predicts else SEED)
+    return _Whole(numbers=numbers, again=again, outputs=outputs, other=other)
+
+
+def _of_part(
+    own: Crop,
+    runner: StepRunner,
+    run: RunStep,
+    options: ShardOptions,
+    whole: _Whole,
+    whole_output: WholeOutput | None,
+) -> tuple[RankNumbers, str]:
+    """Return the numbers of both runs, and in words what differs of their outputs where these count."""
+    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
+    _, sharded = both_runs(own, own, options, mesh, runner.device)
     with together(), isolated(module, runner.device), recorded_numbers(module) as found:
         output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
@@ -135,8 +189,8 @@ def _shown(
         shown = [] if whole_output is None else leaves(whole_output(output))
     in_16_bits = has_16_bit_weights(module)
     tolerance = TOLERANCES[torch.bfloat16 if in_16_bits else torch.float32]
-    differ = output_differences(shown, wanted, other, tolerance=tolerance, in_16_bits=in_16_bits)
-    return RankNumbers(mesh.sequence_rank, of_one, again, found.numbers, in_16_bits), "; ".join(differ)
+    differ = output_differences(shown, whole.outputs, whole.other, tolerance=tolerance, in_16_bits=in_16_bits)
+    return RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, in_16_bits), "; ".join(differ)
 
 
 def _calls(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> CropCalls:
@@ -176,30 +230,38 @@ class FirstEvaluationBatches:
         self._config = config
         self._due = False
         self._compared: set[tuple[str, int]] = set()
-        self._first: tuple[Any, ShardOptions, tuple[str, int]] | None = None
+        self._first: FirstOfLoader | None = None
 
     def expect(self, *, sharded: bool) -> None:
         """Begin a run, on parts of sequences or on whole ones."""
         self._due = self._config.preflight and sharded
         self._compared, self._first = set(), None
 
-    def offer(self, batch: Any, options: ShardOptions, loader: tuple[str, int]) -> None:
-        """Remember a loader's first batch, and how it was sharded; the loader is the step's name, empty in training, and its number."""
+    def offer(self, batch: Any, loader: tuple[str, int]) -> None:
+        """Remember a loader's first batch; the loader is the step's name, empty in training, and its number."""
         if self._due and loader[0] and loader not in self._compared:
             self._compared.add(loader)
-            self._first = batch, options, loader
+            self._first = FirstOfLoader(batch, loader)
 
     @property
     def is_due(self) -> bool:
         """Whether the step in progress is to be compared before it runs."""
         return self._first is not None
 
+    def take(self) -> FirstOfLoader:
+        """Return the batch of the step in progress, once."""
+        assert self._first is not None
+        first, self._first = self._first, None
+        return first
+
     def compare(
         self,
+        first: FirstOfLoader,
         runner: StepRunner,
         run: RunStep,
         *,
         name: str,
+        options: ShardOptions,
         monitored: Collection[str],
         in_float32: InFloat32 | None,
         whole_output: WholeOutput | None = None,
@@ -207,25 +269,28 @@ class FirstEvaluationBatches:
         """Compare the step in progress, as `compare_evaluation`; a later one of this loader where that was not possible.
 
         Args:
+            first: the step's batch.
             runner: of the model's steps.
             run: the user's step on a batch.
             name: of the step.
+            options: which tensors carry the sequence.
             monitored: names of numbers that decide about the run.
             in_float32: switches autocast off; None where there is none.
             whole_output: of a step whose output is what counts.
         """
-        assert self._first is not None
-        (batch, options, loader), self._first = self._first, None
-        with nullcontext() if in_float32 is None else in_float32():
-            compared = compare_evaluation(
-                batch,
-                runner,
-                run,
-                name=name,
-                config=self._config,
-                options=options,
-                monitored=monitored,
-                whole_output=whole_output,
-            )
-        if not compared:
-            self._compared.discard(loader)
+        try:
+            with nullcontext() if in_float32 is None else in_float32():
+                compare_evaluation(
+                    first.batch,
+                    runner,
+                    run,
+                    name=name,
+                    config=self._config,
+                    options=options,
+                    monitored=monitored,
+                    whole_output=whole_output,
+                )
+        except NotComparedError:
+            self._compared.discard(first.loader)
+            raise
+        self._compared.add(first.loader)

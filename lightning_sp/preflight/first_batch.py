@@ -36,14 +36,19 @@ class FirstBatch:
     """Keeps the batches of a fit that are to be tried, as their loader gave them, until their step begins; a class because it waits for that."""
 
     def __init__(self) -> None:
-        self._first = False
+        self._first = self._expected = False
         self._again: list[int] = []
         self._batch: Any = None
 
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
-        self._first, self._batch = due, None
+        self._first = self._expected = due
+        self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
+
+    def expect_again(self) -> None:
+        """Try the next batch of a fit as its first, if this fit has a preflight."""
+        self._first = self._expected
 
     def is_due(self, *, training: bool) -> bool:
         """Return whether a batch is the first to be tried."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sp.context.masks import build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.rewrite.attention_call import attend
 
@@ -56,6 +57,12 @@ class WholeAttention:
 
         Shapes: query (B, H, s, D), key and value (B, K, t, D), visible and bias (B or 1, H or 1, S or 1, T) -> (B, H, s, D).
         """
+        if not documents and queries.storage.sequence.documents_declared:
+            raise SequenceParallelError(
+                "packed documents with attention that is written out: it attends as it is written, to other documents of the row, too; use "
+                "F.scaled_dot_product_attention, which keeps to the documents that you have declared, or one document a row; "
+                "packed_documents=False attends to the whole row"
+            )
         of_queries, of_keys = _shown(queries, documents), _shown(keys, documents)
         if queries.storage is keys.storage and queries.length == keys.length:
             of_keys = of_queries

@@ -55,6 +55,11 @@ class CurrentSequence:
         return 1 if self._device_mesh is None else int(self._device_mesh["sequence_parallel"].size())
 
     @property
+    def sees_whole_sequences(self) -> bool:
+        """Return whether steps are in the global view: by `global_view=True`, or since a step was refused without; known once set up."""
+        return self._steps.context.global_view
+
+    @property
     def _shard_size(self) -> int:
         return resolve_shard_size(self.config, 1 if self._device_mesh is None else self._device_mesh.size())
 

@@ -305,7 +305,9 @@ def _materialized(module: nn.Module, delayed: DelayedWeights, config: StrategyCo
     return delayed.refusal
 
 
-def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig, device: torch.device) -> ShardOptions:
+def shard_options(
+    module: nn.Module, datamodule: object, config: StrategyConfig, device: torch.device, *, global_view: bool
+) -> ShardOptions:
     """Return what is known of the batches: declared, or by the model and the data themselves.
 
     Args:
@@ -313,9 +315,12 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
         datamodule: the data's; None where it comes from loaders.
         config: the options.
         device: of this rank.
+        global_view: whether steps see whole sequences.
     """
     packed, shifted = config.packed_documents, config.labels_shifted
-    if config.global_view:
+    if packed is None and isinstance(datamodule, SequenceShardingDataModule):
+        packed = True
+    if global_view:
         return ShardOptions(
             sequence_dims=dict(config.sequence_dims or {}),
             none_declared=config.sequence_dims == {},
@@ -325,8 +330,6 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
             device=device.type,
             global_view=True,
         )
-    if packed is None and isinstance(datamodule, SequenceShardingDataModule):
-        packed = True
     models = hugging_face_models(module)
     of_labels = decoder_inputs(models)
     if of_labels is not None and shifted is None:
@@ -352,7 +355,7 @@ def shard_options(module: nn.Module, datamodule: object, config: StrategyConfig,
 @contextmanager
 def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
-    names, whole_view = BoundNames(module), config.global_view
+    names, whole_view = BoundNames(module), context.global_view
     if whole_view:
         hide_from_fsdp(module)
     blocks = [] if config.recomputed_stages == 1 or whole_view else transformer_blocks(module)

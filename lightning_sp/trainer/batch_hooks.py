@@ -5,7 +5,7 @@ Elsewhere such hooks are not run in a trial, for what callbacks count and time c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,27 @@ class HandedBatch:
 
     def __init__(self) -> None:
         self._entries: dict[Any, tuple[Any, int]] = {}
+        self._instead: tuple[Any, Any] | None = None
 
     def note(self, batch: Any) -> Any:
         """Remember a batch before its hooks, and return it."""
         self._entries = _entries(batch)
+        self._instead = None
         return batch
+
+    def replace(self, handed: Any, batch: Any) -> None:
+        """Give the step another batch than its hooks were handed: in place where that can be, for later hooks."""
+        if isinstance(handed, MutableMapping):
+            handed.clear()
+            handed.update(batch)
+        elif isinstance(handed, list):
+            handed[:] = batch
+        self._instead = handed, batch
+
+    def of_step(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what a step is called with, its batch first: that which is in the place of the one handed, if there is one."""
+        handed, batch = self._instead or (None, None)
+        return (batch, *args[1:]) if self._instead is not None and args and args[0] is handed else args
 
     def tried(self, step: Callable[..., Any], hook: str, batch: Any, *indices: int) -> Callable[..., Any]:
         """Return what a trial runs for a step: after the hooks, if they have changed the batch.

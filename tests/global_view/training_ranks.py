@@ -33,20 +33,14 @@ def one_process(loss: str, length: int) -> dict[str, Any]:
     return trained(module_of(loss), "auto", 1, length)
 
 
-def in_global_view(losses: list[str], length: int, world: int, options: dict[str, Any]) -> list[Any]:
+def in_global_view(losses: list[str], length: int, world: int, options: dict[str, Any], view: Any = True) -> list[Any]:
     found: list[Any] = []
     rows_of_a_group = 4 // options.get("data_parallel_size", 1)
     for loss in losses:
+        strategy = SequenceParallelStrategy(global_view=view, **options)
         try:
-            found.append(
-                trained(
-                    module_of(loss),
-                    SequenceParallelStrategy(global_view=True, **options),
-                    world,
-                    length,
-                    rows_of_a_group,
-                )
-            )
+            answer = trained(module_of(loss), strategy, world, length, rows_of_a_group)
+            found.append({**answer, "sees_whole": strategy.sees_whole_sequences})
         except SequenceParallelError as error:
             found.append(str(error))
     return found

@@ -140,7 +140,7 @@ MODELS = {
 
 
 def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
-    """A Trainer without output, on the ranks that already run."""
+    """A Trainer without output, on the ranks that already run; a step sees its rank's part unless told otherwise, and is refused there."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy = options.pop("strategy", None) or {}
@@ -148,6 +148,7 @@ def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
         accelerator="cpu", devices=world, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, max_epochs=1, precision="64-true",
     )  # fmt: skip
+    strategy = {"global_view": False, **strategy}
     return pl.Trainer(strategy=SequenceParallelStrategy(**strategy), **{**defaults, **options})
 
 

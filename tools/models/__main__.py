@@ -6,7 +6,6 @@
     python -m tools.models --workers 2     so many at a time, each with worlds of its own
     python -m tools.models --precision bf16-mixed
                                            the exact ones in another precision: prints which are refused there, and leaves the page as it is
-    python -m tools.models --global-view   what the page calls refused, with global_view=True; writes docs/models_global_view.md
 
 Each answer is kept at once in .cache/models.json, so a run goes on where another ended. Owns the order of the work; cases, runs and the
 page are in its siblings.
@@ -25,18 +24,16 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_sp.errors import closest
-from tools.models.answers import FILE, GLOBAL_VIEW_FILE, Answers, package_version
+from tools.models.answers import FILE, Answers, package_version
 from tools.models.batches import forms_of
-from tools.models.page import GLOBAL_VIEW_PAGE, PAGE, exact, not_exact, refused, write_page
+from tools.models.page import PAGE, exact, not_exact, write_page
 from tools.models.registry import Case, entries, heads
 from tools.models.worlds import Pools, Worlds, alarms, answer
 
 Work = tuple[Case, str]  # a form of a case
 
 
-def main(
-    words: Sequence[str], num_workers: int, limit_s: float, precision: str | None, *, global_view: bool = False
-) -> None:
+def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str | None) -> None:
     """Run what is asked for, then write the page.
 
     Args:
@@ -44,13 +41,9 @@ def main(
         num_workers: cases at a time.
         limit_s: of one training run.
         precision: of the Trainer, to look for false alarms in it; None: write the page.
-        global_view: try the cases that the page calls refused in the global view, for a page of their own.
     """
-    cases, file = [*entries(), *heads()], GLOBAL_VIEW_FILE if global_view else FILE
-    if global_view:
-        chosen_rows = refused()
-        cases = [case for case in cases if (case.model_type, case.kind) in chosen_rows]
-    answers = Answers(file, package_version())
+    cases = [*entries(), *heads()]
+    answers = Answers(FILE, package_version())
     known = {case.model_type for case in cases}
     for word in words:
         if word not in known:
@@ -63,10 +56,9 @@ def main(
         look_for_alarms(chosen, num_workers, limit_s, precision)
         return
     work = [(c, form) for c, form in every if (c.model_type in words if words else answers.of(c, form) is None)]
-    run(work, partial(answer, global_view=global_view), answers.add, num_workers, limit_s)
-    target = GLOBAL_VIEW_PAGE if global_view else PAGE
-    write_page(cases, answers, target)
-    print(f"wrote {target}")
+    run(work, answer, answers.add, num_workers, limit_s)
+    write_page(cases, answers)
+    print(f"wrote {PAGE}")
 
 
 def look_for_alarms(chosen: list[Work], num_workers: int, limit_s: float, precision: str) -> None:
@@ -129,12 +121,10 @@ if __name__ == "__main__":
         "--limit", type=float, default=120.0, metavar="S", help="seconds that one training run may take; 120"
     )
     parser.add_argument("--precision", help="of the Trainer, to look for false alarms in it: 32-true, bf16-mixed")
-    parser.add_argument("--global-view", action="store_true", help="what the page calls refused, with global_view=True")
     arguments = parser.parse_args()
     main(
         [*arguments.types, *(not_exact() if arguments.not_exact else ())],
         arguments.workers,
         arguments.limit,
         arguments.precision,
-        global_view=arguments.global_view,
     )

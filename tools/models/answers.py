@@ -14,7 +14,6 @@ from tools.models.registry import Case
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".cache" / "models.json"
-GLOBAL_VIEW_FILE = ROOT / ".cache" / "models_global_view.json"
 Answer = dict[str, Any]
 
 

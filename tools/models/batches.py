@@ -39,7 +39,6 @@ class Trial:
         sides: on which each batch is padded.
         wide: the model's own casts to float32 give float64.
         images: a row of a model of text and images holds an image, where one is known that it takes.
-        global_view: the step sees whole sequences.
     """
 
     case: Case
@@ -47,7 +46,6 @@ class Trial:
     sides: tuple[str, ...]
     wide: bool = False
     images: bool = True
-    global_view: bool = False
 
     @classmethod
     def of(cls, case: Case, form: str) -> Trial:

@@ -21,7 +21,6 @@ from tools.models.registry import ENTRIES, Case, left_out
 
 PAGE = ROOT / "docs" / "models.md"
 # Of those that this page calls refused.
-GLOBAL_VIEW_PAGE = ROOT / "docs" / "models_global_view.md"
 COMMAND = "make models"
 HEAD = """# Models of transformers
 
@@ -43,17 +42,11 @@ the batch. [flows.md](flows.md) has more of them, with rows that hold no image.
 | crash | another error, or ranks that did not answer |
 | not compared | plain Lightning on one device cannot do it either, or not twice alike |
 
+What is exact "in the global view" is refused where the step sees a rank's part alone, and was tried there then, as the
+strategy does by default.
+
 A model that casts to float32 itself may differ in its last digits. It is then trained once more, everywhere, with
 float64 in place of those casts; the row says so.
-
-"""
-GLOBAL_VIEW_HEAD = """# Models in the global view
-
-`{command} ARGS=--global-view` writes this page. It was written with transformers {transformers} and torch {torch}.
-
-The classes that [models.md](models.md) calls refused in some form, tried as there, with `global_view=True`: the step
-sees whole sequences, and attention, positions and masks are the model's own. Exact means what it means there ({error:g},
-and {part:g} of what the steps changed, in all three layouts).
 
 """
 TITLES = ("Model types", "Heads")
@@ -80,12 +73,7 @@ def write_page(cases: Sequence[Case], answers: Answers, target: Path = PAGE) -> 
     """Write a page: rows of this version's answers, and of the present page where it has none."""
     before = {(row.model_type, row.kind): row for row in read_page(target.read_text() if target.exists() else "")}
     rows = [_row(case, answers) or before.get((case.model_type, case.kind)) for case in cases]
-    target.write_text(page([row for row in rows if row is not None], HEAD if target == PAGE else GLOBAL_VIEW_HEAD))
-
-
-def refused() -> set[tuple[str, str]]:
-    """Return what the page calls refused in some form: model type, kind."""
-    return {(row.model_type, row.kind) for row in read_page(PAGE.read_text()) if "refused" in row.outcomes}
+    target.write_text(page([row for row in rows if row is not None]))
 
 
 def not_exact() -> list[str]:
@@ -102,11 +90,11 @@ def exact() -> set[tuple[str, str, str]]:
     }
 
 
-def page(rows: Sequence[Row], head: str = HEAD) -> str:
+def page(rows: Sequence[Row]) -> str:
     """Return the page."""
     counted = Counter(reason for row in rows for reason in row.reasons)
     number = {reason: place for place, (reason, _) in enumerate(counted.most_common(), 1)}
-    text = head.format(
+    text = HEAD.format(
         command=COMMAND, transformers=importlib.metadata.version("transformers"), torch=importlib.metadata.version("torch").partition("+")[0],
         error=LARGEST_ERROR, part=LARGEST_PART,
     )  # fmt: skip
@@ -120,7 +108,7 @@ def page(rows: Sequence[Row], head: str = HEAD) -> str:
     text += "\n## Why\n\n"
     for reason, place in number.items():
         text += textwrap.fill(f"{place}. {reason}", 118, subsequent_indent="   ", break_long_words=False) + "\n"
-    return text + _left_out() if head == HEAD else text
+    return text + _left_out()
 
 
 def read_page(text: str) -> list[Row]:

@@ -74,14 +74,12 @@ class Worlds:
         return self._started[size]
 
 
-def answer(
-    pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(LAYOUTS), *, global_view: bool = False
-) -> dict[str, Any]:
+def answer(pools: Pools, case: Case, form: str, layouts: Sequence[str] = tuple(LAYOUTS)) -> dict[str, Any]:
     """Return the outcome of a case in one form, the worst of all layouts, with what each layout gave."""
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         file = str(Path(folder) / "reference.pt")
-        trial = replace(Trial.of(case, form), global_view=global_view)
+        trial = Trial.of(case, form)
         found = answer_of(pools(1), reference, trial, file)
         if found["outcome"] == "not compared" and case.kind in WITH_IMAGES:
             trial = replace(trial, images=False)  # towers that draw float32 themselves take no float64
@@ -145,6 +143,9 @@ def _over_layouts(pools: Pools, trial: Trial, layouts: Sequence[str], file: str)
         found[layout] = answer_of(pools(ulysses * ring), sharded, trial, layout, file)
     by_layout = {"layouts": {layout: each["outcome"] for layout, each in found.items()}}
     most = worst(found.values())
+    if most["outcome"] == "exact":
+        said: dict[str, Any] = next((each for each in found.values() if "why" in each), {})
+        return {**said, **most, **by_layout}
     if most["outcome"] != "wrong":
         return {**most, **by_layout}
     if answer_of(pools(1), seeds_differ, trial, file)["outcome"] == "random":

@@ -1,5 +1,6 @@
 """FSDP2 over every rank, and what it is given so that any model's step may run on it: its units, gradients, outputs and collectives."""
 
+from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
 from lightning_sp.parallelize.fsdp.optional_units import gathered, optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward
@@ -23,6 +24,7 @@ from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 __all__ = [
     "ParameterLayout",
     "RootUnit",
+    "abandon_forward",
     "cast_as_in_forward",
     "check_layout",
     "check_unsharded",

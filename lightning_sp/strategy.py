@@ -216,7 +216,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def _moved(self, local: Any, info: SequenceInfo, *where: Any) -> Any:
-        return Strategy.batch_to_device(self, self._steps.shown(local, info), *where)
+        return super().batch_to_device(self._steps.shown(local, info), *where)
 
     # ---- preflight
 

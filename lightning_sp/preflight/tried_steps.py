@@ -15,7 +15,6 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import abandon_forward
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
@@ -59,6 +58,7 @@ class TriedSteps(CurrentSequence):
     def _show(self, *, whole: bool) -> None:
         """Let steps see whole sequences, or this rank's part, from here on."""
         module, context = self._module, self._steps.context
+        self._steps.end()
         self._interceptions.close()
         context.show(whole=whole)
         datamodule = getattr(module.trainer, "datamodule", None)
@@ -90,22 +90,16 @@ class TriedSteps(CurrentSequence):
             "which shows the step whole sequences; global_view=False leaves it refused"
         )
         self._refusal = str(refusal)
-        self._leave_refused_step()
         self._show(whole=True)
         try:
             found = run()
         except SequenceParallelError as error:
             self._refusal = ""
-            self._leave_refused_step()
             self._show(whole=False)
             raise _both(str(refusal), error) from error
         if tried_after:
             self._first_batch.expect_again()
         return found
-
-    def _leave_refused_step(self) -> None:
-        self._steps.end()
-        abandon_forward(self._module)
 
     @property
     def _tries_global_view(self) -> bool:

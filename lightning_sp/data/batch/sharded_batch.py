@@ -31,8 +31,10 @@ def rebuild(batch: Any, local: dict[str, Any]) -> Any:
     """Put the sharded entries in a container of the batch's own type, and mark it."""
     if isinstance(batch, Mapping):
         return ShardedBatch(local)
+    # An entry without the sequence is in both: a mark on it would say that the whole batch is sharded.
+    given = {id(value) for value in ([batch] if isinstance(batch, Tensor) else batch)}
     for value in local.values():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and id(value) not in given:
             value._lightning_sp_sharded = True  # type: ignore[attr-defined]
     if isinstance(batch, Tensor):
         return local["input_ids"]

@@ -1,0 +1,115 @@
+"""Runs with the default view: a step that a rank's part alone refuses is tried in the global view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from tests.global_view.modules import LOSSES, Module, V, rows
+from tests.told import told
+
+LENGTH = 29
+
+
+class Insisting(nn.Module):
+    """A layer within a block that takes sequences of one length alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != LENGTH:
+            raise ValueError(f"{LENGTH} tokens, not {x.shape[1]}")
+        return self.inner(x)
+
+
+class Watched(Module):
+    """Trains with a loss, validates with what it makes of whole sequences, and predicts it.
+
+    Args:
+        loss: of the step.
+        kinds: "insisting" has a block that fails on a part, "tuple" takes its batches as tuples, "validation" trains as on a rank's part.
+    """
+
+    def __init__(self, loss: str, kinds: tuple[str, ...] = ()) -> None:
+        super().__init__(loss if loss in LOSSES else "mean_pooled")
+        self.kinds, self.shapes, self.shown = kinds, [], []
+        if loss not in LOSSES:
+            self._loss = sorted_features
+        if "insisting" in kinds:
+            self.model.h[1].ln_2 = Insisting(self.model.h[1].ln_2)
+
+    def _named(self, batch: Any) -> Any:
+        return dict(zip(("input_ids", "attention_mask", "classes"), batch, strict=True)) if "tuple" in self.kinds else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = self._named(batch)
+        self.shapes.append(tuple(batch["input_ids"].shape))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("last", self.predict_step(batch, batch_idx).square().mean(), batch_size=4)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model.hidden(self._named(batch)["input_ids"])[:, -1]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(tuple(self._named(batch)["input_ids"].shape))
+
+
+class Turns(pl.Callback):
+    """Changes each batch that a step is given."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch["input_ids"] = (batch["input_ids"] + 1) % V
+
+
+def loader(kinds: tuple[str, ...]) -> Any:
+    made: Any = rows(LENGTH)
+    return DataLoader([tuple(row.values()) for row in made] if "tuple" in kinds else made, batch_size=4)
+
+
+def run(loss: str, kinds: tuple[str, ...], world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit with a sanity check, validate and predict; return all that was seen, by one device without options of a strategy."""
+    module = Watched(loss, kinds)
+    strategy: Any = SequenceParallelStrategy(**options) if options else "auto"
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, max_steps=2, precision="64-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[Turns()] if "turns" in kinds else [],
+        num_sanity_val_steps=1 if "validation" in kinds else 0,
+    )  # fmt: skip
+    error, predictions, logged = "", [], {}
+    with told() as lines:
+        try:
+            trainer.fit(module, loader(kinds), loader(kinds) if "validation" in kinds else None)
+            logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            predictions = trainer.predict(module, loader(kinds)) if "validation" in kinds else []
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+    weights = {}
+    for name, parameter in module.named_parameters():
+        whole: Any = parameter.detach()
+        weights[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+    return {
+        "weights": weights,
+        "losses": module.losses[-2:],
+        "shapes": module.shapes[-2:],
+        "shown": module.shown,
+        "logged": logged,
+        "predictions": [torch.as_tensor(each).tolist() for each in predictions or []],
+        "tried": [line for line in lines if "It is tried in the global view" in line],
+        "error": error,
+    }
+
+
+def sorted_features(module: Any, batch: Any) -> Tensor:
+    """What is refused in both views."""
+    x = module.model.hidden(batch["input_ids"]).sort(dim=1).values
+    return F.mse_loss(x, torch.zeros_like(x))

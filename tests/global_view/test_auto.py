@@ -1,0 +1,56 @@
+"""`global_view="auto"`, the default: what a rank's part alone refuses is tried in the global view, by the preflight."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.global_view import auto_ranks as ranks
+
+RING = dict(ring_size=2)
+
+
+def same(pools, loss, kinds, options=RING):
+    """Return what two ranks saw, after comparing it with one device."""
+    [plain] = pools(1).run(ranks.run, loss, kinds, 1, {})
+    found, other = pools(2).run(ranks.run, loss, kinds, 2, options)
+    assert found["error"] == other["error"] == ""
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+    for name, weight in plain["weights"].items():
+        assert float((found["weights"][name] - weight).abs().max()) < 1e-9, name
+    assert found["logged"] == pytest.approx(plain["logged"], rel=1e-10)
+    for one, another in zip(found["predictions"], plain["predictions"], strict=True):
+        assert one == [pytest.approx(row, rel=1e-9) for row in another]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "kinds"),
+    [
+        ("mean_pooled", ("turns",)),  # the first batch is handed over again, and its hooks change it again
+        ("shifted_logits", ("tuple",)),  # one that is not replaced in place
+        ("shifted_logits", ("insisting",)),  # refused in the middle of a block, which FSDP2 has gathered
+        ("mean_pooled", ("validation",)),  # refused by the sanity check, before a step of training
+    ],
+    ids=str,
+)
+def test_what_a_part_refuses_trains_as_on_one_device(pools, loss, kinds):
+    found = same(pools, loss, kinds)
+    assert len(found["tried"]) == 1, found["tried"]
+    assert found["shapes"] == [(4, ranks.LENGTH)] * 2
+    if "tuple" not in kinds:
+        assert found["shown"] == [(4, ranks.LENGTH)] * 2  # by hooks behind the first step, too
+
+
+def test_what_is_refused_in_both_views_says_both_reasons(pools):
+    found, other = pools(2).run(ranks.run, "sorted", (), 2, RING)
+    assert found["error"] == other["error"]
+    first, second = found["error"].splitlines()[0], found["error"].partition("The global view was tried")[2]
+    assert first and "sort" not in first
+    assert "sort of" in second
+
+
+@pytest.mark.parametrize("option", [dict(preflight=False), dict(global_view=False)], ids=str)
+def test_without_a_judge_or_by_request_it_is_not_tried(pools, option):
+    found, other = pools(2).run(ranks.run, "mean_pooled", (), 2, {**RING, **option})
+    assert found["tried"] == other["tried"] == []
+    assert "a pooled head sees only this rank's" in found["error"] or "0 attention calls" in found["error"]

@@ -6,8 +6,44 @@ from tests.faults.fault import fault
 
 RULES = "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward"
 TRAINING = "tests/global_view/test_training.py"
+AUTO = "tests/global_view/test_auto.py"
 
 GLOBAL_VIEW = (
+    fault(
+        "a forward left by an error keeps what it has gathered",
+        "step/isolation.py",
+        "undo.callback(abandon_forward, root)",
+        "undo.callback(lambda root: None, root)",
+        f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[shifted_logits-('insisting',)]",
+    ),
+    fault(
+        "a step that sees the batch of the view in which it was refused",
+        "preflight/tried_steps.py",
+        "            self._hand_again(whole, handed, hook, (batch_idx,))\n",
+        "            pass\n",
+        f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[mean_pooled-('turns',)]",
+    ),
+    fault(
+        "a batch handed again without what hooks had changed",
+        "preflight/tried_steps.py",
+        "shown = self._handed.tried(_as_it_is, hook, handed, *indices)(self, shown)",
+        "pass",
+        f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[mean_pooled-('turns',)]",
+    ),
+    fault(
+        "a whole batch marked as sharded by an entry without the sequence",
+        "data/batch/sharded_batch.py",
+        "if isinstance(value, Tensor) and id(value) not in given:",
+        "if isinstance(value, Tensor):",
+        f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[shifted_logits-('tuple',)]",
+    ),
+    fault(
+        "documents that attention by hand crosses without a word",
+        "rewrite/whole_attention.py",
+        "if not documents and queries.storage.sequence.documents_declared:",
+        "if False:",
+        f"{AUTO}::test_declared_documents_are_not_attended_across",
+    ),
     fault(
         "a whole tensor cut as if shards were contiguous",
         "global_view/placement.py",

@@ -35,7 +35,8 @@ class Watched(Module):
 
     Args:
         loss: of the step.
-        kinds: "insisting" has a block that fails on a part, "tuple" takes its batches as tuples, "validation" trains as on a rank's part.
+        kinds: "insisting" has a block that fails on a part, "tuple" takes its batches as tuples, "turns" has a callback that
+            changes them, "packed" holds two documents in each row, "validation" validates and predicts, too.
     """
 
     def __init__(self, loss: str, kinds: tuple[str, ...] = ()) -> None:
@@ -47,7 +48,11 @@ class Watched(Module):
             self.model.h[1].ln_2 = Insisting(self.model.h[1].ln_2)
 
     def _named(self, batch: Any) -> Any:
-        return dict(zip(("input_ids", "attention_mask", "classes"), batch, strict=True)) if "tuple" in self.kinds else batch
+        return (
+            dict(zip(("input_ids", "attention_mask", "classes"), batch, strict=True))
+            if "tuple" in self.kinds
+            else batch
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = self._named(batch)
@@ -73,6 +78,9 @@ class Turns(pl.Callback):
 
 def loader(kinds: tuple[str, ...]) -> Any:
     made: Any = rows(LENGTH)
+    if "packed" in kinds:
+        documents = torch.cat([torch.arange(11), torch.arange(LENGTH - 11)])
+        made = [{**row, "position_ids": documents, "attention_mask": torch.ones_like(documents)} for row in made]
     return DataLoader([tuple(row.values()) for row in made] if "tuple" in kinds else made, batch_size=4)
 
 

@@ -45,8 +45,17 @@ def test_what_is_refused_in_both_views_says_both_reasons(pools):
     found, other = pools(2).run(ranks.run, "sorted", (), 2, RING)
     assert found["error"] == other["error"]
     first, second = found["error"].splitlines()[0], found["error"].partition("The global view was tried")[2]
-    assert first and "sort" not in first
+    assert "0 attention calls" in first
     assert "sort of" in second
+
+
+def test_declared_documents_are_not_attended_across(pools):
+    """Attention that is written out knows of no documents, whatever the user has declared."""
+    found, _ = pools(2).run(ranks.run, "shifted_logits", ("packed",), 2, {**RING, "packed_documents": True})
+    assert (
+        "packed documents with attention that is written out"
+        in found["error"].partition("The global view was tried")[2]
+    )
 
 
 @pytest.mark.parametrize("option", [dict(preflight=False), dict(global_view=False)], ids=str)

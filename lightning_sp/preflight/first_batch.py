@@ -133,7 +133,8 @@ def _compare(
         trial = _trial(crop, own, runner, run, options, in_float32)
         found = _run_again(trial, after) if after else run_preflight(trial, monitored)
         if found is not None:
-            rank_zero_info(found.describe())
+            # What is not one device's is no matter of course, though DDP does it too.
+            (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
         split = runner.context.mesh.layout.size > 1
         if found is None or math.isnan(found.difference) or wanted is not None or after or not split:
             return found

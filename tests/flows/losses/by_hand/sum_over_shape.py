@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader
 
 from tests.flows.tiny import Tuned, llama, rows
 
+# Of data-parallel groups each logs its own number, as under DDP.
+LAYOUTS = ["ulysses 2", "ring 2"]
+
 
 class Module(Tuned):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -37,18 +37,21 @@ class FirstBatch:
 
     def __init__(self) -> None:
         self._first = self._expected = False
+        self._first_step = 0
         self._again: list[int] = []
         self._batch: Any = None
 
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
+        self._first_step = 0
         self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
 
-    def expect_again(self) -> None:
-        """Try the next batch of a fit as its first, if this fit has a preflight."""
-        self._first = self._expected
+    def expect_again(self, step: int) -> None:
+        """Try the batch of an optimizer step, or the next one behind it, as the first, if this fit has a preflight and has tried its first."""
+        if self._expected and not self._first:
+            self._first, self._first_step = True, step
 
     def is_due(self, *, training: bool) -> bool:
         """Return whether a batch is the first to be tried."""
@@ -56,15 +59,17 @@ class FirstBatch:
 
     def offer(self, batch: Any, *, training: bool, step: int) -> None:
         """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step."""
-        if training and (self._first or (self._again and step >= self._again[0])):
+        first = self._first and step >= self._first_step
+        if training and (first or (self._again and step >= self._again[0])):
             self._batch = batch
 
     def take(self, step: int) -> tuple[Any, int]:
         """Return the batch once, None where no preflight is due, and the optimizer steps before it, 0 for the first."""
         batch, self._batch = self._batch, None
-        after = 0 if self._first else step
+        first = self._first and step >= self._first_step
+        after = 0 if first else step
         if batch is not None:
-            self._first = False
+            self._first = self._first and not first
             self._again = [each for each in self._again if each > step]
         return batch, after
 

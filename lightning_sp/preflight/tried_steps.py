@@ -98,7 +98,10 @@ class TriedSteps(CurrentSequence):
             self._show(whole=False)
             raise _both(str(refusal), error) from error
         if tried_after:
-            self._first_batch.expect_again()
+            # Gradients that accumulate are whole on each rank: a trial would add to them.
+            trainer = self._module.trainer
+            within = trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization
+            self._first_batch.expect_again(trainer.global_step + within)
         return found
 
     @property

@@ -69,6 +69,35 @@ class Watched(Module):
         self.shown.append(tuple(self._named(batch)["input_ids"].shape))
 
 
+class Late(pl.LightningModule):
+    """Trains as on a rank's part, and pools in its validation, after the first half of an optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.head = nn.Embedding(V, 16), nn.Linear(16, 48), nn.Linear(16, V)
+        self.losses: list[float] = []
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(
+            self.head(self.hidden(batch["input_ids"])).flatten(0, 1), batch["shift_labels"].flatten()
+        )
+        self.losses.append(float(loss))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pooled = self.hidden(batch["input_ids"]).mean(1)[:, :3]
+        self.log("pooled", F.cross_entropy(pooled, batch["classes"]), batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 class Turns(pl.Callback):
     """Changes each batch that a step is given."""
 
@@ -114,6 +143,25 @@ def run(loss: str, kinds: tuple[str, ...], world: int, options: dict[str, Any]) 
         "predictions": [torch.as_tensor(each).tolist() for each in predictions or []],
         "tried": [line for line in lines if "It is tried in the global view" in line],
         "error": error,
+    }
+
+
+def late(world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit with gradient accumulation and a validation within it."""
+    module, made = Late(), rows(LENGTH, 24)
+    for row in made:
+        row |= {"attention_mask": torch.ones_like(row["input_ids"]), "shift_labels": row["input_ids"].roll(-1)}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=SequenceParallelStrategy(**options) if options else "auto", max_epochs=1,
+        precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, accumulate_grad_batches=2, val_check_interval=1,
+    )  # fmt: skip
+    with told() as lines:
+        trainer.fit(module, DataLoader(made, batch_size=4), DataLoader(made[:8], batch_size=4))
+    return {
+        "losses": module.losses[-6:],
+        "pooled": float(trainer.callback_metrics["pooled"]),
+        "tried": [line for line in lines if line.startswith(("preflight: a crop", "sequence_parallel: refused"))],
     }
 
 

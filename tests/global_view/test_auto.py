@@ -41,6 +41,15 @@ def test_what_a_part_refuses_trains_as_on_one_device(pools, loss, kinds):
         assert found["shown"] == [(4, ranks.LENGTH)] * 2  # by hooks behind the first step, too
 
 
+def test_a_validation_that_is_refused_later_changes_the_view_and_the_next_step_is_tried(pools):
+    [plain] = pools(1).run(ranks.late, 1, {})
+    found, _ = pools(2).run(ranks.late, 2, RING)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+    assert found["pooled"] == pytest.approx(plain["pooled"], rel=1e-10)
+    # As on a part, then refused, then the next optimizer step's first micro-batch: gradients of the one in progress stay.
+    assert [line.split()[0] for line in found["tried"]] == ["preflight:", "sequence_parallel:", "preflight:"]
+
+
 def test_what_is_refused_in_both_views_says_both_reasons(pools):
     found, other = pools(2).run(ranks.run, "sorted", (), 2, RING)
     assert found["error"] == other["error"]

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(
             f"--tests {told.tests}: there is no {folder}; give a checkout of github.com/Lightning-AI/pytorch-lightning"
         )
-    found = [each for each in _collected(folder) if told.only in each["test"]]
+    found = [each for each in _collected(folder) if told.only in each["test"] and (told.gpu or not each["gpu"])]
     answers = _cached({each["test"] for each in found} if told.fresh else set())
     _run_all(
         folder,
@@ -120,10 +121,8 @@ def _pytest(
             code: int | None = process.wait(None if collect else LIMIT_S * len(tests))
         except subprocess.TimeoutExpired:
             code = None
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # ranks of the session that are left
-        except ProcessLookupError:
-            pass
         process.wait()
         said.seek(0)
         return code, said.read()[-3000:]
@@ -170,8 +169,8 @@ def table(names: Sequence[str], answers: Answers) -> str:
     chosen = [name for name in names if _is_chosen(answers.get(("plain", name)))]
     plain = [answers["plain", name]["outcome"] for name in names if ("plain", name) in answers]
     lines = [
-        f"lightning {lightning.__version__}: {len(names)} tests speak of these strategies; with Lightning's own {plain.count('passed')} pass on the "
-        f"CPU, {plain.count('skipped')} are skipped, {plain.count('failed')} fail; {len(chosen)} of those that pass make a Trainer on CPU ranks.",
+        f"lightning {lightning.__version__}: {len(names)} tests speak of these strategies. With Lightning's own {plain.count('passed')} pass on "
+        f"the CPU, {plain.count('skipped')} are skipped, {plain.count('failed')} fail. {len(chosen)} of those that pass use one on CPU ranks.",
         "",
         "| ranks | passed | skipped | failed |",
         "|---|---|---|---|",

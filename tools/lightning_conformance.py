@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="forget the answers of earlier calls, of the tests that run"
     )
+    parser.add_argument("--gpu", action="store_true", help="tests that ask for GPUs too, on as many CPU ranks")
     told = parser.parse_args(arguments)
     folder = told.tests.absolute() / "tests" / "tests_pytorch"
     if not folder.is_dir():

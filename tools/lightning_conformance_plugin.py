@@ -2,11 +2,11 @@
 
     LIGHTNING_SP_CONFORMANCE   `{"mode": "plain" | "dp" | "sp", "answers": FILE, "scratch": FOLDER}`
 
-What is replaced, and all that is: a strategy that a Trainer on the CPU is given or chooses, where that is `ddp`, `ddp_spawn`,
-`ddp_fork`, `ddp_notebook`, one of their kin with `find_unused_parameters`, a DDPStrategy or a ModelParallelStrategy. With `"dp"` all ranks are
-data-parallel, with `"sp"` all share one sequence; of a ModelParallelStrategy's own degrees data-parallel ones are kept and tensor-parallel
-ones become sequence-parallel ones. Ranks are started by running the test again (`ddp`'s way), whatever the test names. Tests that ask for GPUs run on as
-many CPU ranks, in all modes. `tmp_path` is one folder for all ranks.
+What is replaced, and all that is: a strategy that a Trainer on the CPU is given or chooses, where that is `ddp`, `ddp_spawn`, `ddp_fork`,
+`ddp_notebook`, one of their kin with `find_unused_parameters`, a DDPStrategy or a ModelParallelStrategy. With `"dp"` all ranks are
+data-parallel, with `"sp"` all share one sequence; of a ModelParallelStrategy's own degrees data-parallel ones are kept, and tensor-parallel
+ones become sequence-parallel ones. Ranks are started by running the test again (`ddp`'s way), whatever the test names. Tests that ask for GPUs
+run on as many CPU ranks, in all modes. `tmp_path` is one folder for all ranks.
 """
 
 from __future__ import annotations

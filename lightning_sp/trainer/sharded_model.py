@@ -54,7 +54,7 @@ from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
-from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code
+from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code, superseded
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit
@@ -247,6 +247,9 @@ class ShardedModelStrategy(ProcessStrategy):
             self._log_once(
                 f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
             )
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and (older := superseded(trainer, path, checkpoint)) is not None:
+            self.remove_checkpoint(older)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

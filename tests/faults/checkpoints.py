@@ -24,6 +24,13 @@ CHECKPOINTS = (
         f"{TOLD}[validation]",
     ),
     fault(
+        "weights alone that stand for what a run was told to end with",
+        "trainer/preemption.py",
+        ' or not checkpoint.get("optimizer_states")',
+        "",
+        "tests/trainer/test_sigterm.py::test_what_a_run_ended_with_goes_when_another_stands_for_it",
+    ),
+    fault(
         "the signal of a loader's worker taken for this process' own",
         "trainer/processes/time_limit.py",
         "        multiprocessing.util.register_after_fork(self, _listen_no_more)\n",

@@ -102,7 +102,11 @@ def superseded(trainer: Any, path: Path | str, checkpoint: Mapping[str, Any]) ->
     began, written = (os.path.abspath(os.fspath(each)) for each in (trainer.ckpt_path, path))
     here = os.path.abspath(preempted)
     is_last = os.path.basename(written).startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
-    return preempted if is_last and began == here != written and os.path.dirname(written) == os.path.dirname(here) else None
+    return (
+        preempted
+        if is_last and began == here != written and os.path.dirname(written) == os.path.dirname(here)
+        else None
+    )
 
 
 def _save_and_requeue(trainer: Trainer) -> None:

@@ -39,7 +39,9 @@ def test_a_validation_ends_on_all_ranks(pools: Any):
 def whole(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
     """The run that nobody ends, by its accumulation."""
     folder = tmp_path_factory.mktemp("whole")
-    return cache(lambda accumulate: pools(2).run(ranks.preempted, str(folder / str(accumulate)), "", 0, accumulate, False)[0])
+    return cache(
+        lambda accumulate: pools(2).run(ranks.preempted, str(folder / str(accumulate)), "", 0, accumulate, False)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,5 +91,5 @@ def test_what_a_run_ended_with_goes_when_another_stands_for_it(
         fast_dev_run=False,
         ckpt_path=None if began is None else tmp_path / began,
     )
-    older = superseded(trainer, tmp_path / written, dict.fromkeys(holds, [{}]))
+    older = superseded(trainer, tmp_path / written, {key: [{}] for key in holds})
     assert older == (str(tmp_path / "last-preempted.ckpt") if is_superseded else None)

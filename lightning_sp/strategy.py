@@ -33,7 +33,7 @@ from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.parallelize import check_optimized, reshard
+from lightning_sp.parallelize import check_optimized, leave_forward
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
@@ -146,10 +146,10 @@ class SequenceParallelStrategy(CurrentSequence, TokenWeightedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._prepare_trainer(trainer)
+        leave_forward(self._module)
         self._averages.note_dtypes(self._module)
         if self._prepared is not self._module:
             self._prepare(self._module)
-        reshard(self._module)
         self._averages.copy(self._module, trainer)
         datamodule = getattr(trainer, "datamodule", None)
         self._shard_options = shard_options(self._module, datamodule, self.config, self.root_device)

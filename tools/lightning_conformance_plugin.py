@@ -5,7 +5,7 @@
 What is replaced, and all that is: a strategy that a Trainer on the CPU is given or chooses, where that is `ddp`, `ddp_spawn`, `ddp_fork`,
 `ddp_notebook`, one of their kin with `find_unused_parameters`, a DDPStrategy or a ModelParallelStrategy. With `"dp"` all ranks are
 data-parallel, with `"sp"` all share one sequence; of a ModelParallelStrategy's own degrees data-parallel ones are kept, and tensor-parallel
-ones become sequence-parallel ones. Tests that ask for GPUs run on as many CPU ranks, in all modes. `tmp_path` is one folder for all ranks.
+ones become sequence-parallel ones. Tests that ask for GPUs run on as many CPU ranks, in all modes. `tmp_path` is one folder for all ranks, and torch is seeded before each test.
 
 Starting Python takes longer than most tests. So each test runs in a fork of the process that has collected it, for each mode in turn, and
 where Lightning's launcher would run the script again for another rank, a fork from before the test runs the test. With Lightning's own strategy
@@ -33,6 +33,7 @@ from typing import Any
 
 import lightning.pytorch.utilities.testing as lightning_testing
 import pytest
+import torch
 from _pytest.runner import runtestprotocol
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -275,6 +276,7 @@ def _is_about(item: Any) -> bool:
 def pytest_runtest_setup(item: Any) -> None:
     """Begin a test's notes; one that makes the strategy itself gets ours."""
     _made.clear()
+    torch.manual_seed(0)  # data sets draw when they are made: alike in all ranks
     _on_cpu[0] = _wants(item, "min_cuda_gpus")
     if _mode[0] != "plain" and item.path.name == "test_model_parallel.py":
         item.module.ModelParallelStrategy = lambda **options: replaced(ModelParallelStrategy(**options), _mode[0])

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from lightning_sp.context.streams import streams
-from lightning_sp.parallelize import reshard
+from lightning_sp.parallelize import leave_forward
 from lightning_sp.quantized_weights import is_quantized
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
@@ -52,7 +52,7 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
     """
     with ExitStack() as undo:
         # Shards are put back; a parameter that is whole at either end would be memory that FSDP frees, or hold what the block wrote.
-        reshard(root)
+        leave_forward(root)
         for parameter in root.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -60,7 +60,7 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
                 undo.callback(_restore_quantized, parameter, parameter.data, dict(vars(_quant_state(parameter))))
             else:
                 undo.callback(_restore_shard, parameter, _shard(parameter).clone())
-        undo.callback(reshard, root)
+        undo.callback(leave_forward, root)
         undo.enter_context(streams(device))
         undo.callback(_snapshot(root))
         # torch's dropout modules call these as well.

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.config import MemoryOptions, StrategyConfig, resolve_shard_size
@@ -235,6 +236,23 @@ def reshard(root: nn.Module) -> None:
     """Free all-gathered parameters: FSDP2 leaves the root's whole after an evaluation forward."""
     for each in fsdp_modules(root):
         each.reshard()
+
+
+def leave_forward(root: nn.Module) -> None:
+    """Free all-gathered parameters where no forward is in progress, although one may have failed: FSDP2 would take it to go on.
+
+    It would free nothing then, and whole parameters would stand for the shards. What was gathered ahead of time would be used as it was.
+    """
+    for each in fsdp_modules(root):
+        state: Any = each._get_fsdp_state()
+        groups = parameter_groups([each])
+        for group in groups:
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+        for part in (state, *groups):
+            part._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+    reshard(root)
 
 
 @contextmanager

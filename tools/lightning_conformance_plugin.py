@@ -5,7 +5,8 @@
 What is replaced, and all that is: a strategy that a Trainer on the CPU is given or chooses, where that is `ddp`, `ddp_spawn`, `ddp_fork`,
 `ddp_notebook`, one of their kin with `find_unused_parameters`, a DDPStrategy or a ModelParallelStrategy. With `"dp"` all ranks are
 data-parallel, with `"sp"` all share one sequence; of a ModelParallelStrategy's own degrees data-parallel ones are kept, and tensor-parallel
-ones become sequence-parallel ones. Tests that ask for GPUs run on as many CPU ranks, in all modes. `tmp_path` is one folder for all ranks, and torch is seeded before each test.
+ones become sequence-parallel ones. Tests that ask for GPUs run on as many CPU ranks, in all modes. `tmp_path` is one folder for all ranks, and
+torch is seeded before each test.
 
 Starting Python takes longer than most tests. So each test runs in a fork of the process that has collected it, for each mode in turn, and
 where Lightning's launcher would run the script again for another rank, a fork from before the test runs the test. With Lightning's own strategy
@@ -306,7 +307,8 @@ def pytest_runtest_makereport(item: Any, call: Any) -> None:
     if error is not None:
         last = error.traceback[-1]
         own = next((each for each in reversed(error.traceback) if Path(str(each.path)) == item.path), last)
-        note["reason"] = f"{error.type.__name__}: {' '.join(str(error.value).split())}"
+        parts = "; ".join(repr(each) for each in getattr(error.value, "exceptions", ()))
+        note["reason"] = f"{error.type.__name__}: {' '.join(f'{error.value} {parts}'.split())}"
         note["where"] = f"{Path(str(last.path)).name}:{last.lineno + 1}"
         note["statement"] = " ".join(str(own.statement).split())
     with _notes[0].open("a") as file:

@@ -31,7 +31,7 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.parallelize import check_optimized, reshard
+from lightning_sp.parallelize import abandon_forward, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
 from lightning_sp.step.predictions import share_predictions, unsharded_output
@@ -134,10 +134,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._prepare_trainer(trainer)
+        abandon_forward(self._module)
         self._averages.note_dtypes(self._module)
         if self._prepared is not self._module:
             self._prepare(self._module)
-        reshard(self._module)
         self._averages.copy(self._module, trainer)
         self._show(whole=self.sees_whole_sequences)
         self.barrier()

@@ -2,7 +2,7 @@
 
 from lightning_sp.checkpoint.background import BackgroundSaves
 from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
-from lightning_sp.checkpoint.folder import local_path
+from lightning_sp.checkpoint.folder import located, refuse_folder_at_address
 from lightning_sp.checkpoint.frozen import (
     EXCLUDED,
     exclude_frozen,
@@ -43,13 +43,14 @@ __all__ = [
     "load_checkpoint",
     "load_model_state",
     "load_optimizer_state",
-    "local_path",
+    "located",
     "model_state",
     "note_built",
     "optimizer_state",
     "random_state",
     "read_checkpoint_folder",
     "recover",
+    "refuse_folder_at_address",
     "remnants",
     "restore_random_state",
     "save_checkpoint",

@@ -24,7 +24,7 @@ def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_model(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> None:
+def check_model(path: Path | str, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> None:
     """Refuse a checkpoint of another model, with counts and the first names; what a lenient load leaves out is said."""
     differing = [f"{n} is {stored[n]} there and {own[n]} here" for n in own if n in stored and stored[n] != own[n]]
     only_own = [name for name in own if name not in stored]
@@ -48,7 +48,7 @@ def check_model(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any], *
         )
 
 
-def check_optimizers(path: Path, checkpoint: Mapping[str, Any], count: int) -> None:
+def check_optimizers(path: Path | str, checkpoint: Mapping[str, Any], count: int) -> None:
     """Refuse a checkpoint without optimizers' state, or of another number of them."""
     if "optimizer_states" not in checkpoint:
         raise SequenceParallelError(

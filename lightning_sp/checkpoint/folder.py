@@ -28,14 +28,37 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """Return a path on a local or mounted file system.
 
     Raises:
+        SequenceParallelError: an address elsewhere.
+    """
+    place = located(path)
+    if isinstance(place, str):
+        raise SequenceParallelError(
+            f"checkpoint path {place!r}: an address is not supported here: copy what lies there to a path that all nodes see, and give that"
+        )
+    return place
+
+
+def located(path: str | os.PathLike[str]) -> Path | str:
+    """Return a path on a local or mounted file system, or an address (s3://...), which is no path, as it is."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text)
+    return Path(rest) if scheme in ("file", "local") else text
+
+
+def refuse_folder_at_address(path: Path | str) -> None:
+    """Refuse to write a checkpoint of many files elsewhere than on a file system.
+
+    Raises:
         SequenceParallelError: an address.
     """
-    text = os.fspath(path)
-    if "://" in text:
+    if isinstance(path, str):
         raise SequenceParallelError(
-            f"checkpoint path {text!r}: addresses are not supported, give a path that all nodes see"
+            f"checkpoint {path!r}: with save_distributed_checkpoint=True each rank writes files of a folder, which is renamed when it is "
+            "complete, and what lies at an address cannot be renamed at one moment: SequenceParallelStrategy(save_distributed_checkpoint=False) "
+            "writes one file there, through Lightning's CheckpointIO; or give a path that all nodes see"
         )
-    return Path(text)
 
 
 def replaced_path(path: Path) -> Path:

@@ -112,7 +112,7 @@ def excluded_shapes(checkpoint: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     return {name: tuple(of["shape"]) for name, of in _excluded(checkpoint).get("state_dict", {}).items()}
 
 
-def include_frozen(path: Path, checkpoint: dict[str, Any], module: nn.Module, group: ProcessGroup | None) -> None:
+def include_frozen(path: Path | str, checkpoint: dict[str, Any], module: nn.Module, group: ProcessGroup | None) -> None:
     """Put a module's own parameters in the places of those that were left out of a checkpoint. Every rank must call it.
 
     Args:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_sp.checkpoint.folder import MANIFEST, PARTIAL, REPLACED, is_complete, local_path
+from fsspec.core import url_to_fs
+
+from lightning_sp.checkpoint.folder import MANIFEST, PARTIAL, REPLACED, is_complete, located
 from lightning_sp.checkpoint.replace import recover, remnants
 
 
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | str | None:
     """Return the newest complete checkpoint below a folder, None where there is none: `fit(ckpt_path=latest_checkpoint("runs"))`.
 
     A folder of ours is complete by its manifest, and as new as that; a file of Lightning's (`.ckpt`) as it stands. One that is half-written is
     passed over; one that a stopped save has left without its name has it again.
 
     Args:
-        folder: with checkpoints at any depth.
-
-    Raises:
-        SequenceParallelError: an address (s3://...).
+        folder: with checkpoints at any depth; or an address (s3://...), which has files alone: the newest, by its store's clock, as an address.
     """
-    root = local_path(folder)
+    root = located(folder)
+    if isinstance(root, str):
+        return _latest_at(root)
     for inside in [root, *(each for each in root.rglob("*") if each.is_dir())]:
         for path in remnants(inside):
             recover(path)
@@ -29,6 +30,14 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     found += [each for each in root.rglob("*.ckpt") if each.is_file() and not each.is_symlink()]
     written = {path: when for path in found if (when := _written(path)) is not None}
     return max(written, key=lambda path: (written[path], str(path)), default=None)
+
+
+def _latest_at(address: str) -> str | None:
+    """Return the address of the newest checkpoint below another; a store shows a file when it is whole."""
+    files, root = url_to_fs(address)
+    found = [each for each in files.find(root) if each.endswith(".ckpt")] if files.exists(root) else []
+    newest = max(found, key=lambda each: (files.modified(each), each), default=None)
+    return None if newest is None else str(files.unstrip_protocol(newest))
 
 
 def _is_named(path: Path) -> bool:

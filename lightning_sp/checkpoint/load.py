@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_sp import comm
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
-from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, read_manifest
+from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, local_path, read_manifest
 from lightning_sp.checkpoint.frozen import excluded_shapes, include_frozen
 from lightning_sp.checkpoint.metadata import CheckedReader
 from lightning_sp.checkpoint.plain import STORED_AS, is_stored_elsewhere
@@ -34,7 +34,7 @@ from lightning_sp.parameter_names import by_user_name, user_name
 
 
 def load_checkpoint(
-    path: Path,
+    path: Path | str,
     module: nn.Module,
     optimizers: list[Optimizer] | None,
     *,
@@ -46,7 +46,7 @@ def load_checkpoint(
     """Read a checkpoint for a model on any degrees; every rank calls it. Nothing of the model is changed yet.
 
     Args:
-        path: a folder or file that `save_checkpoint` wrote, or a file of plain Lightning; equal on all ranks.
+        path: a folder or file that `save_checkpoint` wrote, or a file of plain Lightning; equal on all ranks. An address is for `read`.
         module: the resharded module: its tensors say which part this rank reads.
         optimizers: those that will take the stored state; None to read the model alone (evaluation).
         strict: refuse names that are only in the checkpoint or only in the model.
@@ -63,10 +63,13 @@ def load_checkpoint(
         SequenceParallelError: missing, half-written, damaged, of another model or base, or of other optimizers.
     """
     error, checkpoint, metadata = None, {}, None
-    _recover(path, group)
+    if isinstance(path, Path):
+        _recover(path, group)
     try:
-        if path.is_file() or (read is not None and not is_folder_checkpoint(path)):
-            checkpoint = read_file(path, weights_only) if read is None else read_by(read, path, weights_only)
+        if isinstance(path, str) or path.is_file() or (read is not None and not is_folder_checkpoint(path)):
+            checkpoint = (
+                read_by(read, path, weights_only) if read is not None else read_file(local_path(path), weights_only)
+            )
             checkpoint["state_dict"] = by_user_name(checkpoint["state_dict"])
             shapes = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         else:
@@ -79,7 +82,7 @@ def load_checkpoint(
     except SequenceParallelError as refusal:
         error = str(refusal)
     comm.agree(error, group)
-    if metadata is not None:
+    if metadata is not None and isinstance(path, Path):
         _check_files(path, group)
         checkpoint = _read_tensors(path, checkpoint, metadata, module, optimizers, group)
     include_frozen(path, checkpoint, module, group)

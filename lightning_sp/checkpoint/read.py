@@ -33,7 +33,7 @@ def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
     return checkpoint
 
 
-def read_by(read: Callable[..., Any], path: Path, weights_only: bool = True) -> dict[str, Any]:
+def read_by(read: Callable[..., Any], path: Path | str, weights_only: bool = True) -> dict[str, Any]:
     """Return the checkpoint that a user's plugin reads.
 
     Raises:
@@ -47,7 +47,7 @@ def read_by(read: Callable[..., Any], path: Path, weights_only: bool = True) -> 
     return checkpoint
 
 
-def _check_entries(checkpoint: Any, path: Path) -> None:
+def _check_entries(checkpoint: Any, path: Path | str) -> None:
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "loops" not in checkpoint:
         raise SequenceParallelError(
             f"{path} is no checkpoint of a Trainer (it has no state_dict and loops): to start from exported weights, load them into the model "

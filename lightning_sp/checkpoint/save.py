@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from lightning_sp.errors import SequenceParallelError
 
 def save_checkpoint(
     checkpoint: dict[str, Any],
-    path: Path,
+    path: Path | str,
     *,
     as_folder: bool,
     write: Callable[[dict[str, Any], str], None] | None = None,
@@ -48,7 +49,7 @@ def save_checkpoint(
 
     Args:
         checkpoint: from ``dump_checkpoint``, its model and optimizers as `state` returns them.
-        path: on a file system that all ranks share; equal on all ranks.
+        path: on a file system that all ranks share, or an address, for `write`; equal on all ranks.
         as_folder: a DCP folder (each rank writes its part), else one file in plain Lightning's format.
         write: of the user's, on rank 0, in place of writing the file.
         later: takes a copy of the folder, to write it while training goes on; None writes it now.
@@ -66,14 +67,14 @@ def save_checkpoint(
     sharded: dict[str, DTensor] = {}
     plain, refused, described = plain_checkpoint(rest, sharded if as_folder else None)
     comm.agree(_refusal(path, refused), group)
-    if as_folder:
+    if as_folder and isinstance(path, Path):
         _save_folder(checkpoint, plain, sharded, path, later=later, group=group)
     else:
         _save_file(checkpoint, plain, path, write or _write_file, group)
     return described
 
 
-def _refusal(path: Path, refused: list[str]) -> str | None:
+def _refusal(path: Path | str, refused: list[str]) -> str | None:
     if not refused:
         return None
     shown = "; ".join(refused[:3]) + (f"; and {len(refused) - 3} more" if len(refused) > 3 else "")
@@ -179,14 +180,14 @@ def _extract_tensors(state: dict[str, Any], key: str, tensors: dict[str, Any]) -
 def _save_file(
     checkpoint: dict[str, Any],
     plain: dict[str, Any],
-    path: Path,
+    path: Path | str,
     write: Callable[[dict[str, Any], str], None],
     group: ProcessGroup | None,
 ) -> None:
     is_writer = comm.rank_in(group) == 0 if group else _is_rank_zero()
-    if write is _write_file:
+    if isinstance(path, Path) and write is _write_file:
         stored = (checkpoint["state_dict"], [state["state"] for state in checkpoint.get("optimizer_states", ())], plain)
-        _let_writer(is_writer, lambda: check_free_space(path, stored), path, group)
+        _let_writer(is_writer, partial(check_free_space, path, stored), path, group)
     plain["state_dict"] = {name: _whole(value, is_writer) for name, value in checkpoint["state_dict"].items()}
     if "optimizer_states" in checkpoint:
         plain["optimizer_states"] = [_numbered(state, is_writer) for state in checkpoint["optimizer_states"]]
@@ -228,7 +229,7 @@ def _numbered(state: dict[str, Any], is_writer: bool) -> dict[str, Any]:
     }
 
 
-def _let_writer(is_writer: bool, act: Callable[[], None], path: Path, group: ProcessGroup | None) -> None:
+def _let_writer(is_writer: bool, act: Callable[[], None], path: Path | str, group: ProcessGroup | None) -> None:
     """Let rank 0 act; its failure is every rank's."""
     error = None
     if is_writer:

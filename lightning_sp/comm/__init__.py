@@ -15,6 +15,7 @@ from lightning_sp.comm.collectives import (
 )
 from lightning_sp.comm.connections import connection_error, is_of_communication
 from lightning_sp.comm.failure import failures_of_all, tell_failure
+from lightning_sp.comm.fresh_store import fresh_store
 from lightning_sp.comm.groups import (
     HostGroups,
     cached_per_world,
@@ -57,6 +58,7 @@ __all__ = [
     "end_run",
     "exchange",
     "failures_of_all",
+    "fresh_store",
     "gather",
     "gather_objects",
     "gather_over_ranks",

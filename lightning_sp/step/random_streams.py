@@ -5,6 +5,7 @@ At equal degrees each rank goes on with its own streams; at others every rank's 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -104,10 +105,12 @@ class RandomStreams:
             self._restored = state if within_epoch else None
             return
         torch.manual_seed(derived_seed(self._seed, stored["step"], _number_of_rank(mesh)))
-        was, now = (", ".join(f"{name} {size}" for name, size in each.items()) for each in (stored["degrees"], degrees))
+        was, now = _described(stored["degrees"]), _described(degrees)
+        rows = stored.get("global_batch_size")
         rank_zero_info(
-            f"sequence_parallel: the checkpoint is of {was}; this run of {now} draws its random numbers (dropout) from streams derived from "
-            f"(seed {self._seed}, step {stored['step']}, data-parallel rank, sequence-parallel rank)"
+            f"sequence_parallel: the checkpoint is of {was}{f', of {rows} rows a step' if rows else ''}; this run of {now} goes on from step "
+            f"{stored['step']} and draws its random numbers (dropout) from streams derived from (seed {self._seed}, step {stored['step']}, "
+            "data-parallel rank, sequence-parallel rank)"
         )
 
     def end_of_run(self) -> None:
@@ -118,6 +121,11 @@ class RandomStreams:
 def _number_of_rank(mesh: SequenceMesh) -> int:
     """Count the ranks, those of one sequence side by side."""
     return mesh.data_parallel_rank * mesh.layout.size + mesh.sequence_rank
+
+
+def _described(degrees: dict[str, int]) -> str:
+    ranks = math.prod(degrees.values())
+    return f"{ranks} rank{'s' * (ranks > 1)} ({', '.join(f'{name} {size}' for name, size in degrees.items())})"
 
 
 def _degrees(mesh: SequenceMesh) -> dict[str, int]:

@@ -50,7 +50,7 @@ class AsynchronousCheckpoints:
     def next_save(
         self,
         checkpoint: dict[str, Any],
-        path: Path,
+        path: Path | str,
         trainer: Trainer,
         *,
         ranks_per_node: int,
@@ -63,8 +63,8 @@ class AsynchronousCheckpoints:
         Raises:
             SequenceParallelError: one of those before could not be written.
         """
-        later = self._is_asked(path, trainer)
-        if not later or not self._saves.may_follow(path, trainer.global_step):
+        later = isinstance(path, Path) and self._is_asked(path, trainer)
+        if not isinstance(path, Path) or not later or not self._saves.may_follow(path, trainer.global_step):
             self._saves.wait(group)
         if not later or not (
             self._config.asynchronous_checkpoints is True or self._fits(checkpoint, ranks_per_node, group)

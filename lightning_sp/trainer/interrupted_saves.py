@@ -9,7 +9,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.checkpoint import recover, remnants, unfinished
+from lightning_sp.checkpoint import located, recover, refuse_folder_at_address, remnants, unfinished
+from lightning_sp.errors import SequenceParallelError
 
 
 def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
@@ -25,13 +26,13 @@ def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
     Communicates: agreement on the error.
 
     Raises:
-        SequenceParallelError: there were such checkpoints, which have their names again.
+        SequenceParallelError: there were such checkpoints, which have their names again; or the run's checkpoints cannot be written where
+            they are to be.
     """
+    _check_addresses(trainer)
     error = None
     if comm.rank_in(group or comm.world()) == 0:
-        folders = sorted(
-            {Path(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
-        )
+        folders = sorted({place for each in _dirpaths(trainer) if isinstance(place := located(each), Path)})
         if half := [str(path) for folder in folders for path in unfinished(folder)]:
             rank_zero_info(
                 f"sequence_parallel: {len(half)} checkpoints are half-written by saves that were stopped: {', '.join(half)}; delete them, if no "
@@ -45,3 +46,19 @@ def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
                 f"{'; '.join(said)}; it has its name again: start once more, with ckpt_path='last' to go on from it"
             )
     comm.agree(error, group)
+
+
+def _dirpaths(trainer: Any) -> list[str]:
+    return [str(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
+
+
+def _check_addresses(trainer: Any) -> None:
+    """Refuse addresses that checkpoints would not reach; equal on all ranks."""
+    for dirpath in _dirpaths(trainer):
+        if trainer.strategy.config.save_distributed_checkpoint:
+            refuse_folder_at_address(located(dirpath))
+        if any(name in Path(dirpath).parts for name in ("file:", "local:")):
+            raise SequenceParallelError(
+                f"ModelCheckpoint's dirpath {dirpath!r}: Lightning takes file:// for a folder below the working directory; give the "
+                "path itself"
+            )

@@ -1,6 +1,7 @@
 """A run that is told to end saves before it does: where it is found again, and with which code its process ends.
 
-    SIGTERM (Kubernetes, a spot instance, SLURM, `kill`)   last-preempted.ckpt beside ModelCheckpoint's; `ckpt_path="last"` finds it
+    SIGTERM (Kubernetes, a spot instance, SLURM, `kill`)   last-preempted.ckpt beside ModelCheckpoint's; `ckpt_path="last"` finds it,
+                                                           and it goes when a later one that is found so is complete
     SIGUSR1 in a SLURM job (its time limit is near)        Lightning's hpc_ckpt_<n>.ckpt, with which SLURM's next run begins by itself
 
 All ranks have agreed on it, so all of them are here after the same step. `processes/sigterm.py` owns that, and the time limit.
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -81,6 +83,30 @@ def preempted_path(trainer: Any) -> str | None:
         return None
     name = f"{callback.CHECKPOINT_NAME_LAST}-{PREEMPTED}{callback.FILE_EXTENSION}"
     return os.path.join(callback.dirpath, name)
+
+
+def superseded(trainer: Any, path: Path | str, checkpoint: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint that a run was told to end with, once another stands for it; None where it is to stay.
+
+    That is for the run that went on from it, when a later checkpoint is written which `ckpt_path="last"` finds, too, and a fit can go on from:
+    with `ModelCheckpoint(save_last=True)` alone. Of a run without one the next such end replaces it.
+
+    Args:
+        trainer: of a fit.
+        path: of the later checkpoint.
+        checkpoint: what that holds.
+    """
+    preempted = preempted_path(trainer)
+    if preempted is None or trainer.ckpt_path is None or not checkpoint.get("optimizer_states"):
+        return None
+    began, written = (os.path.abspath(os.fspath(each)) for each in (trainer.ckpt_path, path))
+    here = os.path.abspath(preempted)
+    is_last = os.path.basename(written).startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
+    return (
+        preempted
+        if is_last and began == here != written and os.path.dirname(written) == os.path.dirname(here)
+        else None
+    )
 
 
 def _save_and_requeue(trainer: Trainer) -> None:

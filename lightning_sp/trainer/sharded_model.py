@@ -29,9 +29,10 @@ from lightning_sp.checkpoint import (
     load_checkpoint,
     load_model_state,
     load_optimizer_state,
-    local_path,
+    located,
     model_state,
     optimizer_state,
+    refuse_folder_at_address,
     save_checkpoint,
     whole_state_dict,
 )
@@ -54,7 +55,7 @@ from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
-from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code
+from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code, superseded
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit
@@ -239,14 +240,21 @@ class ShardedModelStrategy(ProcessStrategy):
         exclude_quantized(checkpoint, self._module)
         if self.config.exclude_frozen_parameters:
             self._exclude_frozen(checkpoint)
-        path = self._path_of_rank_0(filepath, storage_options if io is None else None).absolute()
-        write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
+        path = self._path_of_rank_0(filepath, storage_options if io is None else None)
         as_folder, per_node = self.config.save_distributed_checkpoint, self.ranks_per_node
+        if as_folder:
+            refuse_folder_at_address(path)
+        if io is None and isinstance(path, str):
+            io = self.checkpoint_io  # Lightning's own writes and reads through fsspec
+        write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
         later = self._later.next_save(checkpoint, path, self._module.trainer, ranks_per_node=per_node, group=group)
         if described := save_checkpoint(checkpoint, path, as_folder=as_folder, write=write, later=later, group=group):
             self._log_once(
                 f"hyperparameters that are no plain values are stored as text: {'; '.join(described)}", topic="text"
             )
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and (older := superseded(trainer, path, checkpoint)) is not None:
+            self.remove_checkpoint(older)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -273,8 +281,11 @@ class ShardedModelStrategy(ProcessStrategy):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._later.wait(self._groups.world)  # it may be the one to be loaded
         reshard(module)
+        path = self._path_of_rank_0(checkpoint_path)
+        if io is None and isinstance(path, str):
+            io = self.checkpoint_io
         return load_checkpoint(
-            self._path_of_rank_0(checkpoint_path),
+            path,
             module,
             self.optimizers if fitting else None,
             strict=module.strict_loading,
@@ -283,13 +294,14 @@ class ShardedModelStrategy(ProcessStrategy):
             group=self._groups.world,
         )
 
-    def _path_of_rank_0(self, path: str | os.PathLike[str], storage_options: Any = None) -> Path:
-        """Return where all ranks read or write a checkpoint. Communicates: one broadcast of the path."""
+    def _path_of_rank_0(self, path: str | os.PathLike[str], storage_options: Any = None) -> Path | str:
+        """Return where all ranks read or write a checkpoint, an address as it is. Communicates: one broadcast of the path."""
         if storage_options is not None:
             raise SequenceParallelError(
                 f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
             )
-        return local_path(self.broadcast(os.fspath(path)))
+        place = located(self.broadcast(os.fspath(path)))
+        return place.absolute() if isinstance(place, Path) else place
 
     # ---- end
 

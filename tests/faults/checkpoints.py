@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import fault
 
 TOLD = "tests/trainer/test_sigterm.py::test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not"
+STANDS = "tests/trainer/test_sigterm.py::test_what_a_run_ended_with_goes_when_another_stands_for_it"
 BACKGROUND = "tests/checkpoint/test_background.py"
 PREEMPTION = "tests/trainer/processes/test_preemption.py"
 
@@ -22,6 +23,13 @@ CHECKPOINTS = (
         "    _begin_validation_again(trainer)\n    try",
         "    try",
         f"{TOLD}[validation]",
+    ),
+    fault(
+        "weights alone that stand for what a run was told to end with",
+        "trainer/preemption.py",
+        ' or not checkpoint.get("optimizer_states")',
+        "",
+        f"{STANDS}[last-preempted.ckpt-last.ckpt-holds3-False]",
     ),
     fault(
         "the signal of a loader's worker taken for this process' own",

@@ -10,13 +10,6 @@ AUTO = "tests/global_view/test_auto.py"
 
 GLOBAL_VIEW = (
     fault(
-        "a forward left by an error keeps what it has gathered",
-        "parallelize/fsdp/abandoned_forward.py",
-        "        group._training_state = TrainingState.IDLE\n",
-        "",
-        f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[shifted_logits-('insisting',)]",
-    ),
-    fault(
         "a step that sees the batch of the view in which it was refused",
         "preflight/tried_steps.py",
         "            self._hand_again(whole, handed, hook, (batch_idx,))\n",

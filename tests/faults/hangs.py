@@ -71,4 +71,11 @@ HANGS = (
         "pass",
         "tests/comm/hangs/test_meeting.py::test_an_error_of_rank_0_is_told_before_it_leaves",
     ),
+    fault(
+        "a life of a run that reads what an earlier one has left in the store",
+        "comm/fresh_store.py",
+        "uuid.uuid4().hex",
+        "str(rank)",
+        "tests/comm/test_fresh_store.py::test_lives_in_one_store_have_prefixes_of_their_own",
+    ),
 )

@@ -91,10 +91,11 @@ def preempted(folder: str, stage: str, at: int, accumulate: int, interrupts: boo
     for turn in range(1 + interrupts):
         torch.manual_seed(0)
         module = Module(llama())
+        told_at = [Told(1, stage, at)] if interrupts and not turn else []
         trainer = pl.Trainer(
             accelerator="cpu", devices=dist.get_world_size(), max_epochs=2, precision="64-true", logger=False, enable_progress_bar=False,
             enable_model_summary=False, num_sanity_val_steps=0, accumulate_grad_batches=accumulate,
-            callbacks=[ModelCheckpoint(dirpath=folder, every_n_epochs=2), *([Told(1, stage, at)] if interrupts and not turn else [])],
+            callbacks=[ModelCheckpoint(dirpath=folder, every_n_epochs=2, save_last=True), *told_at],
             strategy=SequenceParallelStrategy(preflight=False, data_parallel_size=1, preemption_exit_code=85),
         )  # fmt: skip
         try:
@@ -112,4 +113,5 @@ def preempted(folder: str, stage: str, at: int, accumulate: int, interrupts: boo
             }
         trained += module.trained
         validated += module.validated
-    return {**found, "trained": trained, "validated": validated, "end": trainer.global_step}
+    left = sorted(each.name for each in Path(folder).iterdir())
+    return {**found, "trained": trained, "validated": validated, "end": trainer.global_step, "left": left}

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_sp.trainer.preemption import superseded
 from tests.trainer import sigterm_ranks as ranks
 
 pytest.importorskip("transformers")
@@ -36,7 +39,9 @@ def test_a_validation_ends_on_all_ranks(pools: Any):
 def whole(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
     """The run that nobody ends, by its accumulation."""
     folder = tmp_path_factory.mktemp("whole")
-    return cache(lambda accumulate: pools(2).run(ranks.preempted, str(folder), "", 0, accumulate, False)[0])
+    return cache(
+        lambda accumulate: pools(2).run(ranks.preempted, str(folder / str(accumulate)), "", 0, accumulate, False)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,4 +63,33 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not(
     assert found.pop("code") == 85
     assert found.pop("steps") == steps
     assert found.pop("latest") == "last-preempted.ckpt"
+    # The checkpoint that it ended with is gone once a later one is found by "last", too.
     assert found == whole(accumulate)
+    assert "last.ckpt" in found["left"]
+
+
+@pytest.mark.parametrize(
+    ("began", "written", "holds", "is_superseded"),
+    [
+        ("last-preempted.ckpt", "last.ckpt", ["optimizer_states"], True),
+        ("last-preempted.ckpt", "last-v1.ckpt", ["optimizer_states"], True),
+        # Not found by ckpt_path="last"; no fit goes on from weights alone; itself; elsewhere.
+        ("last-preempted.ckpt", "epoch=1.ckpt", ["optimizer_states"], False),
+        ("last-preempted.ckpt", "last.ckpt", [], False),
+        ("last-preempted.ckpt", "last-preempted.ckpt", ["optimizer_states"], False),
+        ("last-preempted.ckpt", "deep/last.ckpt", ["optimizer_states"], False),
+        # Another run's.
+        ("epoch=0.ckpt", "last.ckpt", ["optimizer_states"], False),
+        (None, "last.ckpt", ["optimizer_states"], False),
+    ],
+)
+def test_what_a_run_ended_with_goes_when_another_stands_for_it(
+    tmp_path: Path, began: str | None, written: str, holds: list[str], is_superseded: bool
+):
+    trainer = SimpleNamespace(
+        checkpoint_callbacks=[ModelCheckpoint(dirpath=tmp_path)],
+        fast_dev_run=False,
+        ckpt_path=None if began is None else tmp_path / began,
+    )
+    older = superseded(trainer, tmp_path / written, {key: [{}] for key in holds})
+    assert older == (str(tmp_path / "last-preempted.ckpt") if is_superseded else None)

@@ -54,8 +54,10 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     if holds_no_sequence(batch, options):
         return batch, without_sequence(batch)
     entries = batch_entries(batch, options)
-    if layout.size == 1 and not named_dims(entries, options):
-        return batch, replace(without_sequence(entries), is_whole=False)  # of names that are not known
+    if layout.size == 1 and all(entries[name].dim() <= dim for name, dim in named_dims(entries, options).items()):
+        return batch, replace(
+            without_sequence(entries), is_whole=False
+        )  # of names that are not known, or rows without a sequence
     dims = sequence_dims(entries, options)
     if options.virtual_tokens:
         entries, dims = make_room(entries, dims, options)

@@ -54,8 +54,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        # The ranks get this environment.
-        os.environ[STARTED_BY] = str(os.getpid())
         try:
             return super().launch(_run, function, *args, trainer=trainer, **kwargs)
         except BaseException:
@@ -64,7 +62,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
-        super()._call_children_scripts()
+        os.environ[STARTED_BY] = str(os.getpid())  # the ranks get this environment
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[STARTED_BY]
         # Lightning's observer gets this list.
         self.procs[:] = [cast(Any, ChildRank(each)) for each in self.procs]
 

@@ -114,8 +114,13 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         if not _distributed_is_initialized():
+            store = comm.fresh_store(self.global_rank, self.world_size, self._start_timeout)
             _init_dist_connection(
-                self.cluster_environment, self._process_group_backend, timeout=self._start_timeout, device_id=device
+                self.cluster_environment,
+                self._process_group_backend,
+                timeout=self._start_timeout,
+                device_id=device,
+                store=store,
             )
             comm.own_timeouts()
         comm.set_timeouts(self._start_timeout)

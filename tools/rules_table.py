@@ -20,6 +20,7 @@ from lightning_sp.global_view.rules import (
     properties,
     scores,
     shapes,
+    writing,
 )
 
 TARGET = Path(__file__).parents[1] / "docs" / "global_view.md"
@@ -33,6 +34,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         indexing,
         "A slice from the first token on sends one token; another moves tokens; single tokens become whole on every rank.",
     ),
+    "Writing": (writing, "Into this rank's tokens; what is written is brought to them."),
     "Other places": (along_places, "One all-to-all of the tokens that change their rank."),
     "Sums, means, maxima": (
         along_sequence,

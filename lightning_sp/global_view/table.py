@@ -27,6 +27,7 @@ from lightning_sp.global_view.rules import (
     properties,
     scores,
     shapes,
+    writing,
 )
 
 
@@ -37,6 +38,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         pointwise.RULES,
         shapes.RULES,
         indexing.RULES,
+        writing.RULES,
         products.RULES,
         losses.RULES,
         along_sequence.RULES,

@@ -21,7 +21,8 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 from lightning_sp.layout import pad, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.rewrite.whole_attention import WholeAttention
-from tests.global_view.rule_cases import CASES, E, V, Whole
+from tests.global_view.rule_cases import CASES
+from tests.global_view.whole import E, V, Whole
 
 
 def inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -225,13 +225,6 @@ def glu(call: Call) -> Any:
     return NO_RULE if dim % x.dim() == x.placement.dim else placed(call.on_locals(), x.placement)
 
 
-def new_like(call: Call) -> Any:
-    """Make a tensor of a shape that is given, whole: it has nothing of the sequence's."""
-    x: SequenceTensor = call.args[0]
-    like = torch.empty((), dtype=x.dtype, device=x.device)
-    return getattr(like, call.function.__name__)(*call.args[1:], **call.kwargs)
-
-
 RULES: dict[str, Rule] = {
     **named(NAMES, pointwise),
     **named("type_as", like_another),
@@ -243,5 +236,4 @@ RULES: dict[str, Rule] = {
     **named("normalize cosine_similarity", normalize),
     **named("one_hot", one_hot),
     **named("glu", glu),
-    **named("new_zeros new_ones new_full new_empty new_tensor", new_like),
 }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.global_view.whole import E, H, Case, Whole
+from tests.global_view.whole import Case, E, H, Whole
 
 
 def written_slices(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
@@ -42,7 +40,53 @@ def made_empty(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return y
 
 
+def blocked_attention(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Each block of four attends to itself and to the one before, as LongT5 does."""
+    b, s, _ = x.shape
+    n = 4
+    padded = F.pad(x, (0, 0, 0, -s % n))
+    q, k, v = (F.linear(padded, part).view(b, -1, n, H, E // H) for part in w.qkv.split(E))
+    k, v = (torch.cat([F.pad(each, (0, 0, 0, 0, 0, 0, 1, -1)), each], dim=2) for each in (k, v))
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k)
+    near = torch.ones(n, 2 * n, dtype=torch.bool).tril(n)
+    weights = scores.masked_fill(~near, -torch.inf).softmax(-1)
+    out = torch.einsum("...hqk,...khd->...qhd", weights, v)
+    return out.reshape(b, -1, E)[:, :s] + x
+
+
+def chunked_scan(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """A linear recurrence by chunks: within one by a product, from one to the next by a state."""
+    b, s, _ = x.shape
+    n = 4
+    padded = F.pad(x, (0, 0, 0, -s % n))
+    q, k, v = (F.linear(padded, part).reshape(b, -1, n, E) for part in w.qkv.split(E))
+    gates = F.linear(padded, w.bias[None]).sigmoid().reshape(b, -1, n).cumsum(-1)
+    lower = torch.ones(n, n, dtype=torch.bool).tril()
+    decay = (gates[..., :, None] - gates[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+    within = (q @ k.transpose(-1, -2)) * decay @ v
+    states = k.transpose(-1, -2) @ v
+    state = torch.zeros(b, E, E, dtype=x.dtype)
+    before = []
+    for i in range(states.shape[1]):
+        before.append(state)
+        state = state * 0.5 + states[:, i]
+    out = within + q @ torch.stack(before, dim=1)
+    return out.view(b, -1, E)[:, :s]
+
+
+def compressed_keys(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Tokens attend to the means of windows of three tokens."""
+    usable = x.shape[1] // 3 * 3
+    windows = x[:, :usable].unflatten(1, (-1, 3))
+    keys = (windows * windows.softmax(2)).sum(2)
+    seen = torch.arange(keys.shape[1])[None] * 3 <= torch.arange(x.shape[1])[:, None]
+    return ((x @ keys.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ F.linear(keys, w.weight)) + x
+
+
 MORE_CASES: dict[str, Case] = {
+    "attention in blocks": blocked_attention,
+    "scan by chunks": chunked_scan,
+    "attention to windows": compressed_keys,
     "slices written": written_slices,
     "written by masks": written_by_masks,
     "new tensor, written": made_empty,

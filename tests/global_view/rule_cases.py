@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.global_view.more_cases import MORE_CASES
-from tests.global_view.whole import E, H, V, Case, Whole
+from tests.global_view.whole import Case, E, H, V, Whole
 
 
 def heads(x: Tensor, w: Whole) -> tuple[Tensor, Tensor, Tensor]:

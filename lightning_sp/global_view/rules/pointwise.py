@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError

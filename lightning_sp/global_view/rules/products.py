@@ -125,15 +125,29 @@ def einsum(call: Call) -> Any:
     """Write a product of two as one of batches of matrices."""
     equation, *operands = call.args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    if not isinstance(equation, str) or "." in equation or len(operands) > 2:
+    if not isinstance(equation, str) or len(operands) > 2:
         return NO_RULE
-    left, arrow, out = equation.replace(" ", "").partition("->")
+    left, arrow, out = _without_ellipsis(equation.replace(" ", ""), operands).partition("->")
     names = left.split(",")
-    if not arrow or any(len(set(each)) != len(each) for each in (*names, out)):
+    if not arrow or "." in left + out or any(len(set(each)) != len(each) for each in (*names, out)):
         return NO_RULE
     if len(operands) == 1:
         return _of_one(names[0], out, operands[0])
     return _einsum_of_two(names[0], names[1], out, operands[0], operands[1])
+
+
+def _without_ellipsis(equation: str, operands: list[Any]) -> str:
+    """Return an equation in which letters that it lacks name the dims of its ellipses."""
+    left, arrow, out = equation.partition("->")
+    names = left.split(",")
+    if "..." not in left or len(names) != len(operands):
+        return equation
+    counts = [x.dim() - len(name) + 3 if "..." in name else 0 for name, x in zip(names, operands, strict=True)]
+    free = [each for each in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if each not in equation][: max(counts)]
+    if len({count for count in counts if count}) > 1 or len(free) < max(counts):
+        return equation  # dims that are broadcast
+    letters = "".join(free)
+    return ",".join(name.replace("...", letters) for name in names) + arrow + out.replace("...", letters)
 
 
 def _of_one(name: str, out: str, x: Any) -> Any:
@@ -150,7 +164,9 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     batch = [each for each in first if each in second and each in out]
     summed = [each for each in first if each in second and each not in out]
     rows, columns = [each for each in first if each not in second], [each for each in second if each not in first]
-    sizes = {**dict(zip(second, b.shape, strict=True)), **dict(zip(first, a.shape, strict=True))}
+    sizes = dict(zip(first, a.shape, strict=True))
+    if any(sizes.setdefault(name, size) != size for name, size in zip(second, b.shape, strict=True)):
+        return NO_RULE  # dims that are broadcast
 
     def matrices(x: Any, name: str, lines: list[str], across: list[str]) -> Any:
         order = [*batch, *lines, *across]

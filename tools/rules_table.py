@@ -12,6 +12,7 @@ from lightning_sp.global_view.call import Rule
 from lightning_sp.global_view.rules import (
     along_places,
     along_sequence,
+    chosen,
     indexing,
     losses,
     multihead,
@@ -35,6 +36,10 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "A slice from the first token on sends one token; another moves tokens; single tokens become whole on every rank.",
     ),
     "Writing": (writing, "Into this rank's tokens; what is written is brought to them."),
+    "Chosen tokens": (
+        chosen,
+        "A whole index of (rows * tokens, features) chooses tokens, an expert's say: each rank has those of its own. Local.",
+    ),
     "Other places": (along_places, "One all-to-all of the tokens that change their rank."),
     "Sums, means, maxima": (
         along_sequence,

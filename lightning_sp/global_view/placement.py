@@ -85,9 +85,7 @@ class Storage:
     def within_blocks(self) -> Storage:
         """Return the tokens of blocks, each where its block is."""
         ranks, block = range(self.layout.size), torch.arange(self.block)
-        places = torch.stack(
-            [(self.positions_of(rank)[:, None] * self.block + block).flatten() for rank in ranks]
-        )
+        places = torch.stack([(self.positions_of(rank)[:, None] * self.block + block).flatten() for rank in ranks])
         return self._other(self.capacity * self.block, places=places)
 
     def of_places(self, places: Tensor) -> Storage:

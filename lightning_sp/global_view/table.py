@@ -19,6 +19,7 @@ from lightning_sp.global_view.read_only import VIEWS, read_only
 from lightning_sp.global_view.rules import (
     along_places,
     along_sequence,
+    chosen,
     indexing,
     losses,
     multihead,
@@ -39,6 +40,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         shapes.RULES,
         indexing.RULES,
         writing.RULES,
+        chosen.RULES,
         products.RULES,
         losses.RULES,
         along_sequence.RULES,

@@ -83,10 +83,42 @@ def compressed_keys(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return ((x @ keys.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ F.linear(keys, w.weight)) + x
 
 
+def experts(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Each token goes to two of three experts, as in Mixtral."""
+    flat = x.view(-1, E)
+    weights, chosen = F.linear(flat, w.weight[:3]).softmax(-1).topk(2, dim=-1)
+    out = torch.zeros_like(flat)
+    taken = F.one_hot(chosen, 3).permute(2, 1, 0)
+    for expert in range(3):
+        place, token = torch.where(taken[expert])
+        state = F.linear(flat[token], w.weight * (expert + 1)).tanh() * weights[token, place, None]
+        out.index_add_(0, token, state)
+    return out.view_as(x)
+
+
+def experts_in_place(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    flat = x.flatten(0, 1)
+    out = flat * 0.5
+    token = torch.nonzero((ids.flatten() < 4)).squeeze(1)
+    out[token] += F.linear(flat[token], w.weight)
+    out[token[:3]] = 1.0
+    return out.index_add(0, token, flat[token].cos())
+
+
+def labels_that_count(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    counts = (mask == 1).flatten()
+    logps = F.linear(x, w.head).view(-1, len(w.head))[counts].log_softmax(-1)
+    labels = ids.flatten()[counts]
+    return -logps.gather(-1, labels[:, None]).mean()
+
+
 MORE_CASES: dict[str, Case] = {
     "attention in blocks": blocked_attention,
     "scan by chunks": chunked_scan,
     "attention to windows": compressed_keys,
+    "experts": experts,
+    "experts in place": experts_in_place,
+    "masked labels": labels_that_count,
     "slices written": written_slices,
     "written by masks": written_by_masks,
     "new tensor, written": made_empty,

@@ -20,6 +20,7 @@ from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequ
 from lightning_sp.global_view.movement import moved
 from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.read_only import read_only
+from lightning_sp.global_view.rules.chosen import choose, is_choice
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
@@ -154,6 +155,9 @@ def _by_tensors(x: SequenceTensor, slots: Sequence[Any]) -> Any:
             expanded += list(whole_of(value).nonzero(as_tuple=True))
         else:
             expanded.append(value)
+    dims = [each for each in expanded if each is not None]
+    if len(dims) == x.dim() and is_choice(x, dims[own.dim]):
+        return choose(x, [each if isinstance(each, slice) else whole_of(each) for each in expanded])
     if any(each is None or isinstance(each, int) for each in expanded) or len(expanded) != x.dim():
         return NO_RULE
     at = expanded[own.dim]

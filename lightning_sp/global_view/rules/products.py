@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -197,6 +197,7 @@ def grouped_attention(call: Call) -> Any:
     mask, dropout, causal = (call.argument(3 + i, name, default) for i, (name, default) in enumerate(given))
     if not all(is_sequence(each) and each.placement.dim == each.dim() - 2 for each in (q, k, v)):
         return NO_RULE
+    q, k, v = in_order(q), in_order(k), in_order(v)
     own, other = q.placement, k.placement
     lead = broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.written_attention import (
     HIDDEN_BELOW,
@@ -64,6 +64,8 @@ def scores_of(queries: SequenceTensor, keys: SequenceTensor) -> Any:
     own, other = queries.placement, keys.placement
     if own.outer * own.inner * other.outer * other.inner > 1 or queries.dim() < 2 or keys.dim() < 2:
         return NO_RULE
+    queries, keys = in_order(queries), in_order(keys)
+    own, other = queries.placement, keys.placement
     lead = broadcast(queries.shape[:-2], keys.shape[:-2])
     q = queries.local.expand(*lead, *queries.local.shape[-2:])
     k = keys.local.transpose(-2, -1)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small
 from lightning_sp.global_view.movement import brought, moved
 from lightning_sp.global_view.placement import Placement, part_of
+from lightning_sp.global_view.rules.chosen import is_choice, put
 from lightning_sp.global_view.rules.indexing import slots_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
@@ -59,6 +60,10 @@ def setitem(call: Call) -> Any:
         return NO_RULE
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         return _by_mask(x, index, value)
+    if is_choice(x, index) and x.placement.dim == 0:
+        written = put(x, whole_of(index), value)
+        if written is not NO_RULE:
+            return written
     slots = slots_of(x, index)
     if len(slots) == x.dim() and all(isinstance(each, (slice, int)) for each in slots):
         written = _by_slices(x, slots, value)

@@ -19,6 +19,7 @@ from lightning_sp.global_view.rules import (
     pointwise,
     products,
     properties,
+    score_rows,
     scores,
     shapes,
     writing,
@@ -50,6 +51,10 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "Over features local; over the sequence one all_reduce; queries with keys are an attention.",
     ),
     "Attention that is written out": (scores, "Noted, and computed by the operator at the product with the values."),
+    "Rows of an attention that is written out": (
+        score_rows,
+        "Noted likewise: the largest score of each query, which a softmax does not see, and sinks.",
+    ),
     "nn.MultiheadAttention": (multihead, "By the rules of its parts."),
     "Losses": (
         losses,

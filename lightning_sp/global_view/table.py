@@ -26,6 +26,7 @@ from lightning_sp.global_view.rules import (
     pointwise,
     products,
     properties,
+    score_rows,
     scores,
     shapes,
     writing,
@@ -90,6 +91,10 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
     _check_written(call)
     of_scores = scores.Scores in types
+    if (of_scores or score_rows.Maxima in types) and (
+        found := score_rows.on_rows(call, types)
+    ) is not NO_RULE:
+        return found
     if of_scores and call.name not in products.RULES:
         found = properties.RULES[call.name](call) if call.name in properties.RULES else NO_RULE
         return scores.on_scores(call) if found is NO_RULE else found

@@ -112,6 +112,23 @@ def labels_that_count(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return -logps.gather(-1, labels[:, None]).mean()
 
 
+def sinks(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """As gpt-oss and MiMo write them, with the softmax made stable by hand."""
+    b, s, _ = x.shape
+    q, k, v = (F.linear(x, part).view(b, s, H, E // H).transpose(1, 2) for part in w.qkv.split(E))
+    scores = q @ k.mT * 0.5 + torch.full((s, s), -1e30, dtype=x.dtype).triu(1)
+    sink = w.bias[:H].reshape(1, -1, 1, 1).expand(b, -1, s, -1)
+    scores = torch.cat([scores, sink], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    weights = F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1]
+    return (F.dropout(weights, 0.1, training=False).to(v.dtype) @ v).transpose(1, 2).reshape(b, s, E)
+
+
+def stable(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    scores = (x @ x.mT).masked_fill(~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), -torch.inf)
+    return (scores - torch.amax(scores, dim=-1, keepdim=True).detach()).softmax(-1) @ x
+
+
 MORE_CASES: dict[str, Case] = {
     "attention in blocks": blocked_attention,
     "scan by chunks": chunked_scan,
@@ -119,6 +136,8 @@ MORE_CASES: dict[str, Case] = {
     "experts": experts,
     "experts in place": experts_in_place,
     "masked labels": labels_that_count,
+    "sinks": sinks,
+    "scores minus their maximum": stable,
     "slices written": written_slices,
     "written by masks": written_by_masks,
     "new tensor, written": made_empty,

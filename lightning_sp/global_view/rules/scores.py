@@ -49,7 +49,7 @@ class Scores(GlobalTensor):
     @staticmethod
     def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:
         """Return scores of the shape that one device would see."""
-        shape = (*lead, attention.of_queries.length, attention.of_keys.length)
+        shape = (*lead, attention.of_queries.length, attention.of_keys.length + attention.shows_sinks)
         made = cls.without_memory(shape, dtype, attention.queries.device)
         made.attention, made.lead, made.of_sequence = attention, tuple(lead), attention.of_queries.storage
         return made
@@ -81,8 +81,8 @@ def times_values(weights: Scores, values: Any) -> Any:
         raise refusal("a write into a view")
     if not is_sequence(values) or values.placement.dim != values.dim() - 2:
         return NO_RULE
-    if not known.is_weights:
-        raise refusal("a product with values before a softmax")
+    if not known.is_weights or known.shows_sinks:
+        raise refusal("a product with values before a softmax, or with sinks,")
     values = brought(values, known.of_keys.storage)
     if not values.placement.same_tokens(known.of_keys):
         return NO_RULE
@@ -90,6 +90,8 @@ def times_values(weights: Scores, values: Any) -> Any:
     if values.dim() > len(weights.lead) + 2:
         raise refusal("a product with values of more dims")
     masks = masks_of(known)
+    if masks.alike is not None and known.sinks is not None:
+        raise refusal("a mask of all keys of a query, beside sinks,")
     four = lead if len(lead) == 2 else (1, math.prod(lead))
     local = values.local.expand(*weights.lead, *values.local.shape[-2:])
 
@@ -107,6 +109,7 @@ def times_values(weights: Scores, values: Any) -> Any:
         scale=known.scale if known.softcap is None else known.scale * known.softcap,
         softcap=known.softcap,
         dropout=known.dropout,
+        sinks=known.sinks,
     )
     out = out.reshape(*weights.lead, *out.shape[-2:]).to(torch.promote_types(weights.dtype, values.dtype))
     place = known.of_queries.at(out.dim() - 2)
@@ -159,7 +162,8 @@ def capped(call: Call) -> Any:
     """Take the tanh of scaled scores: with a factor behind it the softcap of Gemma 2."""
     x = call.args[0]
     known = x.attention
-    if known.softcap is not None or known.bias is not None or known.lowered is not None or known.visible is not None:
+    hidden = known.lowered is not None or known.visible is not None
+    if known.softcap is not None or known.bias is not None or hidden or known.is_shifted:
         raise refusal("tanh of what was added to the scores, or twice,")
     return _result(call, x, x.changed(softcap=1.0))
 

@@ -19,6 +19,7 @@ from lightning_sp.global_view.rules import (
     pointwise,
     products,
     properties,
+    scans,
     score_rows,
     scores,
     shapes,
@@ -46,6 +47,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         along_sequence,
         "Over other dims local; over the sequence one all_reduce of the result, which is whole.",
     ),
+    "Running sums": (scans, "Along the sequence: of each rank's runs of tokens, and of what lies ahead of them."),
     "Products": (
         products,
         "Over features local; over the sequence one all_reduce; queries with keys are an attention.",

@@ -129,6 +129,37 @@ def stable(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return (scores - torch.amax(scores, dim=-1, keepdim=True).detach()).softmax(-1) @ x
 
 
+def scores_made(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """What the operator does not carry: products with masks, squares, masks that weigh all keys, weights that are used."""
+    t, lower = x.shape[1], torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+    scores = x @ x.mT
+    weights = scores.masked_fill(lower == 0, -torch.inf).softmax(-1)
+    return (
+        (scores * lower).softmax(-1) @ x,
+        weights * lower.cos() @ x,
+        (scores.masked_fill(lower == 0, -1e4) * 1e-4).softmax(-1) @ x,
+        (lower - scores).softmax(-1) @ x,
+        (scores + torch.full((t, t), -1e3, dtype=x.dtype) * 1e3).softmax(-1) @ x,
+        (scores.square() + 1) @ x,
+        (weights.clamp(min=1e-9).log() * weights).sum(-1),
+        (scores * lower * 0.1 + w.relative[0, 0]) @ F.linear(x, w.weight),
+        weights.topk(2, dim=-1).values,
+    )
+
+
+def indexer(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Each query attends to the four keys that an indexer chooses, as DeepSeek's sparse attention does."""
+    b, s, _ = x.shape
+    q = F.linear(x, w.weight).view(b, s, 2, 4)
+    found = torch.matmul(q, x[..., :4].transpose(-1, -2).unsqueeze(1)).relu().sum(2)
+    lower = torch.ones(s, s, dtype=torch.bool).tril()
+    found = found.masked_fill(~lower, -torch.inf).topk(4, dim=-1).indices
+    chosen = torch.full((b, s, s), -torch.inf, dtype=x.dtype).scatter(-1, found, 0.0)
+    seen = chosen[:, None].masked_fill(~lower, -torch.inf)
+    y = x.view(b, s, H, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(y, y.sin(), y, attn_mask=seen).transpose(1, 2).flatten(2)
+
+
 MORE_CASES: dict[str, Case] = {
     "attention in blocks": blocked_attention,
     "scan by chunks": chunked_scan,
@@ -138,6 +169,9 @@ MORE_CASES: dict[str, Case] = {
     "masked labels": labels_that_count,
     "sinks": sinks,
     "scores minus their maximum": stable,
+    "scores that are made": scores_made,
+    "keys that an indexer chooses": indexer,
+    "running sum": lambda x, ids, mask, w: x.cumsum(1) / (torch.arange(x.shape[1]) + 1)[:, None],
     "slices written": written_slices,
     "written by masks": written_by_masks,
     "new tensor, written": made_empty,

@@ -114,7 +114,7 @@ def aligned(call: Call) -> Any:
     for each in tensors:
         other = brought(each, first.storage)
         if each.placement.dim + ndim - each.dim() != placement.dim or not placement.same_tokens(other.placement):
-            return NO_RULE
+            return _with_smaller_whole(call)
         there[id(each)] = other
 
     def part(tensor: Any) -> Any:
@@ -123,6 +123,20 @@ def aligned(call: Call) -> Any:
     args = tuple(mapped(each, part) for each in call.args)
     kwargs = {name: mapped(each, part) for name, each in call.kwargs.items()}
     return replace(call, args=args, kwargs=kwargs), placement
+
+
+def _with_smaller_whole(call: Call) -> Any:
+    """Align tensors whose sequences lie in different dims, with the smaller ones whole: no larger than what a rank has of the largest."""
+    largest = max(call.tensors, key=lambda each: each.numel())
+    others = [each for each in call.tensors if each is not largest]
+    if call.args[0] is not largest and writes(call.function):
+        return NO_RULE
+    if any(each.numel() > largest.local.numel() or each.placement.dim == largest.placement.dim for each in others):
+        return NO_RULE
+    wholes = {id(each): each.whole() for each in others}
+    args = tuple(mapped(each, lambda value: wholes.get(id(value), value)) for each in call.args)
+    kwargs = {name: mapped(each, lambda value: wholes.get(id(value), value)) for name, each in call.kwargs.items()}
+    return aligned(replace(call, args=args, kwargs=kwargs))
 
 
 def _part(whole: Tensor, placement: Placement, ndim: int) -> Tensor:

@@ -12,6 +12,7 @@ from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequ
 from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -48,6 +49,11 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     own, other = a.placement, b.placement
     if own.dim == a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1:
         return scores_of(a, b)
+    if own.dim < a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1 and own.outer * own.inner == 1:
+        return _by_all_keys(a, b)
+    of_rows = own.dim == a.dim() - 2 and other.dim == b.dim() - 2 and b.dim() > 1 and a.shape[-1] == other.shown
+    if of_rows and b.numel() <= MOST_NUMBERS:
+        return matmul(a, b.whole())  # numbers of each token for all others, times what these have
     contracted = own.dim == a.dim() - 1 and other.dim == max(0, b.dim() - 2)
     b = brought(b, own.storage)
     other = b.placement
@@ -59,6 +65,12 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     if same and own.same_tokens(other) and own.dim + ndim - a.dim() < ndim - 2:
         return placed(torch.matmul(a.local, b.local), own.at(own.dim + ndim - a.dim()))  # for each token by itself
     return NO_RULE
+
+
+def _by_all_keys(a: SequenceTensor, b: SequenceTensor) -> Any:
+    """Multiply what each token has of its own by the keys of all tokens: (B, S, H, D) @ (B, 1, D, T), as an indexer of keys does."""
+    number = a.local.numel() // a.shape[-1] * b.shape[-1]
+    return NO_RULE if number > MOST_NUMBERS else matmul(a, b.whole())
 
 
 def _by_whole(a: SequenceTensor, b: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """What a model does to whole rows of the scores that it writes out: it subtracts their maximum, or puts a sink beside their keys.
 
-    scores - scores.max(-1, keepdim=True).values            as scores, for a softmax does not see what is added to all of a row
-    cat([scores, sinks], -1).softmax(-1)[..., :-1]          the operator's sinks: a score of each head, for a key without a value
+scores - scores.max(-1, keepdim=True).values            as scores, for a softmax does not see what is added to all of a row
+cat([scores, sinks], -1).softmax(-1)[..., :-1]          the operator's sinks: a score of each head, for a key without a value
 """
 
 from __future__ import annotations
@@ -90,7 +90,19 @@ RULES: dict[str, Rule] = {
     **named("getitem", without_sinks),
 }
 # What scores with sinks beside them, and maxima, still take.
-_BESIDE_SINKS = {"max", "amax", "sub", "subtract", "softmax", "dropout", "getitem", "to", "type_as", "float", "contiguous"}
+_BESIDE_SINKS = {
+    "max",
+    "amax",
+    "sub",
+    "subtract",
+    "softmax",
+    "dropout",
+    "getitem",
+    "to",
+    "type_as",
+    "float",
+    "contiguous",
+}
 _OF_MAXIMA = {"sub", "subtract", "detach"}
 
 

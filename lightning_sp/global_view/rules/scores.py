@@ -213,7 +213,9 @@ def _with_bias(x: Scores, bias: Tensor) -> Scores:
         # score * b + low * (1 - b), as GPT-1 hides keys.
         hides = (known.factor == 0).expand(torch.broadcast_shapes(bias.shape, known.factor.shape))  # type: ignore[no-untyped-call]
         low = bias.expand(hides.shape)[hides]
-        if low.numel() and (float(low.max()) > HIDDEN_BELOW or float(low.min()) != float(low.max())):
+        if low.numel() and (
+            float(low.detach().max()) > HIDDEN_BELOW or float(low.detach().min()) != float(low.detach().max())
+        ):
             raise refusal("a product with zeros that no sum of one low number hides")
         bias = bias.masked_fill(hides, 0.0)
         x = _lowered(x.changed(factor=None), hides, float(low.max()) if low.numel() else 0.0)

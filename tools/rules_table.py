@@ -75,7 +75,7 @@ that looks along the sequence is exact as it is written:
         ids, mask = batch["input_ids"], batch["attention_mask"]  # (B, S) on every rank, which has S / n of the tokens
         tokens = ids.shape[1]
         x = self.embed(ids) + self.positions(torch.arange(tokens, device=ids.device))
-        scores = (self.q(x) @ self.k(x).mT) / 8  # noted, and never made
+        scores = (self.q(x) @ self.k(x).mT) / 8  # noted, not made
         seen = torch.ones(tokens, tokens, dtype=torch.bool, device=ids.device).tril()
         x = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ self.v(x)  # one attention of Ulysses and ring
         pooled = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
@@ -92,7 +92,7 @@ Three things are enough to know.
    memory allows.
 
 A whole mask of an attention has S x S numbers, as on one device; `F.scaled_dot_product_attention(..., is_causal=True)`
-has none. The preflight compares the step with one device's, as always.
+has none. Scores are made only where a model does what the operator does not: then a rank has those of its queries. The preflight compares the step with one device's, as always.
 
 ## Rules
 

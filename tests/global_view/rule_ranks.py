@@ -149,7 +149,8 @@ REFUSED: dict[str, Any] = {
     "hooked": lambda x: x.mul(1).register_hook(print),
     "sorted tokens": lambda x: x.sort(dim=1),
     "an own function": lambda x: Centred.apply(x),
-    "scores times a mask, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16).tril()).softmax(-1) @ x,
+    "scores times a tensor, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16) * 2).softmax(-1) @ x,
+    "scores that are too many": lambda x: ((y := x[:, None].expand(2, 2**21, 16, E)) @ y.mT).square(),
     "written into a whole tensor": lambda x: torch.zeros(2, 16, E, dtype=x.dtype).add_(x),
 }
 

@@ -92,7 +92,8 @@ Three things are enough to know.
    memory allows.
 
 A whole mask of an attention has S x S numbers, as on one device; `F.scaled_dot_product_attention(..., is_causal=True)`
-has none. Scores are made only where a model does what the operator does not: then a rank has those of its queries. The preflight compares the step with one device's, as always.
+has none. Scores are made only where a model does what the operator does not: then a rank has those of its queries. The
+preflight compares the step with one device's, as always.
 
 ## Rules
 

@@ -34,7 +34,7 @@ from lightning_sp.global_view.rules import (
     shapes,
     writing,
 )
-from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, NotCarried
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, NotCarriedError
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -97,11 +97,11 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     _check_written(call)
     try:
         return _by_rules(call, types)
-    except NotCarried as error:
+    except NotCarriedError as error:
         return _of_made_scores(call, error)
 
 
-def _of_made_scores(call: Call, error: NotCarried) -> Any:
+def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
     """Do with scores that are made what a function does; raise the error where they are too many, or are written into."""
     given = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, scores.Scores)]
     number = max((made_scores.num_scores(each) for each in given), default=0)

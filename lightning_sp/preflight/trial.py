@@ -333,7 +333,7 @@ def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None
             if "DTensor" not in str(error):
                 raise
             raise SequenceParallelError(
-                f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({error}): an autograd.Function of the model "
+                f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({error}): a function of the model "
                 "computes them again by itself (reversible layers, as Reformer's); use layers without a backward of their own, with "
                 "activation_checkpointing for their memory, or train the model without sequence parallelism"
             ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,7 +101,7 @@ def experts(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
 def experts_in_place(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     flat = x.flatten(0, 1)
     out = flat * 0.5
-    token = torch.nonzero((ids.flatten() < 4)).squeeze(1)
+    token = torch.nonzero(ids.flatten() < 4).squeeze(1)
     out[token] += F.linear(flat[token], w.weight)
     out[token[:3]] = 1.0
     return out.index_add(0, token, flat[token].cos())
@@ -171,6 +173,11 @@ MORE_CASES: dict[str, Case] = {
     "scores minus their maximum": stable,
     "scores that are made": scores_made,
     "keys that an indexer chooses": indexer,
+    "a triangular system in each block": lambda x, ids, mask, w: torch.linalg.solve_triangular(
+        (x[:, :12].reshape(2, -1, 4, E) @ x[:, :12].reshape(2, -1, 4, E).mT).tril(-1) + torch.eye(4, dtype=x.dtype),
+        F.linear(x[:, :12], w.weight).unflatten(1, (-1, 4)),
+        upper=False,
+    ).flatten(1, 2),
     "running sum": lambda x, ids, mask, w: x.cumsum(1) / (torch.arange(x.shape[1]) + 1)[:, None],
     "slices written": written_slices,
     "written by masks": written_by_masks,

@@ -60,7 +60,7 @@ def is_one_block(x: SequenceTensor, given: Sequence[int]) -> bool:
 
 
 def joined(x: SequenceTensor) -> SequenceTensor:
-    """Return a tensor whose dim of blocks was joined with that of their tokens, with each token where the batch's own are; others as they are."""
+    """Return a tensor whose blocks were joined with their tokens, with each token where the batch's own are; others as they are."""
     own = x.placement
     block = own.storage.block
     if not block or own.inner % block:

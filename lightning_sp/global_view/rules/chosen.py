@@ -1,6 +1,6 @@
 """Rows that a whole index chooses out of (rows * tokens, features): an expert's tokens, or the labels that count.
 
-Each rank has those of its own tokens, as many as there are; nothing moves. What is computed of them stays there, and goes back by the same index:
+Each rank has those of its own tokens, as many as there are; nothing moves. What is computed of them goes back by the same index:
 
     state = x.flatten(0, 1)[index]                  (N, E), a tensor of the sequence of N chosen tokens
     out.index_add_(0, index, expert(state))         each to the token that it came from
@@ -114,7 +114,7 @@ def index_add(call: Call) -> Any:
 def put(x: SequenceTensor, index: Tensor, value: Any) -> Any:
     """Write rows to the tokens that a whole index chooses, in place."""
     if not isinstance(value, Tensor) or value.dim() < x.dim() - x.placement.dim:
-        placement, slots, numbers = _chosen(x, index)
+        placement, slots, _ = _chosen(x, index)
         mine = slots[placement.storage.positions(x.device) < placement.length]
         x.local[(*[slice(None)] * x.placement.dim, mine)] = value
         return None

@@ -11,6 +11,7 @@ from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
+from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
 from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -133,6 +134,14 @@ def bilinear(call: Call) -> Any:
     return placed(call.on_locals(), a.placement)
 
 
+def of_matrices(call: Call) -> Any:
+    """Do what goes by matrices in the last two dims, of each token or block by itself."""
+    if any(each.placement.dim >= each.dim() - 2 for each in call.tensors):
+        return NO_RULE
+    found = aligned(call)
+    return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
+
+
 def einsum(call: Call) -> Any:
     """Write a product of two as one of batches of matrices."""
     equation, *operands = call.args
@@ -234,6 +243,7 @@ RULES: dict[str, Rule] = {
     **named("baddbmm", baddbmm),
     **named("addmm", addmm),
     **named("bilinear", bilinear),
+    **named("solve_triangular inv inverse tril triu", of_matrices),
     **named("einsum", einsum),
     **named("scaled_dot_product_attention", grouped_attention),
 }

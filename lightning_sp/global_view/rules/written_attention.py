@@ -114,7 +114,7 @@ def _refuse_where(found: Tensor, known: Attention, what: str) -> None:
     try:
         known.of_queries.storage.agree(str(refusal(what)) if bool(found.any()) else None)
     except SequenceParallelError as error:
-        raise NotCarried(str(error)) from error
+        raise NotCarriedError(str(error)) from error
 
 
 def four_dims(whole: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
@@ -127,13 +127,13 @@ def four_dims(whole: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
     return whole.reshape(1, -1, *whole.shape[-2:])
 
 
-class NotCarried(SequenceParallelError):
+class NotCarriedError(SequenceParallelError):
     """What is done to scores has no place in an attention of the operator; the scores may be made for it."""
 
 
-def refusal(what: str) -> NotCarried:
+def refusal(what: str) -> NotCarriedError:
     """Return the error for what is done to scores and not carried."""
-    return NotCarried(
+    return NotCarriedError(
         f"global_view: {what} on the scores of an attention that is written out ({users_line()}): carried are a scale, a mask, a bias that is "
         "whole, a softmax over the keys, dropout, and the product with the values; use F.scaled_dot_product_attention for the rest"
     )

@@ -12,14 +12,18 @@ from lightning_sp.global_view.call import Rule
 from lightning_sp.global_view.rules import (
     along_places,
     along_sequence,
+    chosen,
     indexing,
     losses,
     multihead,
     pointwise,
     products,
     properties,
+    scans,
+    score_rows,
     scores,
     shapes,
+    writing,
 )
 
 TARGET = Path(__file__).parents[1] / "docs" / "global_view.md"
@@ -33,16 +37,26 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         indexing,
         "A slice from the first token on sends one token; another moves tokens; single tokens become whole on every rank.",
     ),
+    "Writing": (writing, "Into this rank's tokens; what is written is brought to them."),
+    "Chosen tokens": (
+        chosen,
+        "A whole index of (rows * tokens, features) chooses tokens, an expert's say: each rank has those of its own. Local.",
+    ),
     "Other places": (along_places, "One all-to-all of the tokens that change their rank."),
     "Sums, means, maxima": (
         along_sequence,
         "Over other dims local; over the sequence one all_reduce of the result, which is whole.",
     ),
+    "Running sums": (scans, "Along the sequence: of each rank's runs of tokens, and of what lies ahead of them."),
     "Products": (
         products,
         "Over features local; over the sequence one all_reduce; queries with keys are an attention.",
     ),
     "Attention that is written out": (scores, "Noted, and computed by the operator at the product with the values."),
+    "Rows of an attention that is written out": (
+        score_rows,
+        "Noted likewise: the largest score of each query, which a softmax does not see, and sinks.",
+    ),
     "nn.MultiheadAttention": (multihead, "By the rules of its parts."),
     "Losses": (
         losses,
@@ -63,7 +77,7 @@ trains there if the preflight agrees. `False` leaves it refused.
         ids, mask = batch["input_ids"], batch["attention_mask"]  # (B, S) on every rank, which has S / n of the tokens
         tokens = ids.shape[1]
         x = self.embed(ids) + self.positions(torch.arange(tokens, device=ids.device))
-        scores = (self.q(x) @ self.k(x).mT) / 8  # noted, and never made
+        scores = (self.q(x) @ self.k(x).mT) / 8  # noted, not made
         seen = torch.ones(tokens, tokens, dtype=torch.bool, device=ids.device).tril()
         x = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ self.v(x)  # one attention of Ulysses and ring
         pooled = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
@@ -80,7 +94,8 @@ Three things are enough to know.
    memory allows.
 
 A whole mask of an attention has S x S numbers, as on one device; `F.scaled_dot_product_attention(..., is_causal=True)`
-has none. The preflight compares the step with one device's, as always.
+has none. Scores are made only where a model does what the operator does not: then a rank has those of its queries. The
+preflight compares the step with one device's, as always.
 
 ## Rules
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_sp import comm, layout
+from lightning_sp import comm
 from lightning_sp.global_view.placement import Storage
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -48,9 +48,9 @@ def plan_of(index: Tensor, source: Storage, target: Storage, device: torch.devic
     behind = index[-1:].expand(target.capacity - len(index))  # padding repeats the last token
     whole = torch.cat([index, behind])
     for rank in range(size):
-        own = layout.positions(source.layout, source.capacity, rank)
+        own = source.positions_of(rank)
         slot_of[own], owner_of[own] = torch.arange(len(own)), rank
-        wanted.append(whole[layout.positions(target.layout, target.capacity, rank)])
+        wanted.append(whole[target.positions_of(rank)])
     mine = wanted[source.rank]
     to_each = [slot_of[each[(each >= 0) & (owner_of[each] == source.rank)]] for each in wanted]
     from_each = [torch.nonzero((mine >= 0) & (owner_of[mine] == rank)).flatten() for rank in range(size)]
@@ -106,7 +106,7 @@ def moved(x: SequenceTensor, index: Tensor, key: Any, target: Storage | None = N
     """
     own = x.placement
     source, target = own.storage, target or own.storage
-    key = (key, len(index), own.length, target.capacity)
+    key = (key, len(index), own.length, target)
     if key not in source.plans:
         source.plans[key] = plan_of(index, source, target, x.device)
     plan = source.plans[key]
@@ -125,3 +125,11 @@ def brought(x: SequenceTensor, storage: Storage) -> SequenceTensor:
     if own.storage is storage or own.length > storage.capacity or own.outer * own.inner > 1:
         return x
     return moved(x, torch.arange(own.length), "brought", storage)
+
+
+def in_order(x: SequenceTensor) -> SequenceTensor:
+    """Return a tensor whose tokens lie as the layout says, for an attention; it has a dim of its own for them."""
+    own = x.placement
+    if own.storage.places is None or own.storage.root is None:
+        return x
+    return moved(x, torch.arange(own.length), "in order", own.storage.root.for_length(own.length))

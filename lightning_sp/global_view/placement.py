@@ -41,6 +41,9 @@ class Storage:
         plans: of the moves of tokens that the step has made.
         own_draws: while it is entered this rank draws numbers of its own; else the ranks of a sequence draw alike.
         agree: raises an error that a rank has on all ranks of the step; every rank must call it.
+        places: the positions of each rank's tokens, where they are not those of the layout; on the CPU, (ranks, s).
+        block: tokens of the batch's sequence that each of this one's stands for; 0 where they are not blocks.
+        root: of the batch's own sequence; None for itself.
     """
 
     layout: SequenceLayout
@@ -53,9 +56,12 @@ class Storage:
     sequence: SequenceInfo
     agree: Callable[[str | None], None]
     own_draws: Callable[[], AbstractContextManager[None]]
+    places: Tensor | None = None
+    block: int = 0
+    root: Storage | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     _positions: dict[torch.device, Tensor] = field(default_factory=dict)
-    _larger: dict[int, Storage] = field(default_factory=dict)
+    _others: dict[Any, Storage] = field(default_factory=dict)
 
     @cached_property
     def local_tokens(self) -> int:
@@ -66,23 +72,54 @@ class Storage:
         """Return what holds so many tokens: this, or one of more."""
         if length <= self.capacity:
             return self
-        capacity = self.layout.padded_length(length)
-        if capacity not in self._larger:
+        own = self if self.root is None or self.block else self.root
+        if own is not self and length <= own.capacity:
+            return own
+        return own._other(own.layout.padded_length(length), block=own.block)
+
+    def of_blocks(self, number: int, block: int) -> Storage:
+        """Return what holds so many blocks of tokens, each block whole on a rank."""
+        own = self.root or self
+        return own._other(own.layout.padded_length(number), block=block)
+
+    def within_blocks(self) -> Storage:
+        """Return the tokens of blocks, each where its block is."""
+        ranks, block = range(self.layout.size), torch.arange(self.block)
+        places = torch.stack([(self.positions_of(rank)[:, None] * self.block + block).flatten() for rank in ranks])
+        return self._other(self.capacity * self.block, places=places)
+
+    def of_places(self, places: Tensor) -> Storage:
+        """Return what holds tokens at any places. Shapes: (ranks, s), each place once."""
+        return self._other(places.numel(), places=places)
+
+    def _other(self, capacity: int, block: int = 0, places: Tensor | None = None) -> Storage:
+        key = (capacity, block, None if places is None else places.numpy().tobytes())
+        if key not in self._others:
+            layout = self.layout.for_length(capacity) if places is None else self.layout
             sequence = replace(
-                self.sequence, length=capacity, padded_length=capacity, boundaries=None, valid=None, visible_keys=None
-            )
-            self._larger[capacity] = replace(
-                self, layout=self.layout.for_length(capacity), capacity=capacity, sequence=sequence,
-                plans={}, _positions={}, _larger={},
+                self.sequence, length=capacity, padded_length=capacity, boundaries=None, valid=None, visible_keys=None, layout=layout
             )  # fmt: skip
-        return self._larger[capacity]
+            self._others[key] = replace(
+                self, layout=layout, capacity=capacity, sequence=sequence, places=places, block=block, root=self.root or self,
+                plans={}, _positions={}, _others={},
+            )  # fmt: skip
+        return self._others[key]
+
+    def positions_of(self, rank: int) -> Tensor:
+        """Return the positions of a rank's tokens, on the CPU. Shapes: () -> (s,)."""
+        return layout.positions(self.layout, self.capacity, rank) if self.places is None else self.places[rank]
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens. Shapes: () -> (s,)."""
         if device not in self._positions:
-            own = layout.positions(self.layout, self.capacity, self.rank)
-            self._positions[device] = own.to(device)
+            self._positions[device] = self.positions_of(self.rank).to(device)
         return self._positions[device]
+
+    def merged(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Return the whole from the parts of all ranks. Shapes: ranks x (..., s, ...) -> (..., capacity, ...)."""
+        if self.places is None:
+            return layout.merge(parts, self.layout, dim=dim)
+        return torch.cat(parts, dim).index_select(dim, self.places.flatten().argsort().to(parts[0].device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +208,7 @@ def gathered(local: Tensor, placement: Placement) -> Tensor:
     """
     storage, dim = placement.storage, placement.dim
     parts = comm.gather_over_ranks(_sendable(placement.split(local)), storage.group)
-    whole = layout.merge(parts, storage.layout, dim=dim + 1).narrow(dim + 1, 0, placement.length)
+    whole = storage.merged(parts, dim + 1).narrow(dim + 1, 0, placement.length)
     whole = whole.flatten(dim, dim + 2)
     return whole.bool() if local.dtype == torch.bool else whole
 

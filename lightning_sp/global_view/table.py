@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, users_line, whole_is_small, writes
@@ -19,15 +20,21 @@ from lightning_sp.global_view.read_only import VIEWS, read_only
 from lightning_sp.global_view.rules import (
     along_places,
     along_sequence,
+    chosen,
     indexing,
     losses,
+    made_scores,
     multihead,
     pointwise,
     products,
     properties,
+    scans,
+    score_rows,
     scores,
     shapes,
+    writing,
 )
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, NotCarriedError
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -37,6 +44,9 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         pointwise.RULES,
         shapes.RULES,
         indexing.RULES,
+        writing.RULES,
+        chosen.RULES,
+        scans.RULES,
         products.RULES,
         losses.RULES,
         along_sequence.RULES,
@@ -85,7 +95,30 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
         kwargs = {("keepdim" if name == "keepdims" else name): value for name, value in kwargs.items()}
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
     _check_written(call)
+    try:
+        return _by_rules(call, types)
+    except NotCarriedError as error:
+        return _of_made_scores(call, error)
+
+
+def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
+    """Do with scores that are made what a function does; raise the error where they are too many, or are written into."""
+    given = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, scores.Scores)]
+    number = max((made_scores.num_scores(each) for each in given), default=0)
+    if not given or writes(call.function) or any(each.is_old for each in given):
+        raise error
+    if number > MOST_NUMBERS:
+        raise SequenceParallelError(
+            f"{error}; for anything else the scores are made, of up to {MOST_NUMBERS} numbers on a rank: here {number}"
+        ) from error
+    made = {id(each): made_scores.made(each) for each in given}
+    return call.changed(lambda each: made.get(id(each), each))
+
+
+def _by_rules(call: Call, types: Collection[type]) -> Any:
     of_scores = scores.Scores in types
+    if (of_scores or score_rows.Maxima in types) and (found := score_rows.on_rows(call, types)) is not NO_RULE:
+        return found
     if of_scores and call.name not in products.RULES:
         found = properties.RULES[call.name](call) if call.name in properties.RULES else NO_RULE
         return scores.on_scores(call) if found is NO_RULE else found

@@ -327,7 +327,16 @@ def _loss_of_whole(output: Any) -> Tensor | None:
 def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None]:
     """Return this rank's shard of every gradient, and leave none behind."""
     if loss is not None and loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise SequenceParallelError(
+                f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({error}): a function of the model "
+                "computes them again by itself (reversible layers, as Reformer's); use layers without a backward of their own, with "
+                "activation_checkpointing for their memory, or train the model without sequence parallelism"
+            ) from error
     optional_units(module).release()
     gradients = {}
     for name, parameter in module.named_parameters():

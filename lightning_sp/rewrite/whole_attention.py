@@ -37,6 +37,7 @@ class WholeAttention:
         dropout: float = 0.0,
         causal: bool = False,
         documents: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention's output.
 
@@ -54,6 +55,7 @@ class WholeAttention:
             causal: later keys are hidden.
             documents: keys of other documents than the query's are, where the user has declared documents: torch's own function keeps to them,
                 what a model writes out does as it is written.
+            sinks: a score of each head for a key without a value, (H,); None for none.
 
         Shapes: query (B, H, s, D), key and value (B, K, t, D), visible and bias (B or 1, H or 1, S or 1, T) -> (B, H, s, D).
         """
@@ -74,8 +76,8 @@ class WholeAttention:
         if bias is not None:
             bias = _padded(bias, of_queries, of_keys, 0.0)
         return attend(
-            self.context, query, key, value, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout_p=dropout
-        )
+            self.context, query, key, value, mask=mask, scale=scale, sinks=sinks, softcap=softcap, bias=bias, dropout_p=dropout
+        )  # fmt: skip
 
 
 def _shown(placement: Placement, documents: bool) -> SequenceInfo:

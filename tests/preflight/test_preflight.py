@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from lightning_sp import SequenceParallelError
+from lightning_sp.preflight import trial
 from tests.preflight import preflight_ranks as ranks
 
 AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"
@@ -240,3 +242,24 @@ def repr_of(value):
     if isinstance(value, dict):
         return {key: repr_of(each) for key, each in value.items()}
     return [repr_of(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+class RunsFreedLayers(torch.autograd.Function):
+    """Its backward fails as torch does where a layer's weight is a shard again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("aten.native_layer_norm.default got mixed torch.Tensor and DTensor")
+
+
+def test_a_backward_that_runs_freed_layers_is_named():
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        SequenceParallelError,
+        match=r"the backward of training_step runs layers whose weights FSDP has freed.*as Reformer's",
+    ):
+        trial._backward(layer, RunsFreedLayers.apply(layer(torch.ones(1, 2))).sum())

@@ -22,8 +22,8 @@ from lightning_sp.data.batch.contents.entries import (
     named_dims,
     plain_entries,
     sequence_dims,
+    sequences_of,
     shapes_of,
-    split_sequences,
 )
 from lightning_sp.data.batch.contents.media import is_of_media
 from lightning_sp.data.batch.contents.virtual_tokens import make_room
@@ -62,7 +62,7 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     if options.virtual_tokens:
         entries, dims = make_room(entries, dims, options)
     whole_inputs = inputs_of_whole_encoder(entries, options)
-    own, encoder = split_sequences(dims, whole_inputs)
+    own, encoder = sequences_of(entries, dims, whole_inputs, options)
     of_decoder = bool(encoder or whole_inputs)
     others = {**encoder, **dict.fromkeys(whole_inputs, 1)}
     sequence = BatchSequence(entries=entries, dims=own, others=others, prefix=DECODER if of_decoder else "")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.movement import moved
-from lightning_sp.global_view.placement import broadcast, part_of
+from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.read_only import read_only
-from lightning_sp.global_view.rules.pointwise import aligned
+from lightning_sp.global_view.rules.chosen import choose, is_choice
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
@@ -29,7 +29,7 @@ def getitem(call: Call) -> Any:
     x, index = call.args
     if is_plain(x):  # a whole table by tokens of the sequence
         return _from_table(x, index)
-    slots = _slots(x, index)
+    slots = slots_of(x, index)
     if any(isinstance(each, (Tensor, list)) and not _is_number(each) for each in slots):
         return _by_tensors(x, slots)
     return _by_slices(x, slots)
@@ -50,7 +50,7 @@ def _as_list(value: Any) -> Any:
     )
 
 
-def _slots(x: SequenceTensor, index: Any) -> list[Any]:
+def slots_of(x: SequenceTensor, index: Any) -> list[Any]:
     """Return an index with one entry for each dim, and None for each new one."""
     given = [_as_list(each) for each in (index if isinstance(index, tuple) else [index])]
 
@@ -155,6 +155,9 @@ def _by_tensors(x: SequenceTensor, slots: Sequence[Any]) -> Any:
             expanded += list(whole_of(value).nonzero(as_tuple=True))
         else:
             expanded.append(value)
+    dims = [each for each in expanded if each is not None]
+    if len(dims) == x.dim() and is_choice(x, dims[own.dim]):
+        return choose(x, [each if isinstance(each, slice) else whole_of(each) for each in expanded])
     if any(each is None or isinstance(each, int) for each in expanded) or len(expanded) != x.dim():
         return NO_RULE
     at = expanded[own.dim]
@@ -173,26 +176,6 @@ def _beside(x: SequenceTensor, index: Sequence[Any]) -> Any:
     own = x.placement
     more = index[tensors[0]].dim() - 1
     return SequenceTensor(x.local[tuple(index)], own.at(own.dim + (more if tensors[0] < own.dim else 0)))
-
-
-def masked_scatter(call: Call) -> Any:
-    """Put whole rows, one after the other, in the places of tokens that a mask chooses: images into their text."""
-    x, mask, source = (call.argument(i, name) for i, name in enumerate(("input", "mask", "source")))
-    own = x.placement if is_sequence(x) else None
-    if own is None or not is_sequence(mask) or not is_plain(source) or own != mask.placement or x.dim() != own.dim + 2:
-        return NO_RULE
-    features = x.shape[-1]
-    if mask.local.shape != x.local.shape or mask.local.stride(-1) != 0 or own.outer * own.inner > 1:
-        return NO_RULE  # a mask that may differ between the features of a token
-    chosen = SequenceTensor(mask.local[..., 0], own)
-    whole = chosen.whole()
-    row = part_of((whole.flatten().cumsum(0) - 1).view(whole.shape), own).clamp(min=0)
-    rows = source.reshape(-1, features)
-    if len(rows) < int(whole.sum()):
-        raise RuntimeError(
-            f"masked_scatter: {int(whole.sum())} tokens are chosen, and there are {len(rows)} rows of {features}"
-        )
-    return SequenceTensor(torch.where(mask.local, rows[row.clamp(max=max(len(rows) - 1, 0))].to(x.dtype), x.local), own)
 
 
 def _from_table(table: Tensor, index: Any) -> Any:
@@ -242,46 +225,9 @@ def gather_tokens(call: Call) -> Any:
     return _owned(x, [index if i == own.dim else each for i, each in enumerate(grid)])
 
 
-def setitem(call: Call) -> Any:
-    """Write what an index says, in place."""
-    x, index, value = call.args
-    if not is_sequence(x):
-        return NO_RULE
-    if is_sequence(index) and index.dtype == torch.bool and not (isinstance(value, Tensor) and value.dim()):
-        mask = index if index.dim() == x.dim() else index[(..., *[None] * (x.dim() - index.dim()))]
-        found = aligned(Call(name="masked_fill", function=torch.masked_fill, args=(x, mask, value), kwargs={}))
-        if found is NO_RULE:
-            return NO_RULE
-        own, where, number = found[0].args
-        own.local.masked_fill_(where.local if is_sequence(where) else where, number)
-        return None
-    slots = _slots(x, index)
-    if (
-        len(slots) == x.dim()
-        and all(isinstance(each, (slice, int)) for each in slots)
-        and slots[x.placement.dim] == slice(None)
-    ):
-        if is_sequence(value):
-            like = x.local[tuple(slots)]
-            value = value.local if value.local.shape == like.shape else NO_RULE
-        if value is not NO_RULE and not (is_plain(value) and value.dim()):
-            x.local[tuple(slots)] = value
-            return None
-        value = call.args[2]
-    if not whole_is_small(x):
-        return NO_RULE
-    whole = x.whole().clone()
-    whole[whole_of(index)] = whole_of(value)
-    # In place, for the views of it.
-    x.local.copy_(part_of(whole, x.placement))
-    return None
-
-
 RULES: dict[str, Rule] = {
     **named("getitem", getitem),
-    **named("setitem", setitem),
     **named("select", select),
     **named("narrow", narrow),
     **named("index_select", index_select),
-    **named("masked_scatter", masked_scatter),
 }

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
@@ -115,7 +114,7 @@ def aligned(call: Call) -> Any:
     for each in tensors:
         other = brought(each, first.storage)
         if each.placement.dim + ndim - each.dim() != placement.dim or not placement.same_tokens(other.placement):
-            return NO_RULE
+            return _with_smaller_whole(call)
         there[id(each)] = other
 
     def part(tensor: Any) -> Any:
@@ -124,6 +123,20 @@ def aligned(call: Call) -> Any:
     args = tuple(mapped(each, part) for each in call.args)
     kwargs = {name: mapped(each, part) for name, each in call.kwargs.items()}
     return replace(call, args=args, kwargs=kwargs), placement
+
+
+def _with_smaller_whole(call: Call) -> Any:
+    """Align tensors whose sequences lie in different dims, with the smaller ones whole: no larger than what a rank has of the largest."""
+    largest = max(call.tensors, key=lambda each: each.numel())
+    others = [each for each in call.tensors if each is not largest]
+    if call.args[0] is not largest and writes(call.function):
+        return NO_RULE
+    if any(each.numel() > largest.local.numel() or each.placement.dim == largest.placement.dim for each in others):
+        return NO_RULE
+    wholes = {id(each): each.whole() for each in others}
+    args = tuple(mapped(each, lambda value: wholes.get(id(value), value)) for each in call.args)
+    kwargs = {name: mapped(each, lambda value: wholes.get(id(value), value)) for name, each in call.kwargs.items()}
+    return aligned(replace(call, args=args, kwargs=kwargs))
 
 
 def _part(whole: Tensor, placement: Placement, ndim: int) -> Tensor:
@@ -225,13 +238,6 @@ def glu(call: Call) -> Any:
     return NO_RULE if dim % x.dim() == x.placement.dim else placed(call.on_locals(), x.placement)
 
 
-def new_like(call: Call) -> Any:
-    """Make a tensor of a shape that is given, whole: it has nothing of the sequence's."""
-    x: SequenceTensor = call.args[0]
-    like = torch.empty((), dtype=x.dtype, device=x.device)
-    return getattr(like, call.function.__name__)(*call.args[1:], **call.kwargs)
-
-
 RULES: dict[str, Rule] = {
     **named(NAMES, pointwise),
     **named("type_as", like_another),
@@ -243,5 +249,4 @@ RULES: dict[str, Rule] = {
     **named("normalize cosine_similarity", normalize),
     **named("one_hot", one_hot),
     **named("glu", glu),
-    **named("new_zeros new_ones new_full new_empty new_tensor", new_like),
 }

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
+from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -48,6 +50,11 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     own, other = a.placement, b.placement
     if own.dim == a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1:
         return scores_of(a, b)
+    if own.dim < a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1 and own.outer * own.inner == 1:
+        return _by_all_keys(a, b)
+    of_rows = own.dim == a.dim() - 2 and other.dim == b.dim() - 2 and b.dim() > 1 and a.shape[-1] == other.shown
+    if of_rows and b.numel() <= MOST_NUMBERS:
+        return matmul(a, b.whole())  # numbers of each token for all others, times what these have
     contracted = own.dim == a.dim() - 1 and other.dim == max(0, b.dim() - 2)
     b = brought(b, own.storage)
     other = b.placement
@@ -59,6 +66,12 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     if same and own.same_tokens(other) and own.dim + ndim - a.dim() < ndim - 2:
         return placed(torch.matmul(a.local, b.local), own.at(own.dim + ndim - a.dim()))  # for each token by itself
     return NO_RULE
+
+
+def _by_all_keys(a: SequenceTensor, b: SequenceTensor) -> Any:
+    """Multiply what each token has of its own by the keys of all tokens: (B, S, H, D) @ (B, 1, D, T), as an indexer of keys does."""
+    number = a.local.numel() // a.shape[-1] * b.shape[-1]
+    return NO_RULE if number > MOST_NUMBERS else matmul(a, b.whole())
 
 
 def _by_whole(a: SequenceTensor, b: Tensor) -> Any:
@@ -121,19 +134,41 @@ def bilinear(call: Call) -> Any:
     return placed(call.on_locals(), a.placement)
 
 
+def of_matrices(call: Call) -> Any:
+    """Do what goes by matrices in the last two dims, of each token or block by itself."""
+    if any(each.placement.dim >= each.dim() - 2 for each in call.tensors):
+        return NO_RULE
+    found = aligned(call)
+    return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
+
+
 def einsum(call: Call) -> Any:
     """Write a product of two as one of batches of matrices."""
     equation, *operands = call.args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    if not isinstance(equation, str) or "." in equation or len(operands) > 2:
+    if not isinstance(equation, str) or len(operands) > 2:
         return NO_RULE
-    left, arrow, out = equation.replace(" ", "").partition("->")
+    left, arrow, out = _without_ellipsis(equation.replace(" ", ""), operands).partition("->")
     names = left.split(",")
-    if not arrow or any(len(set(each)) != len(each) for each in (*names, out)):
+    if not arrow or "." in left + out or any(len(set(each)) != len(each) for each in (*names, out)):
         return NO_RULE
     if len(operands) == 1:
         return _of_one(names[0], out, operands[0])
     return _einsum_of_two(names[0], names[1], out, operands[0], operands[1])
+
+
+def _without_ellipsis(equation: str, operands: list[Any]) -> str:
+    """Return an equation in which letters that it lacks name the dims of its ellipses."""
+    left, arrow, out = equation.partition("->")
+    names = left.split(",")
+    if "..." not in left or len(names) != len(operands):
+        return equation
+    counts = [x.dim() - len(name) + 3 if "..." in name else 0 for name, x in zip(names, operands, strict=True)]
+    free = [each for each in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if each not in equation][: max(counts)]
+    if len({count for count in counts if count}) > 1 or len(free) < max(counts):
+        return equation  # dims that are broadcast
+    letters = "".join(free)
+    return ",".join(name.replace("...", letters) for name in names) + arrow + out.replace("...", letters)
 
 
 def _of_one(name: str, out: str, x: Any) -> Any:
@@ -150,7 +185,9 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     batch = [each for each in first if each in second and each in out]
     summed = [each for each in first if each in second and each not in out]
     rows, columns = [each for each in first if each not in second], [each for each in second if each not in first]
-    sizes = {**dict(zip(second, b.shape, strict=True)), **dict(zip(first, a.shape, strict=True))}
+    sizes = dict(zip(first, a.shape, strict=True))
+    if any(sizes.setdefault(name, size) != size for name, size in zip(second, b.shape, strict=True)):
+        return NO_RULE  # dims that are broadcast
 
     def matrices(x: Any, name: str, lines: list[str], across: list[str]) -> Any:
         order = [*batch, *lines, *across]
@@ -181,6 +218,7 @@ def grouped_attention(call: Call) -> Any:
     mask, dropout, causal = (call.argument(3 + i, name, default) for i, (name, default) in enumerate(given))
     if not all(is_sequence(each) and each.placement.dim == each.dim() - 2 for each in (q, k, v)):
         return NO_RULE
+    q, k, v = in_order(q), in_order(k), in_order(v)
     own, other = q.placement, k.placement
     lead = broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
 
@@ -205,6 +243,7 @@ RULES: dict[str, Rule] = {
     **named("baddbmm", baddbmm),
     **named("addmm", addmm),
     **named("bilinear", bilinear),
+    **named("solve_triangular inv inverse tril triu", of_matrices),
     **named("einsum", einsum),
     **named("scaled_dot_product_attention", grouped_attention),
 }

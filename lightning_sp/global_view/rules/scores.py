@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.written_attention import (
     HIDDEN_BELOW,
@@ -49,7 +49,7 @@ class Scores(GlobalTensor):
     @staticmethod
     def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:
         """Return scores of the shape that one device would see."""
-        shape = (*lead, attention.of_queries.length, attention.of_keys.length)
+        shape = (*lead, attention.of_queries.length, attention.of_keys.length + attention.shows_sinks)
         made = cls.without_memory(shape, dtype, attention.queries.device)
         made.attention, made.lead, made.of_sequence = attention, tuple(lead), attention.of_queries.storage
         return made
@@ -64,6 +64,8 @@ def scores_of(queries: SequenceTensor, keys: SequenceTensor) -> Any:
     own, other = queries.placement, keys.placement
     if own.outer * own.inner * other.outer * other.inner > 1 or queries.dim() < 2 or keys.dim() < 2:
         return NO_RULE
+    queries, keys = in_order(queries), in_order(keys)
+    own, other = queries.placement, keys.placement
     lead = broadcast(queries.shape[:-2], keys.shape[:-2])
     q = queries.local.expand(*lead, *queries.local.shape[-2:])
     k = keys.local.transpose(-2, -1)
@@ -79,8 +81,8 @@ def times_values(weights: Scores, values: Any) -> Any:
         raise refusal("a write into a view")
     if not is_sequence(values) or values.placement.dim != values.dim() - 2:
         return NO_RULE
-    if not known.is_weights:
-        raise refusal("a product with values before a softmax")
+    if not known.is_weights or known.shows_sinks:
+        raise refusal("a product with values before a softmax, or with sinks,")
     values = brought(values, known.of_keys.storage)
     if not values.placement.same_tokens(known.of_keys):
         return NO_RULE
@@ -88,6 +90,8 @@ def times_values(weights: Scores, values: Any) -> Any:
     if values.dim() > len(weights.lead) + 2:
         raise refusal("a product with values of more dims")
     masks = masks_of(known)
+    if masks.alike is not None and known.sinks is not None:
+        raise refusal("a mask of all keys of a query, beside sinks,")
     four = lead if len(lead) == 2 else (1, math.prod(lead))
     local = values.local.expand(*weights.lead, *values.local.shape[-2:])
 
@@ -105,6 +109,7 @@ def times_values(weights: Scores, values: Any) -> Any:
         scale=known.scale if known.softcap is None else known.scale * known.softcap,
         softcap=known.softcap,
         dropout=known.dropout,
+        sinks=known.sinks,
     )
     out = out.reshape(*weights.lead, *out.shape[-2:]).to(torch.promote_types(weights.dtype, values.dtype))
     place = known.of_queries.at(out.dim() - 2)
@@ -157,7 +162,8 @@ def capped(call: Call) -> Any:
     """Take the tanh of scaled scores: with a factor behind it the softcap of Gemma 2."""
     x = call.args[0]
     known = x.attention
-    if known.softcap is not None or known.bias is not None or known.lowered is not None or known.visible is not None:
+    hidden = known.lowered is not None or known.visible is not None
+    if known.softcap is not None or known.bias is not None or hidden or known.is_shifted:
         raise refusal("tanh of what was added to the scores, or twice,")
     return _result(call, x, x.changed(softcap=1.0))
 
@@ -207,7 +213,9 @@ def _with_bias(x: Scores, bias: Tensor) -> Scores:
         # score * b + low * (1 - b), as GPT-1 hides keys.
         hides = (known.factor == 0).expand(torch.broadcast_shapes(bias.shape, known.factor.shape))  # type: ignore[no-untyped-call]
         low = bias.expand(hides.shape)[hides]
-        if low.numel() and (float(low.max()) > HIDDEN_BELOW or float(low.min()) != float(low.max())):
+        if low.numel() and (
+            float(low.detach().max()) > HIDDEN_BELOW or float(low.detach().min()) != float(low.detach().max())
+        ):
             raise refusal("a product with zeros that no sum of one low number hides")
         bias = bias.masked_fill(hides, 0.0)
         x = _lowered(x.changed(factor=None), hides, float(low.max()) if low.numel() else 0.0)

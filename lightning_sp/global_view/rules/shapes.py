@@ -13,18 +13,19 @@ from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.placement import Placement, memory_of, part_of
+from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
-def viewed(x: SequenceTensor, shape: Sequence[int]) -> Any:
+def viewed(x: SequenceTensor, given: Sequence[int]) -> Any:
     """Return a tensor of the sequence in another shape, of as many numbers; NO_RULE where a token would be taken apart."""
-    shape = _resolved(shape, x.numel())
-    placement = _placement_in(x, shape)
+    shape = _resolved(given, x.numel())
+    placement = None if blocks.is_one_block(x, given) else _placement_in(x, shape)
     if placement is None:
-        return NO_RULE
+        return blocks.in_blocks(x, shape)
     local = list(shape)
     local[placement.dim] = placement.held
-    return SequenceTensor(x.local.reshape(local), placement)
+    return blocks.joined(SequenceTensor(x.local.reshape(local), placement))
 
 
 def _resolved(shape: Sequence[int], count: int) -> list[int]:
@@ -81,7 +82,8 @@ def unflatten(call: Call) -> Any:
     """Split a dim."""
     x, dim, sizes = call.args[0], call.argument(1, "dim"), call.argument(2, "sizes")
     dim %= x.dim()
-    return viewed(x, [*x.shape[:dim], *_resolved(sizes, x.shape[dim]), *x.shape[dim + 1 :]])
+    sizes = sizes if -1 in sizes and dim == x.placement.dim else _resolved(sizes, x.shape[dim])
+    return viewed(x, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
 
 
 def transpose(call: Call) -> Any:

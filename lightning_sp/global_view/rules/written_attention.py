@@ -15,6 +15,8 @@ from lightning_sp.global_view.placement import Placement
 
 # A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
 HIDDEN_BELOW = -1e4
+# Of one tensor of scores on a rank, where they are made after all: 1 GiB in float32.
+MOST_NUMBERS = 2**28
 # What such a number may become by a scale behind it: the exponential of it is 0 in each dtype.
 STILL_HIDDEN_BELOW = -1e3
 
@@ -38,6 +40,9 @@ class Attention:
         softcap: c of c tanh(score), in the place of the scaled score; None where there is no tanh.
         is_weights: the softmax was taken.
         dropout: the probability.
+        is_shifted: the largest score of each query was subtracted.
+        sinks: a score of each head for a key without a value, (H,); None for none.
+        shows_sinks: they stand behind the keys, where they are shown.
     """
 
     queries: Tensor
@@ -54,6 +59,9 @@ class Attention:
     softcap: float | None = None
     is_weights: bool = False
     dropout: float = 0.0
+    is_shifted: bool = False
+    sinks: Tensor | None = None
+    shows_sinks: bool = False
 
 
 class Masks(NamedTuple):
@@ -103,7 +111,10 @@ def masks_of(known: Attention) -> Masks:
 
 def _refuse_where(found: Tensor, known: Attention, what: str) -> None:
     """Refuse what a mask does to some query: on all ranks together, for other data-parallel groups have other masks."""
-    known.of_queries.storage.agree(str(refusal(what)) if bool(found.any()) else None)
+    try:
+        known.of_queries.storage.agree(str(refusal(what)) if bool(found.any()) else None)
+    except SequenceParallelError as error:
+        raise NotCarriedError(str(error)) from error
 
 
 def four_dims(whole: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
@@ -116,9 +127,13 @@ def four_dims(whole: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
     return whole.reshape(1, -1, *whole.shape[-2:])
 
 
-def refusal(what: str) -> SequenceParallelError:
+class NotCarriedError(SequenceParallelError):
+    """What is done to scores has no place in an attention of the operator; the scores may be made for it."""
+
+
+def refusal(what: str) -> NotCarriedError:
     """Return the error for what is done to scores and not carried."""
-    return SequenceParallelError(
+    return NotCarriedError(
         f"global_view: {what} on the scores of an attention that is written out ({users_line()}): carried are a scale, a mask, a bias that is "
         "whole, a softmax over the keys, dropout, and the product with the values; use F.scaled_dot_product_attention for the rest"
     )

@@ -16,7 +16,7 @@ from lightning_sp.data.batch.contents.entries import (
     inputs_of_whole_encoder,
     plain_entries,
     sequence_dims,
-    split_sequences,
+    sequences_of,
 )
 from lightning_sp.data.batch.contents.targets import batch_targets
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -105,7 +105,7 @@ def whole_extent(batch: Any, options: ShardOptions) -> tuple[int, ...]:
     """Return the (rows, tokens) of a whole batch, and the tokens of the encoder's sequence where it holds two."""
     entries = batch_entries(batch, options)
     whole_inputs = inputs_of_whole_encoder(entries, options)
-    own, encoder = split_sequences(sequence_dims(entries, options), whole_inputs)
+    own, encoder = sequences_of(entries, sequence_dims(entries, options), whole_inputs, options)
     return *extent(entries, own, [*encoder, *whole_inputs]), *([extent(entries, encoder, own)[1]] if encoder else [])
 
 
@@ -145,7 +145,7 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
     entries = batch_entries(batch, options)
     dims = sequence_dims(entries, options)
     whole_inputs = inputs_of_whole_encoder(entries, options)
-    own, encoder = split_sequences(dims, whole_inputs)
+    own, encoder = sequences_of(entries, dims, whole_inputs, options)
     rows, length = extent(entries, own, [*encoder, *whole_inputs])
     height, tokens, *encoder_tokens = size
     labels = batch_targets(entries, options)

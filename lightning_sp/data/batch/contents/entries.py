@@ -207,6 +207,25 @@ def split_sequences(dims: Mapping[str, int], whole_inputs: Sequence[str] = ()) -
     return decoder, encoder
 
 
+def sequences_of(
+    entries: Mapping[str, Any], dims: Mapping[str, int], whole_inputs: Sequence[str], options: ShardOptions
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what `split_sequences` does; of models that see whole sequences by lengths too, where no name tells a decoder's.
+
+    Such a model makes its decoder's inputs of the labels itself: labels of another length than the inputs are the decoder's sequence.
+    """
+    own, encoder = split_sequences(dims, whole_inputs)
+    if not options.global_view or encoder or whole_inputs:
+        return own, encoder
+    lengths = {n: int(entries[n].shape[d]) for n, d in own.items()}
+    labels = {n: d for n, d in own.items() if n in OF_TARGETS}
+    inputs = {n: d for n, d in own.items() if n not in labels}
+    of_labels, of_inputs = {lengths[n] for n in labels}, {lengths[n] for n in inputs}
+    if len(of_labels) != 1 or len(of_inputs) != 1 or of_labels == of_inputs:
+        return own, {}
+    return labels, inputs
+
+
 def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable[str] = ()) -> tuple[int, int]:
     """Return (rows, tokens) of a sequence.
 

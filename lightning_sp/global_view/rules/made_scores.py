@@ -1,0 +1,65 @@
+"""Scores that are made after all: of this rank's queries and all keys, for what a model does to them that the operator does not.
+
+    (B, H, S, T) in the view, (B, H, s, T) on a rank: what one device has, over the number of ranks. Keys are gathered.
+
+From there on they are a tensor of the sequence like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp.global_view.placement import Placement, gathered, part_of
+from lightning_sp.global_view.rules.scores import Scores
+from lightning_sp.global_view.rules.written_attention import Attention
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+
+def num_scores(x: Scores) -> int:
+    """Return how many numbers a rank would have of scores."""
+    return math.prod(x.lead) * x.attention.of_queries.storage.local_tokens * x.attention.of_keys.length
+
+
+def made(x: Scores) -> SequenceTensor:
+    """Return scores or weights with what was noted of them. Communicates: as `placement.gathered`, of the keys."""
+    known = x.attention
+    own = known.of_queries.at(len(known.lead))
+    keys = gathered(known.keys, known.of_keys.at(known.keys.dim() - 2))
+    scores = _noted(known, (known.queries @ keys.transpose(-2, -1)) * known.scale, own)
+    if known.is_shifted:
+        scores = scores - scores.detach().amax(-1, keepdim=True)
+    if known.sinks is not None:
+        sinks = known.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    if known.is_weights:
+        scores = scores.softmax(-1)
+    if known.sinks is not None and not known.shows_sinks:
+        scores = scores[..., :-1]
+    if known.dropout:
+        with own.storage.own_draws():
+            scores = torch.nn.functional.dropout(scores, known.dropout)
+    scores = scores.to(x.dtype).reshape(*x.lead, *scores.shape[-2:])
+    return SequenceTensor(scores, own.at(len(x.lead)))
+
+
+def _noted(known: Attention, scores: Tensor, own: Placement) -> Tensor:
+    """Return scores with masks and biases: what comes later is added to the number that hides a key."""
+
+    def part(whole: Any) -> Any:
+        is_cut = whole is not None and whole.shape[-2] != 1
+        return part_of(whole, own.at(whole.dim() - 2)) if is_cut else whole
+
+    lowered, bias, visible, factor = (part(each) for each in (known.lowered, known.bias, known.visible, known.factor))
+    if known.softcap is not None:
+        scores = scores.tanh() * known.softcap
+    if lowered is not None:
+        scores = scores.masked_fill(lowered, known.lowest)
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    return scores if factor is None else scores * factor

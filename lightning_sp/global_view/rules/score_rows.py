@@ -1,0 +1,126 @@
+"""What a model does to whole rows of the scores that it writes out: it subtracts their maximum, or puts a sink beside their keys.
+
+scores - scores.max(-1, keepdim=True).values            as scores, for a softmax does not see what is added to all of a row
+cat([scores, sinks], -1).softmax(-1)[..., :-1]          the operator's sinks: a score of each head, for a key without a value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, named
+from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
+from lightning_sp.global_view.rules.scores import Scores
+from lightning_sp.global_view.rules.written_attention import refusal
+from lightning_sp.global_view.sequence_tensor import GlobalTensor
+
+
+class Maxima(GlobalTensor):
+    """The largest score of each query, of which nothing is computed: scores minus it are as good as scores."""
+
+    of_rows: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, scores: Scores) -> Maxima:
+        """Return those of scores, of shape (..., S, 1)."""
+        made = cls.without_memory((*scores.shape[:-1], 1), scores.dtype, scores.device)
+        made.of_rows, made.of_sequence = tuple(scores.shape[:-1]), scores.of_sequence
+        return made
+
+
+def maxima(call: Call) -> Any:
+    """Note the largest score of each query, for the scores that it is taken from."""
+    x, dim = call.args[0], call.argument(1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not isinstance(x, Scores) or not isinstance(dim, int) or dim % x.dim() != x.dim() - 1:
+        return NO_RULE
+    if not call.argument(2, "keepdim", False) or x.attention.is_weights:
+        return NO_RULE
+    found = Maxima(x)
+    return found if call.name == "amax" else torch.return_types.max((found, found))
+
+
+def without_maxima(call: Call) -> Any:
+    """Subtract the largest score of each query."""
+    x, other = call.args[:2]
+    if not isinstance(other, Maxima) or not isinstance(x, Scores):
+        return NO_RULE
+    if x.attention.is_weights or call.kwargs or other.of_rows != tuple(x.shape[:-1]) or call.function.__name__ != "sub":
+        raise refusal("a difference to another maximum")
+    return x.changed(is_shifted=True)
+
+
+def with_sinks(call: Call) -> Any:
+    """Put a number of each head beside the scores of its keys."""
+    parts, dim = list(call.args[0]), call.argument(1, "dim", 0)
+    if len(parts) != 2 or not isinstance(parts[0], Scores) or not is_plain(parts[1]):
+        raise refusal(call.name)
+    x, sinks = parts
+    known = x.attention
+    is_alone = known.sinks is None and not known.is_weights and known.factor is None and x.lead == known.lead
+    fits = sinks.dim() == 4 and x.dim() == 4 and tuple(sinks.shape) == (*x.shape[:3], 1)
+    if dim % x.dim() != x.dim() - 1 or not is_alone or not fits or _varies(sinks, 0) or _varies(sinks, 2):
+        raise refusal("a score beside the keys that is not one number for each head")
+    return x.changed(sinks=sinks[0, :, 0, 0], shows_sinks=True)
+
+
+def _varies(x: Tensor, dim: int) -> bool:
+    return x.shape[dim] > 1 and x.stride(dim) != 0
+
+
+def without_sinks(call: Call) -> Any:
+    """Leave the weights of the sinks away, which stand behind those of the keys."""
+    x, index = call.args
+    last = index[-1] if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis else None
+    full = isinstance(index, tuple) and len(index) == x.dim() and all(each == slice(None) for each in index[:-1])
+    last = index[-1] if full else last
+    if not x.attention.shows_sinks or not x.attention.is_weights or last not in (slice(None, -1), slice(0, -1)):
+        raise refusal("getitem")
+    return x.changed(shows_sinks=False)
+
+
+RULES: dict[str, Rule] = {
+    **named("max amax", maxima),
+    **named("sub subtract", without_maxima),
+    **named("cat concat concatenate", with_sinks),
+    **named("getitem", without_sinks),
+}
+# What scores with sinks beside them, and maxima, still take.
+_BESIDE_SINKS = {
+    "max",
+    "amax",
+    "sub",
+    "subtract",
+    "softmax",
+    "dropout",
+    "getitem",
+    "to",
+    "type_as",
+    "float",
+    "contiguous",
+}
+_OF_MAXIMA = {"sub", "subtract", "detach"}
+
+
+def on_rows(call: Call, types: Collection[type]) -> Any:
+    """Note what a function does to rows of scores; NO_RULE for what is done to each score by itself.
+
+    Raises:
+        SequenceParallelError: it is done to maxima or beside sinks, and not carried.
+    """
+    if Maxima in types:
+        if call.name in PROPERTIES:
+            return PROPERTIES[call.name](call)
+        if call.name not in _OF_MAXIMA or (call.name == "detach") != (Scores not in types):
+            raise refusal(f"{call.name} with their maxima")
+        if call.name == "detach":
+            return call.args[0]
+    given = [each for each in call.args if isinstance(each, Scores)]
+    if any(each.attention.shows_sinks for each in given) and call.name not in {*_BESIDE_SINKS, *PROPERTIES}:
+        raise refusal(f"{call.name} beside sinks")
+    rule = RULES.get(call.name)
+    return NO_RULE if rule is None else rule(call)

@@ -133,6 +133,9 @@ MADE: dict[str, Case] = {
     "soft labels": lambda x, ids, mask: soft_labels(x, ids),
     "padded": lambda x, ids, mask: F.pad(x, (0, 0, 0, 2), value=0.25).square().sum(),
     "the last token": lambda x, ids, mask: x[:, -1].softmax(-1).square().sum() + shifted_inside(x, ids),
+    "a word of chosen tokens": lambda x, ids, mask: (
+        x[torch.tensor([0, 1]), torch.tensor([2, 5]), torch.tensor([3, 1])].square().sum()
+    ),
     "spread": lambda x, ids, mask: x.std() + shifted_inside(x, ids),
     "written before": lambda x, ids, mask: written_before(x, ids),
     "a copy that is written to": lambda x, ids, mask: written_copy(x, ids),

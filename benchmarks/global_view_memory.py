@@ -130,7 +130,9 @@ def peak(attention: str, tokens: int, layers: int, global_view: bool) -> int:
     """Return the most bytes of this rank's last step, above its begin."""
     user = User(attention, tokens, layers)
     ids = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(0))
-    row = {"input_ids": ids, "shift_labels": ids.roll(-1)} | ({} if global_view else {"position_ids": torch.arange(tokens)})
+    row = {"input_ids": ids, "shift_labels": ids.roll(-1)} | (
+        {} if global_view else {"position_ids": torch.arange(tokens)}
+    )
     strategy = SequenceParallelStrategy(preflight=False, ring_size=2, global_view=global_view)
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

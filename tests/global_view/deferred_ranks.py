@@ -94,6 +94,11 @@ def written_before(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten())
 
 
+def word_written_before(logits: Tensor, labels: Tensor) -> Tensor:
+    logits[..., 0] = -5.0
+    return F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten())
+
+
 def written_copy(logits: Tensor, labels: Tensor) -> Tensor:
     part = logits[:, 1:].clone()
     part[..., 0] = -5.0
@@ -138,6 +143,7 @@ MADE: dict[str, Case] = {
     ),
     "spread": lambda x, ids, mask: x.std() + shifted_inside(x, ids),
     "written before": lambda x, ids, mask: written_before(x, ids),
+    "a word written before": lambda x, ids, mask: word_written_before(x, ids),
     "a copy that is written to": lambda x, ids, mask: written_copy(x, ids),
     "each row": each_row,
     "of the whole": lambda x, ids, mask: whole_of(x).cumsum(1).square().mean() + shifted_inside(x, ids),

@@ -138,7 +138,9 @@ def window_and_padding(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor
     near = torch.where(distance.abs() < 4, q @ k.mT, -torch.inf).softmax(-1) @ v
     behind = F.scaled_dot_product_attention(q, k, v, attn_mask=((distance >= 0) & (distance < 3))[None, None])
     seen = (distance >= 0) & mask[:, None, None, :].bool()
-    shown = F.scaled_dot_product_attention(q, k, v, attn_mask=seen) + (q @ k.mT).masked_fill(~seen, -1e9).softmax(-1) @ v
+    shown = (
+        F.scaled_dot_product_attention(q, k, v, attn_mask=seen) + (q @ k.mT).masked_fill(~seen, -1e9).softmax(-1) @ v
+    )
     return (near + behind + shown).transpose(1, 2).flatten(2)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.global_view_memory --tokens 4096 8192
 
-A GPT as users write it: `--layers` blocks, dim 64, 4 heads, vocabulary 256, float32, learned positions, one row, ring over 2 ranks, no preflight.
+A GPT as users write it: `--layers` blocks, dim 64, 4 heads, vocabulary 256, float32, learned positions, one row, a ring of 2 ranks.
 What is alive before the step does not count. In units of S x S bytes, what a bool mask of the whole takes.
 """
 

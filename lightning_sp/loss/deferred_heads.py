@@ -117,12 +117,11 @@ class DeferredHeads(AbstractContextManager[None]):
 def _deferring(heads: DeferredHeads, unit: FSDPModule | None) -> Callable[[nn.Linear, Tensor], Tensor]:
     # Bound as a method, and of this name: a copy of the head has it for the copy, a pickle for its class.
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        split = isinstance(input, SequenceTensor) and input.placement.dim < input.dim() - 1
-        hidden = input.local if split else input
-        if not heads.defers(self, hidden):
-            return nn.Linear.forward(self, input)
-        logits = heads.call(self, hidden, unit)
-        return SequenceTensor(logits, input.placement) if split else logits
+        if isinstance(input, SequenceTensor):
+            own = input.placement
+            waits = own.dim < input.dim() - 1 and heads.defers(self, input.local)
+            return SequenceTensor(heads.call(self, input.local, unit), own) if waits else nn.Linear.forward(self, input)
+        return heads.call(self, input, unit) if heads.defers(self, input) else nn.Linear.forward(self, input)
 
     return forward
 

@@ -73,7 +73,7 @@ GLOBAL_VIEW = (
         DEFERRED,
     ),
     fault(
-        "logits that were written to, sliced as they were before",
+        "logits that were written to, turned around as they were before",
         "loss/deferred_logits.py",
         "return None if self.is_final or self.class_dim != -1 else self.hidden",
         "return None if self.class_dim != -1 else self.hidden",

@@ -96,7 +96,7 @@ def written_before(logits: Tensor, labels: Tensor) -> Tensor:
 
 def word_written_before(logits: Tensor, labels: Tensor) -> Tensor:
     logits[..., 0] = -5.0
-    return F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten())
+    return F.cross_entropy(logits.flip(1).flatten(0, 1), labels.flatten())
 
 
 def written_copy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A training step with the loss in chunks and with logits, in turn: CPU-seconds of all ranks and the peak of a rank.
 
-    python -m benchmarks.linear_loss_step --ranks 2 --tokens 2048
+    python -m benchmarks.linear_loss_step --ranks 2 --tokens 2048 [--global-view]
 
 A Llama of `--layers` blocks, dim 512, hidden 1408, vocabulary 32000, float32. Each round runs both ways, three steps each, of which the last one
 counts; the median over rounds.
@@ -70,13 +70,13 @@ class User(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def step(chunk: int | str | None, ranks: int, tokens: int, layers: int) -> tuple[float, float]:
+def step(chunk: Any, ranks: int, tokens: int, layers: int, global_view: bool) -> tuple[float, float]:
     """Return the CPU-seconds and the peak in MiB of a rank's last step."""
     torch.manual_seed(0)
     user = User(layers)
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        max_epochs=1, strategy=SequenceParallelStrategy(preflight=False, loss_chunk_tokens=chunk),
+        max_epochs=1, strategy=SequenceParallelStrategy(preflight=False, loss_chunk_tokens=chunk, global_view=global_view),
     )  # fmt: skip
     trainer.fit(user, DataLoader(Tokens(tokens * ranks), batch_size=1))
     return user.seconds, user.peak_bytes / 2**20
@@ -86,12 +86,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("ranks", 1), ("tokens", 2048), ("layers", 2), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--global-view", action="store_true")
     given = parser.parse_args()
     spent: dict[str, list[tuple[float, float]]] = {"chunks": [], "logits": []}
     with RankPool(given.ranks, timeout_s=900.0) as pool:
         for _ in range(given.rounds):
             for name, chunk in (("chunks", "auto"), ("logits", None)):
-                answers = pool.run(step, chunk, given.ranks, given.tokens, given.layers)
+                answers = pool.run(step, chunk, given.ranks, given.tokens, given.layers, given.global_view)
                 spent[name].append((sum(each for each, _ in answers), max(each for _, each in answers)))
     for name, values in spent.items():
         seconds, mib = (statistics.median(each) for each in zip(*values, strict=True))

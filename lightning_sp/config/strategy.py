@@ -173,10 +173,6 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 self.mlp_tile_tokens is not None,
                 "an MLP sees whole sequences",
             ),
-            f"loss_chunk_tokens={self.loss_chunk_tokens!r}": (
-                self.loss_chunk_tokens not in ("auto", None),
-                "the loss reads the model's logits",
-            ),
         }
         return {name: why for name, (given, why) in others.items() if given}
 

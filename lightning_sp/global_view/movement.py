@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
+from lightning_sp.global_view.deferred import by_source, made
 from lightning_sp.global_view.placement import Storage
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -110,13 +111,18 @@ def moved(x: SequenceTensor, index: Tensor, key: Any, target: Storage | None = N
     if key not in source.plans:
         source.plans[key] = plan_of(index, source, target, x.device)
     plan = source.plans[key]
-    ahead = x.local.movedim(own.dim, 0)
-    result: Tensor = _Move.apply(ahead, plan, source.group)  # type: ignore[no-untyped-call]
-    if fill:
-        shape = (-1, *[1] * (result.dim() - 1))
-        result = torch.where(plan.filled.view(shape), torch.full_like(result, fill), result)
-    # Contiguous, as one device's: then a view of it is one.
-    return SequenceTensor(result.movedim(0, own.dim).contiguous(), replace(own, storage=target, length=len(index)))
+
+    def take(local: Tensor) -> Tensor:
+        result: Tensor = _Move.apply(local.movedim(own.dim, 0), plan, source.group)  # type: ignore[no-untyped-call]
+        if fill:
+            shape = (-1, *[1] * (result.dim() - 1))
+            result = torch.where(plan.filled.view(shape), torch.full_like(result, fill), result)
+        # Contiguous, as one device's: then a view of it is one.
+        return result.movedim(0, own.dim).contiguous()
+
+    # The fill stands among the numbers themselves, not among what they are made of.
+    local = take(made(x.local)) if bool((index < 0).any()) else by_source(x.local, take)
+    return SequenceTensor(local, replace(own, storage=target, length=len(index)))
 
 
 def brought(x: SequenceTensor, storage: Storage) -> SequenceTensor:

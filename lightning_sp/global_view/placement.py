@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_sp import comm, layout
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.global_view.deferred import DeferredTensor
 from lightning_sp.layout import SequenceLayout
 
 
@@ -228,7 +229,8 @@ def part_of(whole: Tensor, placement: Placement) -> Tensor:
 
 def memory_of(local: Tensor) -> StorageWeakRef:
     """Return what tells the memory of a tensor from that of others, and keeps none."""
-    return StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
+    there = local.blank if isinstance(local, DeferredTensor) else local
+    return StorageWeakRef(there.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def split_dim(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

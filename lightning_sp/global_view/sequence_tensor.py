@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.deferred import made
 from lightning_sp.global_view.placement import Placement, Storage, gathered
 
 
@@ -75,11 +76,11 @@ class SequenceTensor(GlobalTensor):
     def whole(self) -> Tensor:
         """Return what is shown, whole on every rank; differentiable. Communicates: as `placement.gathered`, once for what needs no gradient."""
         if self.local.requires_grad:
-            return gathered(self.local, self.placement)
+            return gathered(made(self.local), self.placement)
         # What is written to this rank's part, here or through a view of it, makes the whole another.
-        version = self.local._version
+        version = self.local._version  # of the numbers, where they were not made yet
         if self._whole is None or self._whole[1] != version:
-            self._whole = gathered(self.local, self.placement), version
+            self._whole = gathered(made(self.local), self.placement), version
         return self._whole[0].clone()
 
     def renew(self, local: Tensor) -> SequenceTensor:

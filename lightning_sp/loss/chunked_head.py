@@ -22,6 +22,8 @@ from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
 
+# torch's own: while a user's step runs in the global view the name is that of a refusal.
+gradients_of = torch.autograd.grad
 # From the logits (c, V) of tokens `first` to `last` to something for each of them, (c, ...).
 OfTokens = Callable[[Tensor, int, int], Tensor]
 # Of a chunk's logits in float32, and tokens that a product needs to be worth its call.
@@ -218,7 +220,7 @@ class _EachToken(torch.autograd.Function):
             logits = whole.logits(hidden[first:last]).requires_grad_()
             with torch.enable_grad(), ctx.autocast.again():
                 found = ctx.of_tokens(logits, first, last)
-            (d_logits,) = torch.autograd.grad(found, logits, upstream[first:last])
+            (d_logits,) = gradients_of(found, logits, upstream[first:last])
             del logits, found
             gradients.add(d_logits, hidden[first:last], whole, first)
         return (*map(_cast, gradients.wide(), ctx.dtypes), None, None, None)
@@ -271,7 +273,7 @@ def _sum_and_gradient(of_tokens: OfTokens, logits: Tensor, first: int, last: int
     logits.requires_grad_()
     with torch.enable_grad():
         part = _sum(of_tokens(logits, first, last))
-    return part.detach(), torch.autograd.grad(part, logits)[0]
+    return part.detach(), gradients_of(part, logits)[0]
 
 
 def _sum(each: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
+from lightning_sp.global_view.rules.losses import local_targets
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.loss.reduction import reduce_loss, sum_and_count
@@ -32,7 +34,7 @@ def sharded_cross_entropy(
     """Cross entropy over the valid tokens of all ranks; for those who want it by hand.
 
     Args:
-        logits: this rank's, in any floating dtype; summed in float32 or more.
+        logits: this rank's, or in the global view those that show the whole, in any floating dtype; summed in float32 or more.
         shift_labels: the target of each position of this rank, `ignore_index` where none. Already shifted.
         group: the ranks whose tokens make up the mean; None for those of the strategy's step in progress (the world in training, the
             sequence's ranks in evaluation), the world outside of one.
@@ -46,6 +48,10 @@ def sharded_cross_entropy(
         average over that group.
     """
     logits, target = logits.flatten(0, -2), shift_labels.flatten()
+    if isinstance(logits, SequenceTensor):
+        logits, target, _ = local_targets(logits, target)
+    elif isinstance(target, SequenceTensor):
+        target = target.whole()
     interception = getattr(F.cross_entropy, "__self__", None)
     if isinstance(interception, CrossEntropyInterception):
         step = interception.context.loss_step

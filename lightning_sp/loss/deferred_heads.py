@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.autocast_weight import AutocastWeight
 from lightning_sp.context.step import SequenceContext
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.loss.deferred_logits import DeferredLogits
 from lightning_sp.loss.head_call import HeadCall
 
@@ -116,6 +117,10 @@ class DeferredHeads(AbstractContextManager[None]):
 def _deferring(heads: DeferredHeads, unit: FSDPModule | None) -> Callable[[nn.Linear, Tensor], Tensor]:
     # Bound as a method, and of this name: a copy of the head has it for the copy, a pickle for its class.
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        if isinstance(input, SequenceTensor):
+            own = input.placement
+            waits = own.dim < input.dim() - 1 and heads.defers(self, input.local)
+            return SequenceTensor(heads.call(self, input.local, unit), own) if waits else nn.Linear.forward(self, input)
         return heads.call(self, input, unit) if heads.defers(self, input) else nn.Linear.forward(self, input)
 
     return forward

@@ -20,7 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.loss.chunked_head import CrossEntropyOfTokens
+from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.loss.chunked_head import CrossEntropyOfTokens, gradients_of
 from lightning_sp.loss.head_call import HeadCall, LaterHeadCall
 from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Cast, Recorded
 
@@ -43,16 +44,16 @@ class Link:
 
     Args:
         parent: those.
-        take: makes these of those, when these exist.
+        take: makes these of those, when these exist; None where these are made of hidden states of their own.
         is_view: whether torch gives a view: what is written to one is written to both.
     """
 
     parent: DeferredLogits
-    take: Recorded
+    take: Recorded | None
     is_view: bool
 
 
-class DeferredLogits(Tensor):
+class DeferredLogits(DeferredTensor):
     """What an output head gives in a step: see `DeferredLogits.of`.
 
     Attributes:
@@ -68,8 +69,6 @@ class DeferredLogits(Tensor):
     class_dim: int
     has_graph: bool
     link: Link | None
-    # A tensor of their shape and strides without data: whether a function of them gives a view is asked of it.
-    blank: Tensor
     _made: Tensor | None
     _made_version: int
 
@@ -102,7 +101,7 @@ class DeferredLogits(Tensor):
         if self._made is None:
             link = self.link
             with torch.set_grad_enabled(self.has_graph):
-                if link is not None and self._comes_of_parent(link):
+                if link is not None and link.take is not None and self._comes_of_parent(link):
                     self._keep(link.take(link.parent.make()), of_parent=True)
                 else:
                     self._keep(_finished(self.call.logits(self.hidden), self.functions, self.class_dim))
@@ -136,7 +135,7 @@ class DeferredLogits(Tensor):
     def be_a_view(self) -> None:
         """Exist, and share memory with the logits that these are a view of."""
         link = self.link
-        if link is not None and link.is_view:
+        if link is not None and link.is_view and link.take is not None:
             link.parent.be_a_view()
             with torch.set_grad_enabled(self.has_graph):
                 self._keep(link.take(link.parent.make()), of_parent=True)
@@ -154,6 +153,15 @@ class DeferredLogits(Tensor):
             self.call, hidden, functions=self.functions, dtype=self.dtype, class_dim=class_dim, link=link,
             blank=blank if is_view else None,
         )  # fmt: skip
+
+    def source_of_tokens(self) -> Tensor | None:
+        """Return the hidden states of each token; None where the logits were written to, or their vocabulary is not the last dim."""
+        return None if self.is_final or self.class_dim != -1 else self.hidden
+
+    def of_other_tokens(self, source: Tensor) -> DeferredLogits:
+        """Return the logits of hidden states that were taken of these: on other ranks, so that they are no part of these logits."""
+        link = Link(self, None, False)
+        return DeferredLogits.of(self.call, source, functions=self.functions, dtype=self.dtype, link=link)
 
     def saved(self) -> DeferredLogits:
         """Return what autograd saves in their place, and gives a graph when it is read: the same, as far as a recomputation sees."""
@@ -256,7 +264,7 @@ class _WithGraph(torch.autograd.Function):
         with torch.enable_grad():
             logits = _finished(F.linear(*given), ctx.functions, ctx.class_dim)
         wanted = [each for each, need in zip(given, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(logits, wanted, gradient))
+        found = iter(gradients_of(logits, wanted, gradient))
         return (*(next(found).to(saved[i].dtype) if need else None for i, need in enumerate(needed)), None)
 
 

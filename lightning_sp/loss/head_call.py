@@ -55,10 +55,11 @@ class HeadCall:
         self._logits.append(weakref.ref(logits))
 
     def make_all(self) -> None:
-        """Make those that somebody holds."""
+        """Make those that somebody holds, and no others from now on: the weights will be others."""
         for each in self._logits:
             if (logits := each()) is not None:
                 logits.make()
+        self.is_final = True
 
     def share_memory(self) -> None:
         """Make those that somebody holds, views of others as views: one of them is about to be written to."""

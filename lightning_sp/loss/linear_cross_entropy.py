@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.loss.cross_entropy import sharded_cross_entropy
 from lightning_sp.loss.deferred_logits import DeferredLogits
@@ -29,7 +30,7 @@ def linear_cross_entropy(
     """Return `sharded_cross_entropy(transform(head(hidden)), shift_labels)`, the logits of a chunk of tokens at a time.
 
     Args:
-        hidden: this rank's hidden states, in any floating dtype.
+        hidden: this rank's hidden states, or in the global view those that show the whole, in any floating dtype.
         head: the output layer, which is called: FSDP gathers its weights for it.
         shift_labels: as `sharded_cross_entropy` takes them.
         transform: what is done to the logits (c, V) of each token, a softcap: `lambda x: 30 * torch.tanh(x / 30)`. It has no parameters.
@@ -50,11 +51,12 @@ def linear_cross_entropy(
             f"linear_cross_entropy of hidden states {tuple(hidden.shape)} and the head {given}: it takes an nn.Linear of as many features; "
             "for any other head sharded_cross_entropy(head(hidden), shift_labels)"
         )
-    rows = hidden.flatten(0, -2)
+    shown = hidden.flatten(0, -2)
+    rows = shown.local if isinstance(shown, SequenceTensor) else shown
     call = LaterHeadCall(head, rows, chunk_tokens)
-    functions = () if transform is None else (transform,)
+    logits: Tensor = DeferredLogits.of(call, rows, functions=() if transform is None else (transform,))
     return sharded_cross_entropy(
-        DeferredLogits.of(call, rows, functions=functions),
+        SequenceTensor(logits, shown.placement) if isinstance(shown, SequenceTensor) else logits,
         shift_labels,
         group=group,
         ignore_index=ignore_index,

@@ -188,6 +188,12 @@ def _contiguous(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str
     return own if own.blank.is_contiguous() else own.like(own.hidden, Tensor.contiguous, class_dim=own.class_dim)
 
 
+def _copied(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 or kwargs:
+        return NotImplemented
+    return own.like(own.hidden, Tensor.clone, class_dim=own.class_dim)
+
+
 def _detach(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         return own.like(own.hidden.detach(), Tensor.detach, class_dim=own.class_dim)
@@ -290,6 +296,7 @@ VIEWS: dict[Any, Handler] = {
     **_table(_iterate, Tensor.__iter__),
     **_table(_move, *_named("movedim moveaxis transpose permute swapaxes", Tensor, torch)),
     **_table(_contiguous, Tensor.contiguous),
+    **_table(_copied, *_named("clone", Tensor, torch)),
     **_table(_detach, Tensor.detach, Tensor.data.__get__),  # type: ignore[attr-defined]
 }
 RECORDED: dict[Any, Handler] = {

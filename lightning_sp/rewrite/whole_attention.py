@@ -12,6 +12,7 @@ from lightning_sp.context.masks import build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.bands import band_of
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.rewrite.attention_call import attend
 
@@ -68,9 +69,11 @@ class WholeAttention:
         of_queries, of_keys = _shown(queries, documents), _shown(keys, documents)
         if queries.storage is keys.storage and queries.length == keys.length:
             of_keys = of_queries
-        if visible is not None and _is_causal(visible):
-            causal, visible = True, None
-        mask = build_mask(of_queries, of_keys, causal=causal)
+        window: tuple[int | None, int | None] = (None, None)
+        if of_keys is of_queries:
+            visible, causal, window = _known_band(visible, causal, window)
+            bias, causal, window = _known_band(bias, causal, window)
+        mask = build_mask(of_queries, of_keys, causal=causal, window_size=window)
         if visible is not None:
             mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))
         if bias is not None:
@@ -93,12 +96,14 @@ def _shown(placement: Placement, documents: bool) -> SequenceInfo:
     return replace(sequence, length=placement.length, boundaries=boundaries)
 
 
-def _is_causal(visible: Tensor) -> bool:
-    """Return whether a mask hides just the later keys, alike for all rows and heads."""
-    lead, (queries, keys) = visible.shape[:-2], visible.shape[-2:]
-    if queries != keys or queries == 1 or any(size != 1 for size in lead):
-        return False
-    return bool(torch.equal(visible.reshape(queries, keys), torch.ones_like(visible.reshape(queries, keys)).tril()))
+def _known_band(
+    mask: Tensor | None, causal: bool, window: tuple[int | None, int | None]
+) -> tuple[Tensor | None, bool, tuple[int | None, int | None]]:
+    """Return what is left of a mask or bias whose band is known, and the band with that which was known before."""
+    band = band_of(mask)
+    if band is None or (window != (None, None) and band.window != (None, None)):
+        return mask, causal, window
+    return band.keys, causal or band.after == 0, window if band.window == (None, None) else band.window
 
 
 def _padded(mask: Tensor, queries: SequenceInfo, keys: SequenceInfo, value: float | bool) -> Tensor:

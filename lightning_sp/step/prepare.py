@@ -365,13 +365,13 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         CrossEntropyInterception(context, names.rebind_to),
         RowDropoutInterception(context, names),
         SdpaInterception(context, names),
+        DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
         [watched_functions(lambda: context.step is not None)]
         if whole_view
         else [
-            DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
             FlexInterception(context, names),
             HuggingFaceRewrite(context, module),
             StagedHeads(context, blocks, config.recomputed_stages, list(compiled_modules(module))),

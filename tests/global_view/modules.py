@@ -57,6 +57,9 @@ class NanoGPT(nn.Module):
         self.ln_f, self.lm_head = nn.LayerNorm(E), nn.Linear(E, V, bias=False)
         self.wte.weight = self.lm_head.weight
 
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
     def hidden(self, idx: Tensor) -> Tensor:
         _, t = idx.size()
         assert t <= BLOCK

@@ -99,6 +99,28 @@ def all_hidden(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return ((q @ k.mT).masked_fill(hidden, -1e9).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+def torchs_mask(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Added to the scores that are written out, and given to torch's own attention."""
+    q, k, v = heads(x, w)
+    later = torch.triu(torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype), 1)
+    out = (q @ k.mT + later).softmax(-1) @ v + F.scaled_dot_product_attention(q, k, v, attn_mask=later)
+    return out.transpose(1, 2).flatten(2)
+
+
+def window_and_padding(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """A window of both sides; a causal one; a causal mask and padding in one."""
+    q, k, v = heads(x, w)
+    t = torch.arange(x.shape[1])
+    distance = t[:, None] - t[None, :]
+    near = torch.where(distance.abs() < 4, q @ k.mT, -torch.inf).softmax(-1) @ v
+    behind = F.scaled_dot_product_attention(q, k, v, attn_mask=((distance >= 0) & (distance < 3))[None, None])
+    seen = (distance >= 0) & mask[:, None, None, :].bool()
+    shown = (
+        F.scaled_dot_product_attention(q, k, v, attn_mask=seen) + (q @ k.mT).masked_fill(~seen, -1e9).softmax(-1) @ v
+    )
+    return (near + behind + shown).transpose(1, 2).flatten(2)
+
+
 def softcap(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     q, k, v = heads(x, w)
     scores = torch.tanh(q @ k.mT * 0.7 / 3.0) * 3.0
@@ -204,6 +226,8 @@ CASES: dict[str, Case] = {
     "tokens mixed by a whole matrix": lambda x, ids, mask, w: w.mixing @ x,
     "gram matrix": lambda x, ids, mask, w: x.transpose(1, 2) @ x,
     "attention by hand": nano,
+    "a mask that is added": torchs_mask,
+    "windows and padding": window_and_padding,
     "attention with alibi by baddbmm": bloom,
     "attention with a learned bias": t5,
     "attention to nothing": all_hidden,

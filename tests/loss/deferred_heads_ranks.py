@@ -125,6 +125,7 @@ class User(Plain):
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         if self.left is not None:  # of the weights before the optimizer's step
             self.seen += [float(outputs["logits"].double().square().sum()), float(self.left.detach().square().sum())]
+            self.seen.append(float(self.left.detach().logsumexp(-1).double().sum()))
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self._by_hand(batch), batch_size=len(batch["input_ids"]))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.deferred import by_source, made
 from lightning_sp.global_view.movement import moved
 from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.read_only import read_only
@@ -99,10 +100,14 @@ def take_range(x: SequenceTensor, start: int, stop: int, step: int) -> Any:
     if start == 0 and step == 1:
         # Padding repeats the last token: what a function makes of it is as finite as what it makes of that.
         shorter = replace(own, length=length)
-        last = take_one(SequenceTensor(x.local.detach(), own), length - 1).unsqueeze(own.dim)
         real = shorter.real(x.local)
         assert real is not None
-        result = SequenceTensor(torch.where(real, x.local, last), shorter)
+
+        def take(local: Tensor) -> Tensor:
+            last = take_one(SequenceTensor(local.detach(), own), length - 1).unsqueeze(own.dim)
+            return torch.where(real, local, last)
+
+        result = SequenceTensor(by_source(x.local, take), shorter)
     else:
         result = moved(x, torch.arange(start, stop, step), ("slice", start, stop, step))
     return SequenceTensor(result.local, result.placement.as_copy(result.local))
@@ -117,7 +122,7 @@ def take_one(x: SequenceTensor, position: int) -> Any:
         return NO_RULE
     index: list[Any] = [slice(None)] * x.dim()
     index[own.dim] = torch.tensor([position], device=x.device)
-    return read_only(_owned(x, index).squeeze(own.dim))
+    return read_only(made(_owned(x, index)).squeeze(own.dim))
 
 
 def _owned(x: SequenceTensor, index: Sequence[Any]) -> Tensor:
@@ -127,16 +132,25 @@ def _owned(x: SequenceTensor, index: Sequence[Any]) -> Tensor:
     slot_of = torch.full((own.storage.capacity,), -1, device=x.device)
     slot_of[own.storage.positions(x.device)] = torch.arange(own.storage.local_tokens, device=x.device)
     slots = slot_of[index[own.dim] % own.length]
-    local = list(index)
-    local[own.dim] = slots.clamp(min=0)
-    taken = x.local[tuple(local)]
     places = [i for i, each in enumerate(index) if isinstance(each, Tensor)]
     adjacent = places == list(range(places[0], places[-1] + 1))
     shape = broadcast(*(each.shape for each in tensors))
     ahead = places[0] if adjacent else 0
-    here = (slots >= 0).expand(shape).reshape(*[1] * ahead, *shape, *[1] * (taken.dim() - ahead - len(shape)))
     own.storage.note_reduction()
-    return summed(torch.where(here, taken, torch.zeros_like(taken)), x)
+    at = list(index)
+    at[own.dim] = slots.clamp(min=0)
+
+    def take(local: Tensor) -> Tensor:
+        taken = local[tuple(at)]
+        here = (slots >= 0).expand(shape).reshape(*[1] * ahead, *shape, *[1] * (taken.dim() - ahead - len(shape)))
+        return summed(torch.where(here, taken, torch.zeros_like(taken)), x)
+
+    # Some numbers of each token are none of what they are made of.
+    return by_source(x.local, take) if _is_full(index[-1]) else take(made(x.local))
+
+
+def _is_full(index: Any) -> bool:
+    return isinstance(index, slice) and index == slice(None)
 
 
 def summed(local: Tensor, x: SequenceTensor) -> Tensor:

@@ -58,12 +58,16 @@ def local_targets(input: SequenceTensor, target: Tensor) -> tuple[Tensor, Tensor
     held = target.local if isinstance(target, SequenceTensor) else part_of(target, of_target)
     shape = held.shape
     held = of_target.without_padding(held, IGNORE_INDEX)
-    logits = input.local.movedim(1, -1)
+    logits = _classes_last(input.local)
 
     def shown(losses: Tensor) -> SequenceTensor:
         return SequenceTensor(losses.reshape(shape), of_target)
 
     return logits.reshape(-1, logits.shape[-1]), held.reshape(-1), shown
+
+
+def _classes_last(local: Tensor) -> Tensor:
+    return local if local.dim() == 2 else local.movedim(1, -1)
 
 
 def _fits(target: SequenceTensor, wanted: Placement) -> bool:
@@ -84,7 +88,7 @@ def _probabilities(input: SequenceTensor, target: Tensor) -> tuple[Tensor, Tenso
     def shown(losses: Tensor) -> SequenceTensor:
         return SequenceTensor(losses.reshape(shape), of_loss)
 
-    logits, held = input.local.movedim(1, -1), held.movedim(1, -1)
+    logits, held = _classes_last(input.local), _classes_last(held)
     return logits.reshape(-1, logits.shape[-1]), held.reshape(-1, logits.shape[-1]), shown
 
 

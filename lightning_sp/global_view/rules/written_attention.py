@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.bands import band_of
 from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.placement import Placement
 
@@ -90,6 +91,10 @@ def masks_of(known: Attention) -> Masks:
     if known.lowered is None and known.bias is None:
         return Masks(known.visible, None)
     lowered = known.lowered
+    if lowered is None and known.visible is None and band_of(known.bias) is not None:
+        # Each query sees itself. Other data-parallel groups may have other masks, and ask.
+        known.of_queries.storage.agree(None)
+        return Masks(None, known.bias)
     hidden = [
         each
         for each in (lowered, None if known.bias is None else known.bias.detach() <= HIDDEN_BELOW)

@@ -174,11 +174,11 @@ def test_dropout_is_in_force_and_differs_between_ranks(results: dict[str, list[A
 
 def test_other_degrees_draw_from_derived_streams_and_say_so_once(results: dict[str, list[Any]]) -> None:
     said = results["dropout elsewhere"][0]["said"]
-    line = (
-        "the checkpoint is of 2 ranks (data_parallel_size 1, ring_size 2, ulysses_size 1), of 2 rows a step; "
-        "this run of 2 ranks (data_parallel_size 2, ring_size 1, ulysses_size 1) goes on from step 1"
+    assert said.count("the checkpoint is of 2 ranks (data_parallel_size 1, ring_size 2, ulysses_size 1), of ") == 1
+    assert (
+        said.count("this run of 2 ranks (data_parallel_size 2, ring_size 1, ulysses_size 1) goes on from step 1 and")
+        == 1
     )
-    assert said.count(line) == 1
     assert "(seed 5, step 1, data-parallel rank, sequence-parallel rank)" in said
     assert "derived" not in results["dropout resumed"][0]["said"]
 

@@ -93,9 +93,14 @@ Three things are enough to know.
    token. Where it has many, it is refused with your line. `lightning_sp.reductions.unshard(x)` makes it whole, if
    memory allows.
 
+Logits of an output head wait until a loss reads them, and are made in chunks, as without the global view
+([losses.md](losses.md#loss-without-logits)).
+
 A whole mask of an attention has S x S numbers, as on one device; `F.scaled_dot_product_attention(..., is_causal=True)`
-has none. Scores are made only where a model does what the operator does not: then a rank has those of its queries. The
-preflight compares the step with one device's, as always.
+has none. A mask that is causal or a window, as bool or as 0 and -inf that are added, and a causal one with padding, is
+known again: the operator gets no matrix, and none is saved for the backward. Scores are made only where a model does
+what the operator does not: then a rank has those of its queries. The preflight compares the step with one device's, as
+always.
 
 ## Rules
 

@@ -15,11 +15,12 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as _c10d
 
 _ROOT, _LOOKS_EACH_S = "lightning_sp/life", 0.02
 
 
-def fresh_store(rank: int, size: int, timeout: timedelta) -> dist.Store | None:
+def fresh_store(rank: int, size: int, timeout: timedelta) -> _c10d.Store | None:
     """Return a store without what earlier lives of this run have left; None where no agent of torchrun keeps one. Every rank must call it.
 
     Args:
@@ -32,17 +33,17 @@ def fresh_store(rank: int, size: int, timeout: timedelta) -> dist.Store | None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
-    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    return dist.PrefixStore(f"{_ROOT}/{agreed_prefix(store, rank, size, timeout)}", store)
+    store, _, _ = next(_c10d.rendezvous("env://", rank, size, timeout=timeout))
+    return _c10d.PrefixStore(f"{_ROOT}/{agreed_prefix(store, rank, size, timeout)}", store)
 
 
-def agreed_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+def agreed_prefix(store: _c10d.Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return rank 0's number, which every rank of this life has, and none of another."""
     own = uuid.uuid4().hex
     if rank:
         store.set(f"{_ROOT}/hello/{rank}", own)
         store.wait([f"{_ROOT}/ack/{own}"], timeout)
-        prefix = store.get(f"{_ROOT}/ack/{own}").decode()
+        prefix: str = store.get(f"{_ROOT}/ack/{own}").decode()
         store.set(f"{_ROOT}/met/{prefix}/{rank}", "")
         return prefix
     until, others = time.monotonic() + timeout.total_seconds(), range(1, size)

@@ -126,6 +126,20 @@ def sinks(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return (F.dropout(weights, 0.1, training=False).to(v.dtype) @ v).transpose(1, 2).reshape(b, s, E)
 
 
+def sinks_of_rows_that_see_nothing(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Scores that are made, for a query without a key; and sinks that are put beside scores minus their maximum."""
+    b, s, _ = x.shape
+    scores = x[:, None] @ x[:, None].mT
+    hidden = torch.full((s, s), -1e30, dtype=x.dtype).triu(1)
+    hidden[2] = -1e30
+    sink = w.bias[:1].reshape(1, 1, 1, 1).expand(b, -1, s, -1)
+    both = torch.cat([scores + hidden, sink], dim=-1)
+    first = (both - both.max(dim=-1, keepdim=True).values).softmax(-1)[..., :-1] @ x[:, None]
+    shifted = scores - scores.amax(-1, keepdim=True)
+    second = torch.cat([shifted, sink], dim=-1).softmax(-1)[..., :-1] @ x[:, None]
+    return (first + second).squeeze(1)
+
+
 def stable(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     scores = (x @ x.mT).masked_fill(~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), -torch.inf)
     return (scores - torch.amax(scores, dim=-1, keepdim=True).detach()).softmax(-1) @ x
@@ -170,6 +184,7 @@ MORE_CASES: dict[str, Case] = {
     "experts in place": experts_in_place,
     "masked labels": labels_that_count,
     "sinks": sinks,
+    "sinks of rows that see nothing": sinks_of_rows_that_see_nothing,
     "scores minus their maximum": stable,
     "scores that are made": scores_made,
     "keys that an indexer chooses": indexer,

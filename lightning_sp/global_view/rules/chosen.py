@@ -53,7 +53,7 @@ def _plan(at: Tensor, own: Placement, source: Storage) -> tuple[Storage, Tensor,
     numbers = [torch.nonzero(owner[token] == rank).flatten() for rank in range(size)]
     most = max(map(len, numbers))
     behind = torch.arange(len(at), size * most)
-    spare = behind.split([most - len(each) for each in numbers])
+    spare = torch.split(behind, [most - len(each) for each in numbers])
     target = source.of_places(torch.stack([torch.cat(pair) for pair in zip(numbers, spare, strict=True)]))
     mine = numbers[source.rank]
     slots = row[mine] * source.local_tokens + slot[token[mine]]
@@ -116,13 +116,15 @@ def put(x: SequenceTensor, index: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() < x.dim() - x.placement.dim:
         placement, slots, _ = _chosen(x, index)
         mine = slots[placement.storage.positions(x.device) < placement.length]
-        x.local[(*[slice(None)] * x.placement.dim, mine)] = value
+        where: Any = (*[slice(None)] * x.placement.dim, mine)
+        x.local[where] = value
         return None
     found = _rows(x, index, value)
     if found is NO_RULE:
         return NO_RULE
     slots, rows = found
-    x.local[(*[slice(None)] * x.placement.dim, slots)] = rows
+    into: Any = (*[slice(None)] * x.placement.dim, slots)
+    x.local[into] = rows
     return None
 
 
@@ -134,7 +136,7 @@ def _rows(x: SequenceTensor, index: Tensor, source: Tensor) -> Any:
         return slots[:0], source.new_zeros(
             [0 if i == own.dim else size for i, size in enumerate(x.local.shape)], dtype=x.dtype
         )
-    if is_sequence(source):
+    if isinstance(source, SequenceTensor):
         source = brought(source, placement.storage)
         if source.placement.dim != own.dim or not source.placement.same_tokens(placement):
             return NO_RULE

@@ -30,11 +30,11 @@ def made(x: Scores) -> SequenceTensor:
     own = known.of_queries.at(len(known.lead))
     keys = gathered(known.keys, known.of_keys.at(known.keys.dim() - 2))
     scores = _noted(known, (known.queries @ keys.transpose(-2, -1)) * known.scale, own)
-    if known.is_shifted:
-        scores = scores - scores.detach().amax(-1, keepdim=True)
     if known.sinks is not None:
         sinks = known.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
+    if known.is_shifted:  # beside sinks, with them
+        scores = scores - _maxima(scores, known.is_shifted)
     if known.is_weights:
         scores = scores.softmax(-1)
     if known.sinks is not None and not known.shows_sinks:
@@ -44,6 +44,13 @@ def made(x: Scores) -> SequenceTensor:
             scores = torch.nn.functional.dropout(scores, known.dropout)
     scores = scores.to(x.dtype).reshape(*x.lead, *scores.shape[-2:])
     return SequenceTensor(scores, own.at(len(x.lead)))
+
+
+def _maxima(scores: Tensor, taken: str) -> Tensor:
+    """Return the largest of each query, with the gradient that it was taken with."""
+    if taken == "max":
+        return scores.max(-1, keepdim=True).values
+    return (scores.detach() if taken == "detach" else scores).amax(-1, keepdim=True)
 
 
 def _noted(known: Attention, scores: Tensor, own: Placement) -> Tensor:

@@ -24,7 +24,7 @@ def running_sum(call: Call) -> Any:
     dtype = call.kwargs.get("dtype") or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     ranges = [storage.layout.ranges(storage.capacity, rank) for rank in range(storage.layout.size)]
     local = own.without_padding(x.local, 0).to(dtype).movedim(own.dim, 0)
-    sums = [part.cumsum(0) for part in local.split([end - start for start, end in ranges[storage.rank]])]
+    sums = [part.cumsum(0) for part in torch.split(local, [end - start for start, end in ranges[storage.rank]])]
     most = max(map(len, ranges))
     totals = torch.stack([each[-1] for each in sums] + [torch.zeros_like(local[0])] * (most - len(sums)))
     # All of them on every rank, with a factor of 0 for what lies behind: the mirror of the gather is called by all.

@@ -22,13 +22,14 @@ from lightning_sp.global_view.sequence_tensor import GlobalTensor
 class Maxima(GlobalTensor):
     """The largest score of each query, of which nothing is computed: scores minus it are as good as scores."""
 
-    of_rows: tuple[int, ...]
+    scores: Scores
+    taken: str
 
     @staticmethod
-    def __new__(cls, scores: Scores) -> Maxima:
-        """Return those of scores, of shape (..., S, 1)."""
+    def __new__(cls, scores: Scores, taken: str) -> Maxima:
+        """Return those of scores, of shape (..., S, 1), taken by max, amax or without a gradient."""
         made = cls.without_memory((*scores.shape[:-1], 1), scores.dtype, scores.device)
-        made.of_rows, made.of_sequence = tuple(scores.shape[:-1]), scores.of_sequence
+        made.scores, made.taken, made.of_sequence = scores, taken, scores.of_sequence
         return made
 
 
@@ -40,7 +41,7 @@ def maxima(call: Call) -> Any:
         return NO_RULE
     if not call.argument(2, "keepdim", False) or x.attention.is_weights:
         return NO_RULE
-    found = Maxima(x)
+    found = Maxima(x, call.name)
     return found if call.name == "amax" else torch.return_types.max((found, found))
 
 
@@ -49,9 +50,10 @@ def without_maxima(call: Call) -> Any:
     x, other = call.args[:2]
     if not isinstance(other, Maxima) or not isinstance(x, Scores):
         return NO_RULE
-    if x.attention.is_weights or call.kwargs or other.of_rows != tuple(x.shape[:-1]) or call.function.__name__ != "sub":
+    is_own = other.scores.attention is x.attention and not x.attention.is_weights and not x.attention.is_shifted
+    if not is_own or call.kwargs or call.function.__name__ != "sub":
         raise refusal("a difference to another maximum")
-    return x.changed(is_shifted=True)
+    return x.changed(is_shifted=other.taken)
 
 
 def with_sinks(call: Call) -> Any:
@@ -61,7 +63,8 @@ def with_sinks(call: Call) -> Any:
         raise refusal(call.name)
     x, sinks = parts
     known = x.attention
-    is_alone = known.sinks is None and not known.is_weights and known.factor is None and x.lead == known.lead
+    is_new = known.sinks is None and not known.is_weights and not known.is_shifted
+    is_alone = is_new and known.factor is None and x.lead == known.lead
     fits = sinks.dim() == 4 and x.dim() == 4 and tuple(sinks.shape) == (*x.shape[:3], 1)
     if dim % x.dim() != x.dim() - 1 or not is_alone or not fits or _varies(sinks, 0) or _varies(sinks, 2):
         raise refusal("a score beside the keys that is not one number for each head")
@@ -118,7 +121,7 @@ def on_rows(call: Call, types: Collection[type]) -> Any:
         if call.name not in _OF_MAXIMA or (call.name == "detach") != (Scores not in types):
             raise refusal(f"{call.name} with their maxima")
         if call.name == "detach":
-            return call.args[0]
+            return Maxima(call.args[0].scores, "detach")
     given = [each for each in call.args if isinstance(each, Scores)]
     if any(each.attention.shows_sinks for each in given) and call.name not in {*_BESIDE_SINKS, *PROPERTIES}:
         raise refusal(f"{call.name} beside sinks")

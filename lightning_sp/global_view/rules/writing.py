@@ -29,11 +29,11 @@ def masked_scatter(call: Call) -> Any:
     own = x.placement
     if own.dim >= x.dim() - 1 or mask.dim() != x.dim() or mask.shape[:-1] != x.shape[:-1]:
         return NO_RULE
-    if is_sequence(mask):
+    if isinstance(mask, SequenceTensor):
         mask = brought(mask, own.storage)
         if mask.placement.dim != own.dim or not mask.placement.same_tokens(own):
             return NO_RULE
-    local = mask.local if is_sequence(mask) else part_of(mask, own)
+    local = mask.local if isinstance(mask, SequenceTensor) else part_of(mask, own)
     if local.shape[-1] != 1 and local.stride(-1) != 0:
         return NO_RULE  # a mask that may differ between the features of a token
     result = _rows_in_places(x, local[..., 0], source)
@@ -143,7 +143,7 @@ def _written_part(value: Any, into: Tensor, own: Placement, chosen: range) -> An
     if not isinstance(value, Tensor):
         return torch.as_tensor(value, dtype=into.dtype, device=into.device)
     dim = own.dim - (into.dim() - value.dim())
-    if is_sequence(value):
+    if isinstance(value, SequenceTensor):
         theirs = value.placement
         if theirs.dim != dim or theirs.length * theirs.outer * theirs.inner != len(chosen) * own.outer * own.inner:
             return NO_RULE

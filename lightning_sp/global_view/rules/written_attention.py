@@ -41,7 +41,7 @@ class Attention:
         softcap: c of c tanh(score), in the place of the scaled score; None where there is no tanh.
         is_weights: the softmax was taken.
         dropout: the probability.
-        is_shifted: the largest score of each query was subtracted.
+        is_shifted: how the largest score of each query was taken that was subtracted, max, amax or detach; empty where none was.
         sinks: a score of each head for a key without a value, (H,); None for none.
         shows_sinks: they stand behind the keys, where they are shown.
     """
@@ -60,7 +60,7 @@ class Attention:
     softcap: float | None = None
     is_weights: bool = False
     dropout: float = 0.0
-    is_shifted: bool = False
+    is_shifted: str = ""
     sinks: Tensor | None = None
     shows_sinks: bool = False
 

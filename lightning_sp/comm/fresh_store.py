@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
+from torch.distributed.rendezvous import rendezvous
 
 _ROOT, _LOOKS_EACH_S = "lightning_sp/life", 0.02
 
@@ -33,7 +34,7 @@ def fresh_store(rank: int, size: int, timeout: timedelta) -> _c10d.Store | None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
-    store, _, _ = next(_c10d.rendezvous("env://", rank, size, timeout=timeout))
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
     return _c10d.PrefixStore(f"{_ROOT}/{agreed_prefix(store, rank, size, timeout)}", store)
 
 

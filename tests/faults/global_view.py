@@ -11,6 +11,27 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 
 GLOBAL_VIEW = (
     fault(
+        "a running sum that counts a rank's own run twice",
+        "global_view/rules/scans.py",
+        "is_ahead = (firsts[:, :, None] < begins)",
+        "is_ahead = (firsts[:, :, None] <= begins)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "an expert's tokens taken from the first row",
+        "global_view/rules/chosen.py",
+        "slots = row[mine] * source.local_tokens + slot[token[mine]]",
+        "slots = slot[token[mine]]",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "scores that are made without their mask",
+        "global_view/rules/made_scores.py",
+        "        scores = scores.masked_fill(~visible, -math.inf)\n",
+        "        pass\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
         "a step that sees the batch of the view in which it was refused",
         "preflight/tried_steps.py",
         "            self._hand_again(whole, handed, hook, (batch_idx,))\n",
@@ -92,7 +113,7 @@ GLOBAL_VIEW = (
         "global_view/bands.py",
         "        if found is None or not bool((found == expected).all()):\n",
         "        if found is None:\n",
-        "tests/global_view/test_bands.py::test_another_mask_stays_a_matrix",
+        "tests/global_view/test_bands.py::test_another_mask_stays_a_matrix[one key hidden]",
     ),
     fault(
         "a fill of logits put among their hidden states",

@@ -11,9 +11,9 @@ GROUPS = (
         "sequence parallelism dropped at another shard_size",
         (
             Change(
-                "strategy.py",
-                "interceptions(self._steps.context, self._module, self.config)",
-                'interceptions(self._steps.context, self._module, self.config, self.config.shard_size == "auto")',
+                "preflight/tried_steps.py",
+                "interceptions(context, module, self.config)",
+                'interceptions(context, module, self.config, self.config.shard_size == "auto")',
             ),
             Change(
                 "step/prepare.py",

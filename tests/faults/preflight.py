@@ -80,9 +80,9 @@ PREFLIGHT = (
     ),
     fault(
         "an evaluation's hook that changes the batch, not tried",
-        "strategy.py",
-        "            with self._tried(self._handed.tried(run, hook, args[0], *indices), *args[1:]) as tried:\n",
-        "            with self._tried(run, *args[1:]) as tried:\n",
+        "preflight/tried_steps.py",
+        "            with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:\n",
+        "            with self._tried(step, *others) as run:\n",
         "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
     ),
     fault(

@@ -33,8 +33,9 @@ from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
 from lightning_sp.parallelize import abandon_forward, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
+from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
-from lightning_sp.step.predictions import share_predictions, unsharded_output
+from lightning_sp.step.predictions import share_predictions, unsharded_output, whole_outputs
 from lightning_sp.step.prepare import attention_mesh, base_mesh, lay_out_model
 from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
@@ -139,7 +140,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         if self._prepared is not self._module:
             self._prepare(self._module)
         self._averages.copy(self._module, trainer)
-        self._show(whole=self.sees_whole_sequences)
+        self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=True)
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._steps.start_run()
@@ -157,8 +158,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
         self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device, self.ranks_per_node)
         self._batch = None  # of another model, perhaps in another layout
-        whole, self._refusal = self.config.global_view is True, ""
-        context = SequenceContext(self._mesh, self.config.attention, global_view=whole)
+        self._views = Views(whole=self.config.global_view is True)
+        context = SequenceContext(self._mesh, self.config.attention, global_view=self._views.whole)
         self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
@@ -187,6 +188,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         trainer = self._module.trainer
+        self._show_as_known()
         local = self._carried(partial(self._sharded, batch))
         if whole := self._info.is_whole and self.sequence_parallel_size > 1:
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
@@ -195,6 +197,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._first_evaluations.offer(batch, (loops.evaluated_step(trainer), dataloader_idx))
         self._row_metrics.follow(self._module, self.data_parallel_group if whole else None)
         self._evaluated.advance(trainer, dataloader_idx)
+        self._before_hooks()
         # What the module makes of whole rows on their way it draws alike.
         with streams_from(mixed_seed(self._info.seed or 0, 1) if whole else None, self.root_device):
             local = self._handed.note(self._moved(local, self._info, device, dataloader_idx))
@@ -273,6 +276,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def _whole_output(self, output: Any) -> Any:
+        if self.sees_whole_sequences:
+            return whole_outputs(output)
         return unsharded_output(output, self._info, self.unshard, self._groups.sequence, self._groups.world)
 
     @override

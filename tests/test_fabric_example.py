@@ -9,7 +9,9 @@ from tests import fabric_ranks as ranks
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize(("world", "ring_size", "data_parallel_size"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("world", "ring_size", "data_parallel_size"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (4, 2, 2)]
+)
 def test_its_losses_are_those_of_one_device(pools, world, ring_size, data_parallel_size):
     (expected,) = pools(1).run(ranks.plain)
     assert expected[-1] < expected[0]

@@ -14,7 +14,7 @@ from lightning_sp.comm.collectives import (
     sum_over_ranks,
 )
 from lightning_sp.comm.connections import connection_error, is_of_communication
-from lightning_sp.comm.failure import failures_of_all, tell_failure
+from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store
 from lightning_sp.comm.groups import (
     HostGroups,
@@ -48,6 +48,7 @@ __all__ = [
     "Transfer",
     "agree",
     "all_equal",
+    "all_go_on",
     "are_alike",
     "barrier",
     "broadcast",

@@ -56,6 +56,18 @@ def failures_of_all(error: str | None) -> list[str]:
     return [each[1:] for each in said if each is not None and each[0] != _FINE]
 
 
+def all_go_on(*, lost: bool) -> bool:
+    """Return whether every rank has failed by itself, so that their next messages belong together. Every rank must call it, after a failure.
+
+    Args:
+        lost: this rank failed in a message that another had left.
+
+    Communicates: as `tell_failure`; a rank that waits for others in vain says no.
+    """
+    said = _exchange(_OTHER if lost else _OURS)
+    return all(each is not None and each[0] == _OURS for each in said)
+
+
 def _exchange(failure: str | None) -> list[str | None]:
     """Return what each rank says, None where one that failed has waited in vain for a rank's word; nothing without other ranks."""
     number = next(_numbers)

@@ -111,17 +111,22 @@ class SequenceContext:
         self.head_stage: HeadStage | None = None
         # Whether the step sees whole sequences, in tensors that hold this rank's part.
         self.global_view = global_view
+        self._of_other_view: tuple[bool | None, bool, tuple[AttentionPattern, ...]] = (None, False, ())
         # Whether output heads may give logits that are made when they are read.
         self.defers_logits = True
 
     def show(self, *, whole: bool) -> None:
-        """Show steps whole sequences, or this rank's part. What was learned of a model in the other view is forgotten."""
+        """Show steps whole sequences, or this rank's part. What was learned of a model in one view is no matter of the other."""
         if whole == self.global_view:
             return
+        learned = self.sums_over_groups, self.attention_told, self.last_attention_patterns
+        self.sums_over_groups, self.attention_told, self.last_attention_patterns = self._of_other_view
+        self._of_other_view = learned
         self.global_view = whole
-        self.unsharded.forget()
-        self.sums_over_groups, self.attention_told, self.last_attention_patterns = None, False, ()
-        self.logged_once.clear()
+        if whole:
+            self.unsharded.leave()
+        else:
+            self.unsharded.come_back()
 
     def begin(self, step: Step) -> None:
         """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""

@@ -54,6 +54,7 @@ class UnshardedModules:
         self.known = False
         self.found_any = False
         self._has_encoder = False
+        self._told: tuple[Sequence[nn.Module] | None, Sequence[nn.Module]] | None = None
 
     @property
     def knows_encoder(self) -> bool:
@@ -76,16 +77,22 @@ class UnshardedModules:
         self._undo.close()
         if self._context.global_view:
             return  # there tensors say themselves whose tokens they have
+        self._told = whole, crossing
         self.known, self.found_any = whole is not None, bool(whole or crossing)
         # What they hold, too: a checkpointed block is recomputed by itself.
         for roots, alike in ((whole or (), True), (crossing, False)):
             for module in {each for root in roots for each in root.modules()}:
                 self._suspend_in(module, _always, self._undo, alike=alike)
 
-    def forget(self) -> None:
-        """Know nothing of the model's attention any more."""
+    def leave(self) -> None:
+        """Let all modules be called as they are, until `come_back`."""
         self._undo.close()
         self.known = self.found_any = self._has_encoder = False
+
+    def come_back(self) -> None:
+        """Know again what was told before `leave`."""
+        if self._told is not None:
+            self.set(*self._told)
 
     def add_encoder(self, encoder: nn.Module, undo: ExitStack) -> None:
         """Let an encoder run whole in steps of a batch that holds no sequence of it; `undo` takes that back."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
@@ -23,7 +24,7 @@ from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.explain.verdict import TOLERANCES
-from lightning_sp.preflight.numbers import RankNumbers, counted_once, differences, tell
+from lightning_sp.preflight.numbers import RankNumbers, counted_once, described, differences
 from lightning_sp.preflight.other_tokens import CropCalls, modules_of_other_tokens
 from lightning_sp.preflight.outputs import leaves, output_differences, refuse_differences
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
@@ -43,11 +44,12 @@ class NotComparedError(SequenceParallelError):
     Args:
         message: why.
         of_part: whether it runs whole, and not sharded.
+        of_numbers: whether it runs, and shows other numbers, by which nothing is decided.
     """
 
-    def __init__(self, message: str, *, of_part: bool = True) -> None:
+    def __init__(self, message: str, *, of_part: bool = True, of_numbers: bool = False) -> None:
         super().__init__(message)
-        self.of_part = of_part
+        self.of_part, self.of_numbers = of_part, of_numbers
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def compare_evaluation(
     options: ShardOptions,
     monitored: Collection[str],
     whole_output: WholeOutput | None = None,
+    strict: bool = False,
 ) -> None:
     """Compare what an evaluation step shows on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -80,9 +83,10 @@ def compare_evaluation(
         options: which tensors carry the sequence.
         monitored: names of numbers that decide about the run.
         whole_output: of a step whose output is what counts, a prediction's.
+        strict: other numbers are raised, and not only warned of, by which nothing is decided.
 
     Raises:
-        NotComparedError: one of them does not run.
+        NotComparedError: one of them does not run; or shows other numbers, where that is `strict`.
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
     mesh, patterns = runner.context.mesh, runner.context.last_attention_patterns
@@ -116,7 +120,10 @@ def compare_evaluation(
     runner.context.logged_once.setdefault(name, {}).update(counted_once(of_ranks))
     step = f"{name} on a crop of {own.rows} x {crop.tokens} tokens"
     if differ := differences(of_ranks):
-        tell(differ, step, monitored)
+        text = described(differ, step, monitored)
+        if strict:
+            raise NotComparedError(text, of_numbers=True)
+        rank_zero_warn(text)
     refuse_differences(comm.gather_objects(outputs, runner.groups.world), step)
 
 
@@ -265,6 +272,7 @@ class FirstEvaluationBatches:
         monitored: Collection[str],
         in_float32: InFloat32 | None,
         whole_output: WholeOutput | None = None,
+        strict: bool = False,
     ) -> None:
         """Compare the step in progress, as `compare_evaluation`; a later one of this loader where that was not possible.
 
@@ -277,6 +285,7 @@ class FirstEvaluationBatches:
             monitored: names of numbers that decide about the run.
             in_float32: switches autocast off; None where there is none.
             whole_output: of a step whose output is what counts.
+            strict: as of `compare_evaluation`.
         """
         try:
             with nullcontext() if in_float32 is None else in_float32():
@@ -289,8 +298,10 @@ class FirstEvaluationBatches:
                     options=options,
                     monitored=monitored,
                     whole_output=whole_output,
+                    strict=strict,
                 )
-        except NotComparedError:
-            self._compared.discard(first.loader)
+        except NotComparedError as error:
+            if not error.of_numbers:
+                self._compared.discard(first.loader)
             raise
         self._compared.add(first.loader)

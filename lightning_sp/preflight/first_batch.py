@@ -57,6 +57,11 @@ class FirstBatch:
         """Return whether a batch is the first to be tried."""
         return self._first and training
 
+    @property
+    def is_offered(self) -> bool:
+        """Whether the batch whose step comes next is to be tried."""
+        return self._batch is not None
+
     def offer(self, batch: Any, *, training: bool, step: int) -> None:
         """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step."""
         first = self._first and step >= self._first_step

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.explain.verdict import TOLERANCES
@@ -139,8 +138,8 @@ def _of_shapes(name: str, of_ranks: Sequence[RankNumbers]) -> bool:
     return all(len(set(group)) == 1 for group in groups)
 
 
-def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) -> None:
-    """Name the numbers that differ in a warning, with the fix.
+def described(differ: Sequence[Difference], step: str, monitored: Collection[str]) -> str:
+    """Return a warning that names the numbers that differ, with the fix.
 
     Args:
         differ: of all ranks, alike on all.
@@ -167,7 +166,7 @@ def tell(differ: Sequence[Difference], step: str, monitored: Collection[str]) ->
             f"{text}. {', '.join(decides)} is monitored: checkpoints, early stopping or the learning rate would follow a wrong number; "
             "preflight=False switches this check off"
         )
-    rank_zero_warn(text)
+    return text
 
 
 def _is_of(monitored: str, name: str) -> bool:

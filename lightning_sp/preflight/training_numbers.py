@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
 from lightning_sp.preflight.groups import trial_of_groups
-from lightning_sp.preflight.numbers import RankNumbers, counted_once, differences, tell
+from lightning_sp.preflight.numbers import RankNumbers, counted_once, described, differences
 from lightning_sp.preflight.trial import SEED, Outcome, Trial
 
 
@@ -37,4 +38,4 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
     of_ranks = comm.gather_objects(own, trial.control_group)
     trial.context.logged_once["training_step"] = counted_once(of_ranks)
     if differ := differences(of_ranks):
-        tell(differ, f"training_step on {trial.crop}", monitored)
+        rank_zero_warn(described(differ, f"training_step on {trial.crop}", monitored))

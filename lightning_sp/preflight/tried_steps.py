@@ -9,20 +9,23 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp import comm
+from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
 from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
+from lightning_sp.preflight.views import Views
 from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.evaluation import EvaluationProgress
+from lightning_sp.step.isolation import snapshot
 from lightning_sp.step.prepare import interceptions, shard_options
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.batch_hooks import HandedBatch
+from lightning_sp.trainer.batch_hooks import HandedBatch, of_user
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 
 _Found = TypeVar("_Found")
@@ -41,7 +44,10 @@ class TriedSteps(CurrentSequence):
         self._first_batch = FirstBatch()
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
-        self._refusal = ""  # of the step as it is, in a run that goes on in the global view
+        self._views = Views()
+        self._undo_hooks: Callable[[], None] | None = None
+        self._is_handed = True  # whether hooks have had the batch in progress, and what they did stays
+        self._inferred: dict[bool, dict[str, int]] = {}  # by the view
 
     # ---- what the strategy does with a batch
 
@@ -55,14 +61,17 @@ class TriedSteps(CurrentSequence):
 
     # ---- the view
 
-    def _show(self, *, whole: bool) -> None:
-        """Let steps see whole sequences, or this rank's part, from here on."""
+    def _show(self, *, whole: bool, anew: bool = False) -> None:
+        """Let steps see whole sequences, or this rank's part, from here on; `anew` of batches of which nothing was inferred yet."""
+        if anew:
+            self._inferred.clear()
         module, context = self._module, self._steps.context
         self._steps.end()
         self._interceptions.close()
         context.show(whole=whole)
         datamodule = getattr(module.trainer, "datamodule", None)
-        self._shard_options = shard_options(module, datamodule, self.config, self.root_device, global_view=whole)
+        known = shard_options(module, datamodule, self.config, self.root_device, global_view=whole)
+        self._shard_options = replace(known, inferred_dims=self._inferred.get(whole, {}))
         self._interceptions.enter_context(interceptions(context, module, self.config))
 
     def _carried(self, run: Callable[[], _Found], *, tried_after: bool = True) -> _Found:
@@ -75,28 +84,37 @@ class TriedSteps(CurrentSequence):
         Raises:
             SequenceParallelError: refused so, too: with both reasons.
         """
+        kind = self._kind
         try:
             return run()
         except SequenceParallelError as error:
             if isinstance(error, TrialFailedError) or not getattr(error, "of_part", True):
                 raise  # whole, too
-            if self._refusal:
-                raise _both(self._refusal, error) from error
-            if not self._tries_global_view or _left_others_waiting(error):
+            if before := self._views.refusal(kind):
+                note = f"The step is in the global view, for its part of the sequence was refused: {_first_sentence(before)}"
+                raise _with(error, str(error), note) from error
+            tries = self.config.tries_global_view and self.sequence_parallel_size > 1 and self._views.may_try(kind)
+            if not tries or not comm.all_go_on(lost=_is_of_communication(error)):
                 raise
             refusal = error
         rank_zero_info(
-            f"sequence_parallel: refused on each rank's part of the sequence: {_first_sentence(str(refusal))}. It is tried in the global view, "
-            "which shows the step whole sequences; global_view=False leaves it refused"
+            f"sequence_parallel: {kind or 'training'}_step is refused on each rank's part of the sequence: {_first_sentence(str(refusal))}. "
+            "It is tried in the global view, which shows the step whole sequences; global_view=False leaves it refused"
         )
-        self._refusal = str(refusal)
+        if self._undo_hooks is not None:  # before the view changes what it keeps at modules
+            self._undo_hooks()
+            self._undo_hooks, self._is_handed = None, False
+        self._views.use_whole(kind, str(refusal))
         self._show(whole=True)
         try:
             found = run()
         except SequenceParallelError as error:
-            self._refusal = ""
+            self._views.give_up(kind)
             self._show(whole=False)
-            raise _both(str(refusal), error) from error
+            if str(error) == str(refusal):
+                raise
+            tried = f"The global view was tried (global_view='auto'), and refuses it, too: {error}"
+            raise _with(refusal, str(refusal), tried) from error
         if tried_after:
             # Gradients that accumulate are whole on each rank: a trial would add to them.
             trainer = self._module.trainer
@@ -105,11 +123,39 @@ class TriedSteps(CurrentSequence):
         return found
 
     @property
-    def _tries_global_view(self) -> bool:
-        return self.config.tries_global_view and self.sequence_parallel_size > 1 and not self.sees_whole_sequences
+    def _kind(self) -> str:
+        return loops.evaluated_step(self._module.trainer)
+
+    def _show_as_known(self) -> None:
+        """Have the view of the kind of step whose batch comes next."""
+        self._undo_hooks = None  # of the batch before
+        whole = self._views.sees_whole(self._kind)
+        if whole != self.sees_whole_sequences:
+            self._show(whole=whole)
+
+    def _before_hooks(self) -> None:
+        """Remember what hooks of a batch may change, where the batch may be handed to them again."""
+        due = self._first_batch.is_offered or self._first_evaluations.is_due
+        self._undo_hooks, self._is_handed = None, True
+        if (
+            due
+            and self.config.tries_global_view
+            and self.sequence_parallel_size > 1
+            and self._views.may_try(self._kind)
+        ):
+            module = self._module
+            streams, restore = random_state(), snapshot(module, of_user(module.trainer), hooks=False)
+
+            def undo() -> None:
+                hook_name = module._current_fx_name  # Lightning's, of the hook in progress
+                restore()
+                module._current_fx_name = hook_name
+                restore_random_state(streams)
+
+            self._undo_hooks = undo
 
     def _hand_again(self, whole: Any, handed: Any, hook: str, indices: tuple[int, ...]) -> None:
-        """Give the step in progress its batch in the new view, changed by hooks that have changed it.
+        """Give the step in progress its batch in the new view, after its hooks: as if they had not had the other one.
 
         Args:
             whole: as the loader gave it.
@@ -118,8 +164,7 @@ class TriedSteps(CurrentSequence):
             indices: that they were given.
         """
         shown = self._moved(self._sharded(whole), self._info)
-        shown = self._handed.tried(_as_it_is, hook, handed, *indices)(self, shown)
-        self._handed.replace(handed, shown)
+        self._handed.replace(handed, self._handed.after_hooks(self, hook, shown, indices))
 
     @property
     def _info(self) -> SequenceInfo:
@@ -163,8 +208,9 @@ class TriedSteps(CurrentSequence):
 
         inferred = self._carried(tried, tried_after=False)
         if not after or self.sees_whole_sequences != before:
+            self._inferred[self.sees_whole_sequences] = inferred
             self._shard_options = replace(self._shard_options, inferred_dims=inferred)
-        if self.sees_whole_sequences != before:
+        if not self._is_handed:
             self._hand_again(whole, handed, hook, (batch_idx,))
 
     @contextmanager
@@ -194,21 +240,23 @@ class TriedSteps(CurrentSequence):
         """
         if not self._first_evaluations.is_due:
             return
-        first, trainer, before = self._first_evaluations.take(), self._module.trainer, self.sees_whole_sequences
+        first, trainer = self._first_evaluations.take(), self._module.trainer
         hook, indices = self._evaluated.batch_start_hook(trainer)
+
+        strict = self.config.tries_global_view and self._views.may_try(self._kind)
 
         def compare() -> None:
             with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:
                 self._first_evaluations.compare(
-                    first, self._steps, run, name=step.__name__, options=self._options(),
+                    first, self._steps, run, name=step.__name__, options=self._options(), strict=strict,
                     whole_output=self._whole_output if trainer.predicting else None, **self._trial_options(),
                 )  # fmt: skip
 
         try:
             self._carried(compare)
         except NotComparedError as error:
-            rank_zero_info(str(error))
-        if self.sees_whole_sequences != before:
+            (rank_zero_warn if error.of_numbers else rank_zero_info)(str(error))
+        if not self._is_handed:
             self._hand_again(first.batch, handed, hook, indices)
 
     def _trial_options(self) -> dict[str, Any]:
@@ -220,28 +268,20 @@ class TriedSteps(CurrentSequence):
         raise NotImplementedError
 
 
-def _as_it_is(_: Any, batch: Any, *__: Any) -> Any:
-    return batch
+def _with(error: SequenceParallelError, *lines: str) -> SequenceParallelError:
+    """Return a refusal of the kind of another, with more lines."""
+    text = "\n".join(lines)
+    if isinstance(error, NotComparedError):
+        return NotComparedError(text, of_part=error.of_part, of_numbers=error.of_numbers)
+    return SequenceParallelError(text)
 
 
-def _both(refusal: str, error: SequenceParallelError) -> SequenceParallelError:
-    """Return one refusal of a step that is refused in both views."""
-    if str(error) == refusal:
-        return error
-    kind = NotComparedError if isinstance(error, NotComparedError) else SequenceParallelError
-    return kind(f"{refusal}\nThe global view was tried (global_view='auto'), and refuses it, too: {error}")
-
-
-def _left_others_waiting(error: BaseException) -> bool:
-    """Return whether a rank was refused in a collective that another had left: their messages do not belong together any more.
-
-    Communicates: as `comm.tell_failure`.
-    """
+def _is_of_communication(error: BaseException) -> bool:
+    """Return whether a refusal comes of a message that another rank had left."""
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    lost = any(map(comm.is_of_communication, chain))
-    return comm.tell_failure("a rank waits for another" if lost else None, named=False) is not None
+    return any(map(comm.is_of_communication, chain))
 
 
 def _first_sentence(words: str) -> str:

@@ -14,7 +14,14 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.bands import band_of
 from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.rules.written_attention import HIDDEN_BELOW
 from lightning_sp.rewrite.attention_call import attend
+
+# Scores that low numbers are added to are lost in rounding, with their log-sum-exp, by which the operator's backward goes.
+_NO_KEY = (
+    "global_view: numbers that are added, and hide all keys of a query: one device weighs them alike, the operator cannot; give each query a "
+    "key, as right padding does, or a mask of booleans, which gives such a query zeros"
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,9 @@ class WholeAttention:
         if of_keys is of_queries:
             visible, causal, window = _known_band(visible, causal, window)
             bias, causal, window = _known_band(bias, causal, window)
+        if bias is not None:
+            hides_all = bool((bias.detach() <= HIDDEN_BELOW).all(-1).any())
+            queries.storage.agree(_NO_KEY if hides_all else None)
         mask = build_mask(of_queries, of_keys, causal=causal, window_size=window)
         if visible is not None:
             mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))

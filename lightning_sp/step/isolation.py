@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
                 undo.callback(_restore_shard, parameter, _shard(parameter).clone())
         undo.callback(abandon_forward, root)  # the block may be left by an error, or have caught one
         undo.enter_context(streams(device))
-        undo.callback(_snapshot(root))
+        undo.callback(snapshot(root))
         # torch's dropout modules call these as well.
         for name in _DROPOUTS:
             undo.callback(setattr, F, name, getattr(F, name))
@@ -95,14 +95,22 @@ def _restore_quantized(parameter: nn.Parameter, data: Tensor, attributes: dict[s
     vars(_quant_state(parameter)).update(attributes)
 
 
-def _snapshot(root: nn.Module) -> Callable[[], None]:
-    """Return a function that puts the plain attributes of all modules back."""
+def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True) -> Callable[[], None]:
+    """Return a function that puts the plain attributes of all modules back, and of other objects of the user's.
+
+    Args:
+        root: of the modules.
+        others: the objects.
+        hooks: whether hooks that were registered meanwhile go.
+    """
     modules = list(root.modules())
-    visited = {id(module) for module in modules}
+    visited = {id(each) for each in (*modules, *others)}
     undo: list[Callable[[], object]] = []
+    for other in others:
+        _remember_all(_remember_attributes(other, undo), undo, visited)
     for module in modules:
         _remember_all(_remember_attributes(module, undo), undo, visited)
-        for name in _HOOKS:
+        for name in _HOOKS if hooks else ():
             undo.append(partial(_remove_new, vars(module)[name], set(vars(module)[name])))
 
     def restore() -> None:

@@ -15,6 +15,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.sharding import unshard
 from lightning_sp.data.loaders.replace_sampler import is_filler_batch
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.mesh import SequenceMesh
 
 # Elements of which a digest is made at once: the copies it needs stay small beside the logits of a long sequence.
@@ -67,6 +68,14 @@ def unsharded_output(
         return tensor if is_whole or tuple(tensor.shape[:2]) not in tokens else unshard(tensor)
 
     return apply_to_collection(output, Tensor, whole)
+
+
+def whole_outputs(output: Any) -> Any:
+    """Return what a step in the global view gave with whole sequences. Every rank must call it.
+
+    Communicates: one all_gather for each tensor of the sequence.
+    """
+    return apply_to_collection(output, SequenceTensor, SequenceTensor.whole)
 
 
 def _digest(tensor: Tensor) -> TensorDigest:

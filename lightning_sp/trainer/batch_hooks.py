@@ -40,6 +40,11 @@ class HandedBatch:
             handed[:] = batch
         self._instead = handed, batch
 
+    @staticmethod
+    def after_hooks(strategy: Any, hook: str, batch: Any, indices: tuple[int, ...]) -> Any:
+        """Return a batch after the user's hooks of a step have had it."""
+        return _after_hooks(_as_it_is, hook, indices, strategy, batch)
+
     def of_step(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what a step is called with, its batch first: that which is in the place of the one handed, if there is one."""
         handed, batch = self._instead or (None, None)
@@ -81,13 +86,22 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
+def of_user(trainer: Trainer) -> list[Any]:
+    """Return the callbacks that are no library's."""
+    libraries = ("lightning", "pytorch_lightning", "lightning_sp")
+    return [each for each in trainer.callbacks if type(each).__module__.partition(".")[0] not in libraries]  # type: ignore[attr-defined]
+
+
+def _as_it_is(_: Any, batch: Any) -> Any:
+    return batch
+
+
 def _after_hooks(
     step: Callable[..., Any], hook: str, indices: tuple[int, ...], strategy: Strategy, batch: Any, *others: Any
 ) -> Any:
     module = strategy.lightning_module
     assert module is not None
-    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-        if type(callback).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "lightning_sp"):
-            getattr(callback, hook)(module.trainer, module, batch, *indices)
+    for callback in of_user(module.trainer):
+        getattr(callback, hook)(module.trainer, module, batch, *indices)
     getattr(module, hook)(batch, *indices)
     return step(strategy, batch, *others)

@@ -23,6 +23,7 @@ from lightning_sp.global_view.rules.written_attention import (
     HIDDEN_BELOW,
     STILL_HIDDEN_BELOW,
     Attention,
+    check_ties,
     four_dims,
     masks_of,
     refusal,
@@ -259,6 +260,7 @@ def at_least(call: Call) -> Any:
     number = _number(call.argument(1, "other", call.kwargs.get("min")))
     if number is None or number > HIDDEN_BELOW or len(call.args) + len(call.kwargs) > 2:
         raise refusal(call.name)
+    check_ties(x.attention)
     return _result(call, x, x)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -112,6 +113,17 @@ def masks_of(known: Attention) -> Masks:
         return Masks(known.visible, known.bias)
     visible = ~lowered if known.visible is None else known.visible & ~lowered
     return Masks(visible | alike, known.bias, alike) if bool(alike.any()) else Masks(visible, known.bias)
+
+
+def check_ties(known: Attention) -> None:
+    """Refuse a maximum with the number that hides, where it hides all keys of a query: each ties with it, and has half of its gradient."""
+    low = None if known.bias is None else known.bias.detach() <= HIDDEN_BELOW
+    hidden = [
+        each for each in (known.lowered, low, None if known.visible is None else ~known.visible) if each is not None
+    ]
+    both = reduce(torch.logical_or, hidden, torch.zeros(1, dtype=torch.bool))
+    what = "numbers that hide all keys of a query, and a maximum with them,"
+    known.of_queries.storage.agree(str(refusal(what)) if bool(both.all(-1).any()) else None)
 
 
 def _refuse_where(found: Tensor, known: Attention, what: str) -> None:

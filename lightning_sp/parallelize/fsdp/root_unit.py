@@ -94,6 +94,11 @@ class RootUnit:
                 group.wait_for_unshard()
                 if torch.is_grad_enabled() and (used := used_parameters(self._root)) is not None:
                     used.expect([group])
+        for (
+            each
+        ) in self._parameters:  # of shards `toggle_optimizer` switches it, and the layer is called with what is whole
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
         self._stale = False
 
 

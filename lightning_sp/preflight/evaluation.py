@@ -110,7 +110,7 @@ def compare_evaluation(
             found, outputs = _of_part(own, runner, run, options, whole, whole_output)
     except (
         Exception
-    ) as error:  # whatever a step makes of a crop, on all ranks: what is wrong with the step itself, it will say itself
+    ) as error:  # on all ranks: what is wrong with the step itself, and not with a crop, it will say itself
         why = f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}"
         raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error
     finally:
@@ -120,11 +120,14 @@ def compare_evaluation(
     runner.context.logged_once.setdefault(name, {}).update(counted_once(of_ranks))
     step = f"{name} on a crop of {own.rows} x {crop.tokens} tokens"
     if differ := differences(of_ranks):
-        text = described(differ, step, monitored)
-        if strict:
-            raise NotComparedError(text, of_numbers=True)
-        rank_zero_warn(text)
+        _tell(described(differ, step, monitored), strict)
     refuse_differences(comm.gather_objects(outputs, runner.groups.world), step)
+
+
+def _tell(text: str, strict: bool) -> None:
+    if strict:
+        raise NotComparedError(text, of_numbers=True)
+    rank_zero_warn(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,8 +81,7 @@ class WholeAttention:
             visible, causal, window = _known_band(visible, causal, window)
             bias, causal, window = _known_band(bias, causal, window)
         if bias is not None:
-            hides_all = bool((bias.detach() <= HIDDEN_BELOW).all(-1).any())
-            queries.storage.agree(_NO_KEY if hides_all else None)
+            queries.storage.agree(_NO_KEY if bool((bias.detach() <= HIDDEN_BELOW).all(-1).any()) else None)
         mask = build_mask(of_queries, of_keys, causal=causal, window_size=window)
         if visible is not None:
             mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))

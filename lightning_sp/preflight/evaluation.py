@@ -89,8 +89,7 @@ def compare_evaluation(
         NotComparedError: one of them does not run; or shows other numbers, where that is `strict`.
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
-    mesh, patterns = runner.context.mesh, runner.context.last_attention_patterns
-    ran_whole = False
+    mesh, patterns, ran_whole = runner.context.mesh, runner.context.last_attention_patterns, False
     try:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             crop, own = shared_crop(
@@ -111,8 +110,7 @@ def compare_evaluation(
     except (
         Exception
     ) as error:  # on all ranks: what is wrong with the step itself, and not with a crop, it will say itself
-        why = f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}"
-        raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error
+        raise _not_compared(name, error, ran_whole) from error
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
@@ -122,6 +120,11 @@ def compare_evaluation(
     if differ := differences(of_ranks):
         _tell(described(differ, step, monitored), strict)
     refuse_differences(comm.gather_objects(outputs, runner.groups.world), step)
+
+
+def _not_compared(name: str, error: Exception, ran_whole: bool) -> NotComparedError:
+    why = f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}"
+    return NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error))
 
 
 def _tell(text: str, strict: bool) -> None:

@@ -68,7 +68,7 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
     "tril of ones": written(lambda x, n: x.masked_fill(torch.tril(torch.ones(n, n)) == 0, -torch.inf)),
     "triu of -inf, added": written(lambda x, n: x + torch.triu(torch.full((n, n), -torch.inf), 1)),
     "arange >= arange": written(lambda x, n: x.masked_fill(~_earlier(n), -torch.inf)),
-    "a window of aranges": written(lambda x, n: torch.where(_window(n), x, -torch.inf)),
+    "a window of comparisons of arange": written(lambda x, n: torch.where(_window(n), x, -torch.inf)),
     "a buffer": _buffer,
     "attn_mask=arange >= arange": of_torch(_earlier),
     "attn_mask=square_subsequent": of_torch(nn.Transformer.generate_square_subsequent_mask),

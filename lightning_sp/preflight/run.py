@@ -67,7 +67,8 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
         elif told := random_step(trial, whole):
             _say_as_with_ddp(told)
             return None
-        others = modules_of_other_tokens(calls_of_training(trial, whole))
+        # In the global view tensors say themselves whose tokens they have.
+        others = None if trial.context.global_view else modules_of_other_tokens(calls_of_training(trial, whole))
         trial.context.unsharded.set(*(others or (None,)))
         sharded = with_sums_settled(trial, whole, _run_sharded(trial, whole))
     found = _judged(trial, whole, sharded, started)

@@ -71,7 +71,8 @@ HEAD = """# The global view
 A step sees whole sequences. Its tensors have the shape that one device would see, and each rank holds its part. Code
 that looks along the sequence is exact as it is written. The default, `"auto"`, lets a step see its rank's part, which
 is faster; where that is refused, by the preflight or for the batch, it tries the step in the global view, says so, and
-trains there if the preflight agrees. `False` leaves it refused.
+trains there if the preflight agrees. Training and each kind of evaluation have a view of their own. `False` leaves it
+refused.
 
     def training_step(self, batch, batch_idx):
         ids, mask = batch["input_ids"], batch["attention_mask"]  # (B, S) on every rank, which has S / n of the tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,7 +32,7 @@ from lightning_sp.trainer.optimizers.manual_optimization import tried_training_s
 _Found = TypeVar("_Found")
 
 
-class TriedSteps(CurrentSequence):
+class TriedSteps(CurrentSequence, ABC):
     """What a run learns by trying; the strategy says when, and how a batch is sharded and moved."""
 
     root_device: torch.device
@@ -51,13 +52,13 @@ class TriedSteps(CurrentSequence):
 
     # ---- what the strategy does with a batch
 
+    @abstractmethod
     def _sharded(self, batch: Any) -> Any:
         """Return this rank's part of a batch, on its device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _moved(self, local: Any, info: SequenceInfo, *where: Any) -> Any:
         """Return a part as the step sees it, through Lightning's hooks of a batch."""
-        raise NotImplementedError
 
     # ---- the view
 
@@ -93,8 +94,7 @@ class TriedSteps(CurrentSequence):
             if before := self._views.refusal(kind):
                 note = f"The step is in the global view, for its part of the sequence was refused: {_first_sentence(before)}"
                 raise _with(error, str(error), note) from error
-            tries = self.config.tries_global_view and self.sequence_parallel_size > 1 and self._views.may_try(kind)
-            if not tries or not comm.all_go_on(lost=_is_of_communication(error)):
+            if not self._may_try or not comm.all_go_on(lost=_is_of_communication(error)):
                 raise
             refusal = error
         rank_zero_info(
@@ -126,6 +126,12 @@ class TriedSteps(CurrentSequence):
     def _kind(self) -> str:
         return loops.evaluated_step(self._module.trainer)
 
+    @property
+    def _may_try(self) -> bool:
+        """Whether the kind of step in progress may be tried in the global view."""
+        split = self.sequence_parallel_size > 1
+        return split and self.config.tries_global_view and self._views.may_try(self._kind)
+
     def _show_as_known(self) -> None:
         """Have the view of the kind of step whose batch comes next."""
         self._undo_hooks = None  # of the batch before
@@ -137,12 +143,7 @@ class TriedSteps(CurrentSequence):
         """Remember what hooks of a batch may change, where the batch may be handed to them again."""
         due = self._first_batch.is_offered or self._first_evaluations.is_due
         self._undo_hooks, self._is_handed = None, True
-        if (
-            due
-            and self.config.tries_global_view
-            and self.sequence_parallel_size > 1
-            and self._views.may_try(self._kind)
-        ):
+        if due and self._may_try:
             module = self._module
             streams, restore = random_state(), snapshot(module, of_user(module.trainer), hooks=False)
 
@@ -242,8 +243,7 @@ class TriedSteps(CurrentSequence):
             return
         first, trainer = self._first_evaluations.take(), self._module.trainer
         hook, indices = self._evaluated.batch_start_hook(trainer)
-
-        strict = self.config.tries_global_view and self._views.may_try(self._kind)
+        strict = self._may_try
 
         def compare() -> None:
             with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:
@@ -259,13 +259,13 @@ class TriedSteps(CurrentSequence):
         if not self._is_handed:
             self._hand_again(first.batch, handed, hook, indices)
 
+    @abstractmethod
     def _trial_options(self) -> dict[str, Any]:
         """Return what a trial is told of the run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole_output(self, output: Any) -> Any:
         """Return a prediction with whole sequences. Every rank must call it."""
-        raise NotImplementedError
 
 
 def _with(error: SequenceParallelError, *lines: str) -> SequenceParallelError:

@@ -35,13 +35,14 @@ class Watched(Module):
 
     Args:
         loss: of the step.
-        kinds: "insisting" has a block that fails on a part, "tuple" takes its batches as tuples, "turns" has a callback that
-            changes them, "packed" holds two documents in each row, "validation" validates and predicts, too.
+        kinds: "insisting" has a block that fails on a part, "tuple" takes its batches as tuples, "turns" has hooks that
+            change them, one by a counter, "packed" holds two documents in each row, "validation" validates and predicts, too.
     """
 
     def __init__(self, loss: str, kinds: tuple[str, ...] = ()) -> None:
         super().__init__(loss if loss in LOSSES else "mean_pooled")
         self.kinds, self.shapes, self.shown = kinds, [], []
+        self.num_moved = 0
         if loss not in LOSSES:
             self._loss = sorted_features
         if "insisting" in kinds:
@@ -54,16 +55,22 @@ class Watched(Module):
             else batch
         )
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if "turns" not in self.kinds:
+            return batch
+        self.num_moved += 1
+        return {**batch, "input_ids": (batch["input_ids"] + self.num_moved) % V}
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = self._named(batch)
         self.shapes.append(tuple(batch["input_ids"].shape))
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("last", self.predict_step(batch, batch_idx).square().mean(), batch_size=4)
+        self.log("last", self.predict_step(batch, batch_idx)[:, -1].square().mean(), batch_size=4)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model.hidden(self._named(batch)["input_ids"])[:, -1]
+        return self.model.hidden(self._named(batch)["input_ids"])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.shown.append(tuple(self._named(batch)["input_ids"].shape))
@@ -88,6 +95,7 @@ class Late(pl.LightningModule):
         loss = F.cross_entropy(
             self.head(self.hidden(batch["input_ids"])).flatten(0, 1), batch["shift_labels"].flatten()
         )
+        self.log("tokens", float((batch["shift_labels"] >= 0).sum()), reduce_fx="sum", sync_dist=True)
         self.losses.append(float(loss))
         self.shapes = {tuple(batch["input_ids"].shape)}
         return loss
@@ -142,7 +150,7 @@ def run(loss: str, kinds: tuple[str, ...], world: int, options: dict[str, Any]) 
         "shapes": module.shapes[-2:],
         "shown": module.shown,
         "logged": logged,
-        "predictions": [torch.as_tensor(each).tolist() for each in predictions or []],
+        "predictions": [each.flatten().tolist() for each in predictions or []],
         "tried": [line for line in lines if "It is tried in the global view" in line],
         "error": error,
     }
@@ -162,7 +170,7 @@ def late(world: int, options: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(module, DataLoader(made, batch_size=4), DataLoader(made[:8], batch_size=4))
     return {
         "losses": module.losses[-6:],
-        "pooled": float(trainer.callback_metrics["pooled"]),
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "shapes": module.shapes,
         "tried": [line for line in lines if "It is tried in the global view" in line],
     }

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_sp import comm, linear_cross_entropy, sharded_cross_entropy
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.deferred import DeferredTensor
 from lightning_sp.global_view.sequence_tensor import whole_of
 from lightning_sp.layout import pad, shard
 from lightning_sp.loss.deferred_heads import DeferredHeads
@@ -23,6 +20,7 @@ from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.global_view.rule_cases import E
 from tests.global_view.rule_ranks import batch_of, distance, inputs
+from tests.loss.most_tokens import MostTokens
 
 # Of a head of its own, so that a vocabulary is known by its size.
 WORDS, CHUNK = 37, 3
@@ -44,22 +42,6 @@ class Headed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x)
-
-
-class MostTokens(TorchDispatchMode):
-    """Of how many tokens the largest tensor of a vocabulary is, the head and its gradient aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        for each in tree_leaves(output):
-            there = isinstance(each, Tensor) and each.device.type != "meta" and not isinstance(each, DeferredTensor)
-            if there and WORDS in each.shape and E not in each.shape:
-                self.tokens = max(self.tokens, each.numel() // WORDS)
-        return output
 
 
 def hugging_face(logits: Tensor, labels: Tensor) -> Tensor:
@@ -182,7 +164,7 @@ def _loss(name: str, model: Headed, x: Any, ids: Tensor, mask: Tensor, *, alone:
 def _errors(name: str, length: int, mesh: SequenceMesh) -> Any:
     (x, ids, mask), leaf = batch_of(length, mesh)
     context: SequenceContext = x.placement.storage.attend.context  # type: ignore[attr-defined]
-    model, most = Headed(), MostTokens()
+    model, most = Headed(), MostTokens(WORDS, E)
     try:
         with CrossEntropyInterception(context, lambda *_: None), DeferredHeads(context, model, CHUNK):
             with most:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -138,6 +139,9 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+LOWEST = torch.finfo(torch.float64).min
+# The first query sees no key, as a token of left padding.
+HIDES_ALL = torch.zeros(16, 16, dtype=torch.float64).masked_fill(torch.arange(16)[:, None] == 0, LOWEST)
 REFUSED: dict[str, Any] = {
     "a token written to": lambda x: x.detach().clone()[:, 0].zero_(),
     "a part written to": lambda x: x[..., 0].detach().chunk(2, 1)[0].fill_(1),
@@ -151,6 +155,10 @@ REFUSED: dict[str, Any] = {
     "an own function": lambda x: Centred.apply(x),
     "scores times a tensor, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16) * 2).softmax(-1) @ x,
     "scores that are too many": lambda x: ((y := x[:, None].expand(2, 2**21, 16, E)) @ y.mT).square(),
+    "a maximum with what hides all keys": lambda x: (
+        torch.max((x @ x.mT) + HIDES_ALL, torch.tensor(LOWEST)).softmax(-1) @ x
+    ),
+    "a bias that hides all keys": lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=HIDES_ALL),
     "written into a whole tensor": lambda x: torch.zeros(2, 16, E, dtype=x.dtype).add_(x),
 }
 

@@ -48,6 +48,8 @@ def test_what_needs_no_whole_stays_split(pools):
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores times a tensor, in place", ["mul by a tensor on the scores of an attention"]),
         ("scores that are too many", ["square on the scores", "up to 268435456 numbers on a rank: here 536870912"]),
+        ("a maximum with what hides all keys", ["numbers that hide all keys of a query, and a maximum with them"]),
+        ("a bias that hides all keys", ["numbers that are added, and hide all keys of a query"]),
         ("written into a whole tensor", ["add writes numbers of the sequence into a tensor that is whole"]),
         ("written into a slice", ["mul in place into a slice along the sequence, which is a copy here"]),
         ("written into a first part", ["mul in place into a slice along the sequence"]),

@@ -8,36 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_sp import linear_cross_entropy
-from lightning_sp.loss.deferred_logits import is_deferred
+from tests.loss.most_tokens import MostTokens
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt, tiny_llama
 
 DIM, LAYERS = 32, 2
-
-
-class MostTokens(TorchDispatchMode):
-    """Of how many tokens the largest tensor of a vocabulary is, weights aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        for each in tree_leaves(output):
-            if (
-                isinstance(each, Tensor)
-                and each.device.type != "meta"
-                and not is_deferred(each)
-                and VOCAB in each.shape
-                and DIM not in each.shape
-            ):
-                self.tokens = max(self.tokens, each.numel() // VOCAB)
-        return output
 
 
 def _hugging_face(kind: str = "llama", **options: Any) -> nn.Module:
@@ -147,7 +124,7 @@ def fit(
 ) -> dict[str, Any]:
     """Fit a model and return losses, raw gradients, what a user has seen, and of how many tokens the most logits were."""
     torch.manual_seed(3)
-    user, most = User(model, step), MostTokens()
+    user, most = User(model, step), MostTokens(VOCAB, DIM)
     loader = DataLoader(TokenDataset(size), batch_size=2)
     options = dict(strategy={"preflight": False, **(strategy or {}), "loss_chunk_tokens": chunk_tokens}, **options)
     trainer = quiet_trainer(world, limit_val_batches=1, **options)

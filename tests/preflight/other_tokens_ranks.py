@@ -141,7 +141,9 @@ class OneFails(Plain):
 def one_fails(world: int) -> str:
     module = OneFails()
     try:
-        quiet_trainer(world, max_steps=1).fit(module, DataLoader(rows_of(9, 96), batch_size=2))  # type: ignore[arg-type]
+        quiet_trainer(world, strategy={"global_view": "auto"}, max_steps=1).fit(
+            module, DataLoader(rows_of(9, 96), batch_size=2)
+        )  # type: ignore[arg-type]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

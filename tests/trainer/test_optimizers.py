@@ -7,6 +7,7 @@ import pytest
 from lightning_sp.testing import max_error
 from lightning_sp.trainer.optimizers.optimizer_trial import ELEMENTWISE, Verdict
 from tests.trainer import optimizer_ranks as ranks
+from tests.trainer import toggle_ranks
 
 WHOLE = ["Adafactor", "hugging face", "Rprop", "LBFGS", "norm of shards"]
 LAYOUTS = [(2, dict(ring_size=2, preflight=False)), (4, dict(data_parallel_size=2, ulysses_size=2, shard_size=2))]
@@ -68,3 +69,10 @@ def test_one_that_cannot_be_tried_is_said_to_be_so(pools):
     for rank, answer in enumerate(pools(2).run(ranks.fit, "wrapper", 2, LAYOUTS[0][1])):
         assert len(answer["said"]) == (rank == 0)
         assert all("Wrapper could not be tried on small weights (TypeError: " in each for each in answer["said"])
+
+
+def test_layers_of_the_module_itself_are_toggled(pools):
+    [expected] = pools(1).run(toggle_ranks.trained, 1)
+    for found in pools(2).run(toggle_ranks.trained, 2):
+        for name, weight in expected.items():
+            assert float((found[name] - weight).abs().max()) < 1e-12, name

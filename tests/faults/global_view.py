@@ -5,11 +5,40 @@ from __future__ import annotations
 from tests.faults.fault import fault
 
 RULES = "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward"
+REFUSED = "tests/global_view/test_rules.py::test_what_has_no_rule_is_refused_with_the_users_line"
 TRAINING = "tests/global_view/test_training.py"
 AUTO = "tests/global_view/test_auto.py"
 DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_those_of_logits_that_are_made[1-2]"
 
 GLOBAL_VIEW = (
+    fault(
+        "hooks that have a batch twice",
+        "preflight/tried_steps.py",
+        "            self._undo_hooks()\n",
+        "",
+        f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[mean_pooled-('turns',)]",
+    ),
+    fault(
+        "a layer that stays toggled on",
+        "parallelize/fsdp/root_unit.py",
+        "                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)\n",
+        "                pass\n",
+        "tests/trainer/test_optimizers.py::test_layers_of_the_module_itself_are_toggled",
+    ),
+    fault(
+        "added numbers that hide all keys of a query, computed",
+        "rewrite/whole_attention.py",
+        "queries.storage.agree(_NO_KEY if bool((bias.detach() <= HIDDEN_BELOW).all(-1).any()) else None)",
+        "queries.storage.agree(None)",
+        f"{REFUSED}[a bias that hides all keys-words8]",
+    ),
+    fault(
+        "a maximum with what hides all keys, left out",
+        "global_view/rules/scores.py",
+        "    check_ties(x.attention)\n",
+        "",
+        f"{REFUSED}[a maximum with what hides all keys-words7]",
+    ),
     fault(
         "a running sum that counts a rank's own run twice",
         "global_view/rules/scans.py",

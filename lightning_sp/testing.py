@@ -1,4 +1,4 @@
-"""For tests, ours and users': run a function on several gloo ranks, and compare sharded with whole.
+"""For tests, ours and users': run a function on several ranks, and compare sharded with whole.
 
 The processes start once and serve many calls (a `RankPool`): to start a rank costs seconds, a test milliseconds.
 No rank outlives the process that started it, whatever the rank does and however that process ends.
@@ -38,8 +38,13 @@ def free_port() -> int:
 _START_S = 30.0
 
 
+# What makes NCCL take several ranks of one GPU: it refuses two of one host, and believes what it is told of hosts (NCCL, "Environment
+# Variables", NCCL_HOSTID). Messages go over sockets, and the device works for one process at a time: for tests, not for training.
+_ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1"}
+
+
 class RankPool:
-    """Processes of one gloo world that run functions together. Use as a context manager.
+    """Processes of one world that run functions together. Use as a context manager.
 
     A call that fails ends the pool: ranks that have not answered are still in it, and their answers would be taken for those of the next call.
 
@@ -48,13 +53,20 @@ class RankPool:
         timeout_s: limit of each call and of each collective in it.
         others_s: how long the other ranks may still answer once one has failed.
         preload: modules that the ranks' server imports once for all ranks. The first pool of a process decides, for the server stays.
+        device: "cpu" for ranks of gloo; "cuda" for ranks of NCCL that share the first GPU, each on a node of its own to NCCL and Lightning.
 
     Attributes:
         failure: why the pool has ended; None while it serves.
     """
 
     def __init__(
-        self, size: int, *, timeout_s: float = 120.0, others_s: float = 15.0, preload: Sequence[str] = ()
+        self,
+        size: int,
+        *,
+        timeout_s: float = 120.0,
+        others_s: float = 15.0,
+        preload: Sequence[str] = (),
+        device: str = "cpu",
     ) -> None:
         self.size, self.timeout_s, self.others_s = size, timeout_s, others_s
         self.failure: str | None = None
@@ -68,7 +80,7 @@ class RankPool:
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(rank, size, self._store.port, timeout_s, self._tasks[rank], self._results),
+                args=(rank, size, self._store.port, timeout_s, device, self._tasks[rank], self._results),
                 daemon=True,
             )
             for rank in range(size)
@@ -151,6 +163,13 @@ def run_ranks(
         return pool.run(function, *args)
 
 
+def trainer_of_ranks(size: int) -> dict[str, Any]:
+    """Return what a Trainer is told of the ranks that run: its accelerator, devices and nodes."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return {"accelerator": "gpu", "devices": 1, "num_nodes": size}
+    return {"accelerator": "cpu", "devices": size}
+
+
 def _end_with_parent() -> None:
     """End this process when the one that started the pool has ended. Its end closes a pipe, also when it was killed."""
     parent = multiprocessing.parent_process()
@@ -159,7 +178,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, results: Any) -> None:
+def _serve(rank: int, size: int, port: int, timeout_s: float, device: str, tasks: Any, results: Any) -> None:
     # A rank that sleeps, computes or waits for another rank reads no queue, so a thread of its own waits.
     Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(
@@ -175,7 +194,12 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, tasks: Any, result
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined,unused-ignore]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    world: dict[str, Any] = dict(store=store, rank=rank, world_size=size, timeout=timeout)
+    if device == "cuda":
+        os.environ.update(_ONE_GPU, NCCL_HOSTID=f"rank {rank}", LOCAL_RANK="0", NODE_RANK=str(rank))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0), **world)
+    else:
+        dist.init_process_group("gloo", **world)
     while (task := tasks.get()) is not None:
         function, args = task
         # Before the call is given up: where each thread stands says why there is no answer.

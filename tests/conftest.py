@@ -22,6 +22,8 @@ settings.register_profile("long", max_examples=2000, deadline=None)
 
 # Of a call: a minute on two idle cores. Less than a test's (pyproject.toml), so that it is the pool that says which ranks did not answer.
 TIMEOUT_S = 480.0
+# Of all ranks: "cuda" has them share a GPU, to find by hand what a device does otherwise; tests that hold CPU tensors fail there.
+DEVICE = os.environ.get("LIGHTNING_SP_TEST_DEVICE", "cpu")
 # What ranks import in one test or another, and a rank imports in seconds: the ranks' server imports it once.
 PRELOAD = (
     "tests.processes",
@@ -72,7 +74,7 @@ def pools():
         if size in started and started[size].failure is not None:
             started.pop(size).close()
         if size not in started:
-            started[size] = RankPool(size, timeout_s=TIMEOUT_S, preload=PRELOAD)
+            started[size] = RankPool(size, timeout_s=TIMEOUT_S, preload=PRELOAD, device=DEVICE)
         return started[size]
 
     yield pool

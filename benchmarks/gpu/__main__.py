@@ -11,6 +11,7 @@ not asked again, one that failed is with `--retry`. Needs torch 2.11 or newer, l
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import subprocess
@@ -26,6 +27,7 @@ import torch
 from benchmarks.gpu.kernels import RIGHT, SPEED
 from benchmarks.gpu.links import LINKS
 from benchmarks.gpu.part import Case, Part, Row, Setting
+from benchmarks.gpu.ranks import RANKS
 from benchmarks.gpu.training import PROFILE, STEPS
 
 _CUT_OFF = "the process ended here"
@@ -33,6 +35,8 @@ _CUT_OFF = "the process ended here"
 
 def _pytest(setting: Setting) -> Row:
     which = ["-m", "gpu"] if setting.device == "cuda" else ["-k", "float64 and 2x2 and dense"]
+    if setting.device == "cuda" and importlib.util.find_spec("xdist"):
+        which += ["-n", "6"]  # small blocks leave the device idle
     command = [
         sys.executable,
         "-m",
@@ -55,6 +59,7 @@ def _tests(setting: Setting) -> Iterator[Case]:
 PARTS: dict[str, Part] = {
     "right": RIGHT,
     "tests": Part("every layout of four ranks on the one device, through the production code", 200, _tests),
+    "ranks": RANKS,
     "profile": PROFILE,
     "steps": STEPS,
     "speed": SPEED,

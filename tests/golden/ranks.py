@@ -17,6 +17,7 @@ from lightning_sp import SequenceParallelStrategy, comm
 from lightning_sp.data import SequenceShardingDataModule
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.models import CausalLM, LlamaConfig
+from lightning_sp.testing import trainer_of_ranks
 
 HERE = Path(__file__).parent
 GLOBAL_BATCH, ACCUMULATION, NUM_STEPS, SEED = 4, 2, 20, 7
@@ -46,7 +47,7 @@ class Recorded(CausalLM):
         digest = hashlib.sha256()
         for name, parameter in sorted(self.named_parameters()):
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            digest.update(name.encode() + whole.detach().numpy().tobytes())
+            digest.update(name.encode() + whole.detach().cpu().numpy().tobytes())
         self.initial = digest.hexdigest()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -116,11 +117,12 @@ def train(
     )
     config = LlamaConfig(vocab_size=data.vocab_size, **chosen["model"])
     module = Recorded(model=config, lr=chosen["lr"], warmup_steps=chosen["warmup_steps"], max_steps=NUM_STEPS)
+    place = trainer_of_ranks(1 if layout is None else dp * ring * ulysses)
+    if num_nodes > 1:
+        place |= {"devices": dp * ring * ulysses // num_nodes, "num_nodes": num_nodes}
     trainer = pl.Trainer(
         strategy=placed,
-        devices=1 if layout is None else dp * ring * ulysses // num_nodes,
-        num_nodes=num_nodes,
-        accelerator="cpu",
+        **place,
         precision="64-true",
         max_steps=until,
         accumulate_grad_batches=ACCUMULATION,

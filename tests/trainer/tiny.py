@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import GPT, GPTConfig, Llama, LlamaConfig
+from lightning_sp.testing import trainer_of_ranks
 
 VOCAB = 61
 
@@ -145,7 +146,7 @@ def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy = options.pop("strategy", None) or {}
     defaults: dict[str, Any] = dict(
-        accelerator="cpu", devices=world, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **trainer_of_ranks(world), logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, max_epochs=1, precision="64-true",
     )  # fmt: skip
     strategy = {"global_view": False, **strategy}

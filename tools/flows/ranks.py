@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from lightning_sp.testing import trainer_of_ranks
 from tools.flows.registry import Flow
 from tools.models.ranks import LARGEST_ERROR, compare, first_line, quiet, weights_of
 
@@ -37,7 +38,7 @@ def reference(flow: Flow, folder: str) -> dict[str, Any]:
 
     try:
         with patch.object(pl.Trainer, "fit", noted):
-            after, numbers = _run(flow, ROWS, folder, strategy="auto", devices=1)
+            after, numbers = _run(flow, ROWS, folder, strategy="auto", num_ranks=1)
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     if not all(torch.isfinite(tensor).all() for tensor in after.values()):
@@ -55,7 +56,7 @@ def sharded(flow: Flow, layout: str, folder: str) -> dict[str, Any]:
     strategy = SequenceParallelStrategy(**options, **flow.strategy_options)  # type: ignore[arg-type]
     rows = ROWS // options.get("data_parallel_size", 1)
     try:
-        after, numbers = _run(flow, rows, folder, strategy=strategy, devices=num_ranks)
+        after, numbers = _run(flow, rows, folder, strategy=strategy, num_ranks=num_ranks)
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": first_line(error)}
     expected = torch.load(f"{folder}/reference.pt")
@@ -70,18 +71,20 @@ def alarm(flow: Flow, layout: str, folder: str, precision: str) -> dict[str, Any
     strategy = SequenceParallelStrategy(**options, **flow.strategy_options)  # type: ignore[arg-type]
     rows = ROWS // options.get("data_parallel_size", 1)
     try:
-        _run(flow, rows, folder, strategy=strategy, devices=num_ranks, precision=precision)
+        _run(flow, rows, folder, strategy=strategy, num_ranks=num_ranks, precision=precision)
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": first_line(error)}
     return {"outcome": "ran"}
 
 
-def _run(flow: Flow, rows: int, folder: str, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _run(
+    flow: Flow, rows: int, folder: str, num_ranks: int, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     quiet()
     torch.manual_seed(3)
-    options = {"precision": "64-true", **options}
+    options = {"precision": "64-true", **trainer_of_ranks(num_ranks), **options}
     found = flow.main(
-        rows, accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
+        rows, default_root_dir=folder, logger=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, **options,
     )  # fmt: skip
     module, numbers = found if isinstance(found, tuple) else (found, {})

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from lightning_sp.testing import trainer_of_ranks
 from tools.models.batches import ROWS, Batches, Trial
 from tools.models.images import collate
 from tools.models.user import User
@@ -33,7 +34,7 @@ def reference(trial: Trial, file: str, seed: int = 5, precision: str = "64-true"
         before = weights_of(module)
         loader = _loader(trial, module)
         torch.manual_seed(seed)
-        _trainer(strategy="auto", devices=1, precision=precision).fit(module, loader)
+        _trainer(strategy="auto", precision=precision).fit(module, loader)
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     after = weights_of(module)
@@ -55,7 +56,7 @@ def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, An
     torch.manual_seed(seed)
     strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
     try:
-        _trainer(strategy=strategy, devices=ulysses * ring).fit(module, loader)
+        _trainer(strategy=strategy, num_ranks=ulysses * ring).fit(module, loader)
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": in_one_line(error)}
     finally:
@@ -73,7 +74,7 @@ def alarm(trial: Trial, layout: str, precision: str) -> dict[str, Any]:
     torch.manual_seed(5)
     strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
     try:
-        _trainer(strategy=strategy, devices=ulysses * ring, precision=precision).fit(module, _loader(trial, module))
+        _trainer(strategy=strategy, num_ranks=ulysses * ring, precision=precision).fit(module, _loader(trial, module))
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": first_line(error)}
     finally:
@@ -124,10 +125,10 @@ def in_one_line(error: SequenceParallelError) -> str:
     return f"{first} {tried}".strip()
 
 
-def _trainer(**options: Any) -> pl.Trainer:
-    options = {"precision": "64-true", **options}
+def _trainer(num_ranks: int = 1, **options: Any) -> pl.Trainer:
+    options = {"precision": "64-true", **trainer_of_ranks(num_ranks), **options}
     return pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, **options,
     )  # fmt: skip
 

@@ -44,10 +44,11 @@ class Worlds:
 
     Args:
         limit_s: of one training run, the start of its processes aside.
+        device: "cpu", or "cuda" for ranks that share a GPU.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, device: str = "cpu") -> None:
+        self.limit_s, self.device = limit_s, device
         self._started: dict[int, RankPool] = {}
 
     def __enter__(self) -> Worlds:
@@ -69,7 +70,7 @@ class Worlds:
             self._started.pop(size).close()
         if size not in self._started:
             self._started[size] = RankPool(
-                size, timeout_s=self.limit_s, others_s=min(20.0, self.limit_s), preload=PRELOAD
+                size, timeout_s=self.limit_s, others_s=min(20.0, self.limit_s), preload=PRELOAD, device=self.device
             )
         return self._started[size]
 

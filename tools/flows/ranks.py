@@ -96,7 +96,7 @@ def _differences(numbers: dict[str, Any], expected: dict[str, Any]) -> str:
     if numbers.keys() != expected.keys():
         return f"other numbers: {sorted(numbers.keys() ^ expected.keys())}"
     for name, value in expected.items():
-        a, b = torch.as_tensor(numbers[name]).double(), torch.as_tensor(value).double()
+        a, b = (torch.as_tensor(each).cpu().double() for each in (numbers[name], value))
         if a.shape != b.shape:
             return f"{name} has shape {tuple(a.shape)}, on one device {tuple(b.shape)}"
         if not torch.allclose(a, b, rtol=LARGEST_ERROR, atol=LARGEST_ERROR, equal_nan=True):

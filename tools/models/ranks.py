@@ -142,7 +142,9 @@ def weights_of(module: pl.LightningModule) -> dict[str, Tensor]:
     found = {}
     for name, parameter in module.named_parameters():
         whole: Any = parameter.detach()
-        found[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).double().clone()
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        # Plain Lightning brings a module back to the host, and shards stay on their device.
+        found[name] = whole.cpu().double().clone()
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +59,14 @@ def gaps(kernels: Sequence[Span], host: Sequence[Span], least_us: float) -> list
 
 
 def spans(events: Iterable[Any], *, of_device: bool) -> list[Span]:
-    """Return the spans of a torch profile's events: of the device's kernels, or of the host's calls."""
+    """Return the spans of a torch profile's events: of the device's kernels, or of the host's calls.
+
+    A range that code has marked (`record_function`, FSDP's) has a span on the device too, with the gaps between its kernels.
+    """
     return sorted(
         Span(event.time_range.start, event.time_range.end, event.name)
         for event in events
-        if (event.device_type.name != "CPU") == of_device
+        if (event.device_type.name != "CPU") == of_device and not (of_device and event.is_user_annotation)
     )
 
 
@@ -73,3 +78,17 @@ def _merged(kernels: Iterable[Span]) -> list[tuple[float, float]]:
         else:
             merged.append((span.begin, span.end))
     return merged
+
+
+def longest(kernels: Sequence[Span], count: int) -> list[tuple[str, float]]:
+    """Return the kernels that took most time, all calls of a name together: (the name without its templates' arguments, microseconds)."""
+    total: Counter[str] = Counter()
+    for each in kernels:
+        total[re.sub(r"<.*", "", each.name.removeprefix("void "))[:60] + _functor(each.name)] += each.end - each.begin
+    return total.most_common(count)
+
+
+def _functor(name: str) -> str:
+    """Return what an elementwise kernel of torch computes, which only its templates' arguments say."""
+    found = re.search(r"(\w+)(?:_kernel_impl|Functor|_kernel_cuda)\b", name.partition("<")[2])
+    return f" ({found.group(1)})" if found else ""

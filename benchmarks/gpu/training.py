@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.gpu.part import Case, Part, Row, Setting
-from benchmarks.gpu.timeline import busy_us, gaps, spans
+from benchmarks.gpu.timeline import busy_us, gaps, longest, spans
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.callbacks import AttentionShape
 from lightning_sp.callbacks.flops import model_flops, num_matrix_parameters, peak_flops
@@ -154,6 +154,7 @@ def waits(length: int, setting: Setting) -> Row:
         "of them ms": f"{sum(gap.end - gap.begin for gap in idle) / 1000:.2f}",
         "gaps in which the host waits": len(named),
         "in": "; ".join(f"{gap.wait} {(gap.end - gap.begin) / 1000:.2f} ms" for gap in named[:5]),
+        "most time in": "; ".join(f"{name} {us / 1000:.1f} ms" for name, us in longest(kernels, 12)),
     }
 
 
@@ -162,16 +163,19 @@ def _lengths(setting: Setting) -> tuple[int, ...]:
 
 
 def _steps(setting: Setting) -> Iterator[Case]:
-    for length in _lengths(setting):
+    first, *others = _lengths(setting)
+    yield f"{first:,} tokens, auto", partial(stepped, first, setting)
+    if setting.device == "cuda":
+        yield f"{first:,} tokens, compile", partial(stepped, first, setting, compile=True)
+    for length in others[:1]:
         yield f"{length:,} tokens, auto", partial(stepped, length, setting)
-    first = _lengths(setting)[0]
     for policy in ("full", "selective"):
         yield f"{first:,} tokens, {policy}", partial(stepped, first, setting, activation_checkpointing=policy)
+    for length in others[1:]:
+        yield f"{length:,} tokens, auto", partial(stepped, length, setting)
     if setting.device == "cuda":
-        last = _lengths(setting)[-1]
         options = dict(activation_checkpointing="full", activation_offload="host")
-        yield f"{last:,} tokens, inputs on the host", partial(stepped, last, setting, **options)
-        yield f"{first:,} tokens, compile", partial(stepped, first, setting, compile=True)
+        yield f"{others[-1]:,} tokens, inputs on the host", partial(stepped, others[-1], setting, **options)
 
 
 def _profile(setting: Setting) -> Iterator[Case]:

@@ -99,6 +99,8 @@ class _Tensors(NamedTuple):
 
 
 _STATIC = (*ATTENTION_OPTIONS, "ring_group", "ulysses_group")
+# No newline: Inductor writes an operator's strings into a comment of the code that it makes for a GPU, as they are.
+_SEPARATOR = ";"
 # How an option is read from text, by its type.
 _READ: dict[str, Callable[[str], Any]] = {"str": str, "bool": lambda text: text == "True", "int": int, "float": float}
 
@@ -133,7 +135,7 @@ def encode(spec: AttentionSpec) -> Code:
     present = [tensor for tensor in tensors if tensor is not None]
     options, ring, ulysses = spec.options, spec.ring_group, spec.ulysses_group
     lines = [*[str(getattr(options, name)) for name in ATTENTION_OPTIONS], ring, ulysses]
-    return Code([*numbers, *given], [*factors], [*present, *scores.tensors], "\n".join(lines))
+    return Code([*numbers, *given], [*factors], [*present, *scores.tensors], _SEPARATOR.join(lines))
 
 
 def decode(code: Code) -> AttentionSpec:
@@ -174,7 +176,7 @@ def decode(code: Code) -> AttentionSpec:
 @lru_cache(maxsize=32)
 def static_part(options: str) -> Static:
     """Return what the string of a code says."""
-    texts = dict(zip(_STATIC, options.split("\n"), strict=True))
+    texts = dict(zip(_STATIC, options.split(_SEPARATOR), strict=True))
     ring, ulysses = texts.pop("ring_group"), texts.pop("ulysses_group")
     types = {f.name: f.type for f in fields(AttentionOptions)}
     values: dict[str, Any] = {name: _READ[str(types[name])](text) for name, text in texts.items()}

@@ -71,7 +71,7 @@ def select_kernel(
                 "newer; use precision='32-true' there"
             )
     asked, serving = kernel_for(options.kernel, device.type, dtype, scores.names())
-    # No GPU has run ours yet; what was asked for by name is taken.
+    # One kind of GPU and one version of torch have run ours; what was asked for by name is taken.
     unproven = serving in (TorchCudaKernel, TorchEfficientKernel)
     if unproven and options.kernel == "auto" and not is_right(serving, device, dtype):  # type: ignore[arg-type]
         return TiledKernel(scores, gradients)

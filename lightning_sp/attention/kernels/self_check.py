@@ -1,4 +1,4 @@
-"""A kernel that no one has run on a kind of device is tried there on one small block before it is chosen, forward and backward."""
+"""A kernel that few have run on a kind of device is tried there on one small block before it is chosen, forward and backward."""
 
 from __future__ import annotations
 

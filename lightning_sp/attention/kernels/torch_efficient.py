@@ -1,6 +1,6 @@
 """PyTorch's memory-efficient operator for CUDA: float32, which its flash operator does not take. Its private names stand here alone.
 
-Not run on a GPU yet: `select` takes it where `self_check` finds its numbers right.
+Run on one kind of GPU: `select` takes it where `self_check` finds its numbers right.
 """
 
 from __future__ import annotations

@@ -51,6 +51,17 @@ LONGEST_FIRST = (
     "tests/comm/cpu/test_shared_memory.py",
     "tests/rewrite/test_encoder_decoder.py",
     "tests/trainer/compile/test_compiled_loss.py",
+    "tests/trainer/test_lightning.py",
+    "tests/trainer/test_lightning_options.py",
+    "tests/data/test_datamodule.py",
+    # Of what is collected last the longest, so that both workers end together.
+    "tests/trainer/test_memory_options.py",
+    "tests/trainer/test_dying_rank.py",
+    "tests/trainer/compile/test_user_compile.py",
+    "tests/trainer/pretrained/test_peft.py",
+    "tests/trainer/test_optimizers.py",
+    "tests/trainer/test_weight_averaging.py",
+    "tests/trainer/test_timeouts.py",
 )
 
 

@@ -45,7 +45,7 @@ def _same(answer, one, *, losses=True):
         assert_sharded_equals_unsharded([found[n] for n in names], [wanted[n] for n in names], named)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_drops_what_one_process_drops(pools, expected, world):
     first, *others = LAYOUTS[world]
     # The first layout trains a second epoch.

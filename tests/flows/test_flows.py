@@ -18,14 +18,13 @@ FLOWS = {flow.name: flow for flow in flows()}
 # Of each topic: parts of a model called alone, hooks that write to it, adapters, images in the text; what
 # is refused; and each flow that must notice a planted fault.
 SUBSET = (
-    "dpo", "inputs_embeds", "adversarial", "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "bart_classes",
-    "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "gemma_images", "idefics_images",
-    "vit_gpt2_captions", "granite_speech",
+    "dpo", "adversarial", "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "bart_classes",
+    "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "idefics_images",
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {
-    **dict.fromkeys(("inputs_embeds", "lora", "granite_speech"), "ulysses 2"),
-    **dict.fromkeys(("dpo", "as_many_tags_as_tokens", "idefics_images", "vit_gpt2_captions"), "ring 2"),
+    **dict.fromkeys(("lora", "llava_images_and_text_accumulated"), "ulysses 2"),
+    **dict.fromkeys(("dpo", "as_many_tags_as_tokens", "idefics_images"), "ring 2"),
 }
 ALL = ["ulysses 2", "ring 2", "data 2 x ring 2"]
 

@@ -29,7 +29,7 @@ def size(layout: tuple[int, int, int]) -> int:
     return layout[0] * layout[1] * layout[2]
 
 
-def slow(layouts: list[tuple[int, int, int]]) -> list[Any]:
+def slow(layouts: list[Any]) -> list[Any]:
     return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
 
@@ -78,12 +78,14 @@ def assert_equal(losses: dict[int, float], expected: list[float], first: int = 0
     assert abs(losses[worst] - expected[worst]) <= 1e-8, f"step {worst}: {losses[worst]} against {expected[worst]}"
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), *TWO, *slow(MORE), "shard 2", "stages"])
+# Shards of 2 are in every fit of tests/trainer/test_fit.py, stages in tests/rewrite/test_staged_heads.py.
+@pytest.mark.parametrize("layout", [(1, 1, 1), *TWO, *slow([*MORE, "shard 2", "stages"])])
 def test_a_layout_gives_the_golden_losses(results: Results, layout: Any) -> None:
     assert_equal(results(layout)["losses"], golden())
 
 
-@pytest.mark.parametrize("layout", [*RINGS, *slow(MORE_RINGS)])
+# In `make test` tests/data/batch/test_balanced_layout.py has balanced fits.
+@pytest.mark.parametrize("layout", slow([*RINGS, *MORE_RINGS]))
 def test_a_balanced_layout_gives_the_golden_losses(results: Results, layout: Any) -> None:
     assert results(("balanced", layout))["balanced"] >= 4, "too few of the 40 micro-batches were not in zigzag"
     assert_equal(results(("balanced", layout))["losses"], golden())
@@ -103,7 +105,7 @@ def test_the_run_crosses_an_epoch_after_the_stop(results: Results) -> None:
     assert results((1, 1, 1))["epochs"] == 2
 
 
-@pytest.mark.parametrize("layout", [*TWO, *slow(MORE), "shard 2", ("stop", 0), *slow([("stop", 1)])])
+@pytest.mark.parametrize("layout", [*TWO, *slow([*MORE, "shard 2"]), ("stop", 0), *slow([("stop", 1)])])
 def test_initial_weights_are_bit_equal(results: Results, layout: Any) -> None:
     made = json.loads((HERE / "losses.json").read_text())["made"]
     assert results(layout)["initial"] == results((1, 1, 1))["initial"] == made["initial_weights_sha256"]

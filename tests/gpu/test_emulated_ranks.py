@@ -94,7 +94,8 @@ def test_bfloat16_in_stages_that_share_keys(degrees, lengths, window):
 @pytest.mark.parametrize("local_kernel", [None, TiledKernel(tile=8)], ids=["torch cpu", "tiled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel, method):
-    for heads in HEADS:
+    # In tiles Python is slow; both ways to share key-value heads are among these.
+    for heads in HEADS if local_kernel is None else HEADS[1::2]:
         for lengths, window in ((None, None), ([[5, 20, 7], [32]], None), (None, (6, 3))):
             for causal in (True, False):
                 whole, mask = inputs(*heads, 32), mask_of(causal, lengths, window)

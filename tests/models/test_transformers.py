@@ -38,6 +38,8 @@ SUBSET = {
     "deepseek_v32": "logits", "mamba": "logits", "llava": "logits",
 }  # fmt: skip
 
+# What others of them have, too.
+VARIANTS = ("qwen3", "mixtral", "gemma2", "gemma4", "deepseek_v32", "bert")
 
 # Two kinds of degrees at once, and each alone, by turns.
 DEGREES = dict(zip(SUBSET, itertools.cycle(("2x2", "1x2", "2x1")), strict=False))
@@ -208,7 +210,9 @@ def fine() -> dict[str, str]:
     return {"outcome": "exact"}
 
 
-@pytest.mark.parametrize("model_type", SUBSET)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=[pytest.mark.slow] * (each in VARIANTS)) for each in SUBSET]
+)
 def test_the_page_is_true_of_twenty_types(pools, model_type):
     case, form = cases()[model_type], SUBSET[model_type]
     row = rows()[model_type, case.kind]

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.resident import peak_growth
 from lightning_sp.config import MemoryOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import checkpoint_blocks, make_fsdp_root, offload_activations, shard_model
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.activation_offload.disk import DiskStore
+from tests.live_storages import LiveStorages
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
 
 CPU = torch.device("cpu")
@@ -250,10 +250,7 @@ def fails(folder: str) -> list[str]:
 
 
 def peak_bytes(layers: int, horizon: int | None, folder: str, tokens: int = 4096, dim: int = 128) -> int:
-    """Return by how much a forward and backward exceed what is alive before; without offload where there is no horizon.
-
-    The least of four, after one that makes the libraries resident: what the step needs is always there, what else the process does only adds.
-    """
+    """Return how many bytes of tensors a forward and backward have at once beside what is alive before; no horizon is no offload."""
     options: dict[str, Any] = {}
     if horizon is not None:
         options = dict(activation_offload="disk", activation_loading_horizon=horizon, offload_folder=folder)
@@ -261,11 +258,14 @@ def peak_bytes(layers: int, horizon: int | None, folder: str, tokens: int = 4096
     for each in root.parameters():
         each.grad = torch.zeros_like(each)
     x = torch.ones(1, tokens, dim)
-    peaks = []
-    for _ in range(5):
-        with peak_growth() as growth:
-            root(x).sum().backward()
-        peaks.append(growth.peak_bytes)
+    live, read = LiveStorages([x, *(t for p in root.parameters() for t in (p, p.grad))]), DiskStore.read
+
+    def counted(store: DiskStore, target: Tensor, place: int) -> None:
+        live.count(target)  # made by the store's thread
+        read(store, target, place)
+
+    with mock.patch.object(DiskStore, "read", counted), live:
+        root(x).sum().backward()
     if offload is not None:
         offload.close()
-    return min(peaks[1:])
+    return live.peak_bytes

@@ -35,10 +35,15 @@ CAUSES = {
     "hook": "a gradient that is changed on its way", "backward": "a gradient that is changed on its way",
     "noise": "draws random numbers: randn_like", "dropout by name": "draws random numbers: dropout",
 }  # fmt: skip
+# Others of the same cause, which a ring alone runs, among the slow tests.
+VARIANTS = {
+    "causal convolution", "lstm", "instance norm", "normalised over tokens", "linear attention", "padded shift", "positions in the step",
+    "divided by tokens", "padded labels", "dropout by name",
+}  # fmt: skip
 
 
 def test_each_fault_is_caught_and_its_cause_is_named(pools):
-    names = list(CAUSES)
+    names = [name for name in CAUSES if name not in VARIANTS]
     found = pools(2).run(ranks.verdicts, names, "64-true", {"ulysses_size": 2})
     assert found[0] == found[1], "ranks refuse together"
     missed = {name for name, said in zip(names, found[0], strict=True) if not said.startswith("preflight: ")}
@@ -49,7 +54,7 @@ def test_each_fault_is_caught_and_its_cause_is_named(pools):
     assert not wrong, wrong
     assert len(names) >= 30
     settled = [name for name, said in zip(names, found[0], strict=True) if "the losses agree)" in said]
-    assert len(settled) >= 25, sorted(set(names) - set(settled))
+    assert len(settled) >= 21, sorted(set(names) - set(settled))
     convolution = found[0][names.index("convolution")]
     assert "first in the model's order: model.embedding.weight, model.positions.weight, model.qkv.weight" in convolution
     assert "model.part.layers.0 (Conv1d), conv1d (handed the whole's result there, the losses agree)" in convolution
@@ -98,7 +103,11 @@ def test_on_a_ring_each_fault_is_caught_and_its_cause_is_named(pools):
 
 
 @pytest.mark.parametrize(
-    ("precision", "strategy"), [("32-true", {"ulysses_size": 2}), ("bf16-mixed", {"ring_size": 2})]
+    ("precision", "strategy"),
+    [
+        pytest.param("32-true", {"ulysses_size": 2}, marks=pytest.mark.slow),
+        ("bf16-mixed", {"ring_size": 2}),
+    ],
 )
 def test_in_other_precisions_faults_are_caught_and_what_is_fine_passes(pools, precision, strategy):
     names = ["fine", "gru", "mean", "roll", "batch norm", "counted positions"]

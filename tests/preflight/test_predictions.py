@@ -10,7 +10,11 @@ import torch
 from lightning_sp.preflight.outputs import leaves, output_differences
 from tests.preflight import prediction_ranks as ranks
 
-LAYOUTS = [(2, dict(ring_size=2)), (2, dict(ulysses_size=2)), (4, dict(data_parallel_size=2, ring_size=2))]
+LAYOUTS = [
+    (2, dict(ring_size=2)),
+    pytest.param(2, dict(ulysses_size=2), marks=pytest.mark.slow),
+    (4, dict(data_parallel_size=2, ring_size=2)),
+]
 
 
 @pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)

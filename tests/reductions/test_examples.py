@@ -14,7 +14,7 @@ LAYOUTS = {
     "1 x 2, ring": (2, dict(ring_size=2)),
     "2 x 2": (4, dict(data_parallel_size=2, ring_size=2, preflight=False)),
 }
-# Data-parallel groups alone and a ring alone run all, the ring with the preflight; the other two layouts every other one, each the other's half.
+# Data-parallel groups alone and a ring alone run all, the ring with the preflight; Ulysses every other one, and the slow test the other half.
 FEW = {"1 x 2, ulysses": list(ranks.EXAMPLES)[::2], "2 x 2": list(ranks.EXAMPLES)[1::2]}
 
 
@@ -24,7 +24,9 @@ def one_device():
     return {name: ranks.fit(name, None) for name in ranks.EXAMPLES}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["2 x 1", "1 x 2, ulysses", "1 x 2, ring", pytest.param("2 x 2", marks=pytest.mark.slow)]
+)
 def test_an_example_trains_as_on_one_device(pools, one_device, layout):
     hold(pools, one_device, layout, FEW.get(layout, list(ranks.EXAMPLES)))
 

@@ -16,7 +16,7 @@ LAYOUTS = [
     (1, 4, "zigzag", 21),
     (2, 1, "documents", 24),
     (2, 1, "zigzag", 19),
-    (1, 1, "zigzag", 19),
+    pytest.param(1, 1, "zigzag", 19, marks=pytest.mark.slow),
 ]
 
 

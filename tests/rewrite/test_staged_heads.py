@@ -37,7 +37,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("world", EXACT)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), 1])
 def test_every_gradient_is_that_of_one_process(pools, world):
     cases = [
         dict(**case, world=world, strategy={**layout, **STAGED, "activation_checkpointing": policy})

@@ -23,24 +23,36 @@ def same_run(actual, expected):
 
 
 LAYOUTS = {
-    2: [dict(ulysses_size=2), dict(ring_size=2), dict(data_parallel_size=2), dict(ring_size=2, shard_size=1)],
+    2: [dict(ulysses_size=2), dict(ring_size=2, preflight=False), dict(data_parallel_size=2), dict(ring_size=2, shard_size=1)],
     4: [
         # The preflight tries one of one group and one of two.
         dict(ulysses_size=2, ring_size=2, shard_size=1),
-        dict(ulysses_size=4, shard_size=2, preflight=False),
-        dict(ring_size=4, shard_size=4, preflight=False),
-        dict(data_parallel_size=2, ulysses_size=2, preflight=False),
         dict(data_parallel_size=2, ring_size=2, shard_size=2),
     ],
-}
+}  # fmt: skip
+# The golden losses and the resumes have these degrees, too.
+MORE_LAYOUTS = [
+    dict(ulysses_size=4, shard_size=2),
+    dict(ring_size=4, shard_size=4, preflight=False),
+    dict(data_parallel_size=2, ulysses_size=2, preflight=False),
+]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_fit_is_the_same_in_every_layout(pools, world):
+    hold_layouts(pools, world, LAYOUTS[world])
+
+
+@pytest.mark.slow
+def test_a_fit_is_the_same_in_more_layouts(pools):
+    hold_layouts(pools, 4, MORE_LAYOUTS)
+
+
+def hold_layouts(pools, world, layouts):
     """Uneven masks, accumulation with a short last window, clipping, shuffling off; losses, raw gradients, final weights."""
     options = dict(accumulate_grad_batches=2, gradient_clip_val=0.5, max_epochs=1)
     cases = []
-    for layout in LAYOUTS[world]:
+    for layout in layouts:
         micro = 4 // layout.get("data_parallel_size", 1)
         cases.append(dict(model="gpt", world=world, strategy=layout, data=dict(size=12), micro=micro, **options))
     expected = pools(1).run(
@@ -67,7 +79,6 @@ def test_evaluation_covers_each_sample_once_and_predict_returns_whole_sequences(
     expected = pools(1).run(scenarios.evaluate, 1, {}, 7, 29, 1)[0]
     for strategy in (
         dict(data_parallel_size=2, ring_size=2),
-        dict(data_parallel_size=2, ulysses_size=2),
         dict(ulysses_size=2, ring_size=2),
     ):
         for answer in pools(4).run(scenarios.evaluate, 4, strategy, 7, 29, 1):
@@ -108,11 +119,11 @@ def test_predictions_computed_from_a_part_are_refused_by_name(pools, kind, shape
 @pytest.mark.parametrize("eager", [False, True])
 def test_initial_weights_are_rank_zeros_bit_for_bit(pools, eager):
     expected = pools(1).run(scenarios.initial_weights, 1, {}, False, eager)[0]
-    for strategy in (dict(ring_size=4), dict(data_parallel_size=2, shard_size=2)):
-        for per_rank_seed in (False, True):
-            for answer in pools(4).run(scenarios.initial_weights, 4, strategy, per_rank_seed, eager):
-                assert answer.keys() == expected.keys()
-                assert all(torch.equal(answer[name], expected[name]) for name in expected)
+    # Seeds of each rank's own are the harder case.
+    for strategy, per_rank_seed in ((dict(ring_size=4), eager), (dict(data_parallel_size=2, shard_size=2), True)):
+        for answer in pools(4).run(scenarios.initial_weights, 4, strategy, per_rank_seed, eager):
+            assert answer.keys() == expected.keys()
+            assert all(torch.equal(answer[name], expected[name]) for name in expected)
 
 
 def test_streams_are_read_by_one_rank_and_end_together(pools):

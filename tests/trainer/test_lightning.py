@@ -12,25 +12,26 @@ from tests.trainer import lightning_ranks as ranks
 FEATURES = {
     "fast_dev_run": dict(fast_dev_run=3),
     "overfit_batches": dict(overfit_batches=2, max_epochs=2),
-    "limits": dict(limit_train_batches=3, limit_val_batches=2, val_check_interval=1, max_epochs=2),
-    "fractions": dict(limit_train_batches=0.6, limit_val_batches=0.5, val_check_interval=0.5),
+    "limits": dict(limit_train_batches=3, limit_val_batches=2, val_check_interval=1, max_epochs=2, max_time={"hours": 1}),
+    "fractions of several validation loaders": dict(
+        limit_train_batches=0.6, limit_val_batches=0.5, val_check_interval=0.5, val_loaders=2
+    ),
     "no validation": dict(limit_val_batches=0, max_steps=3),
     "validation every n epochs": dict(check_val_every_n_epoch=2, max_epochs=4, limit_train_batches=2),
     "validation by steps": dict(check_val_every_n_epoch=None, val_check_interval=3, max_epochs=2),
     "sanity check": dict(num_sanity_val_steps=2),
     "early stopping": dict(early_stopping=True, max_epochs=6, limit_train_batches=2),
-    "one cycle": dict(module=dict(scheduler="one_cycle"), max_epochs=2),
+    "one cycle, clip by value": dict(
+        module=dict(scheduler="one_cycle"), max_epochs=2, gradient_clip_val=0.01, gradient_clip_algorithm="value"
+    ),
     "plateau": dict(module=dict(scheduler="plateau"), max_epochs=3, limit_train_batches=2),
-    "clip by value": dict(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
     "manual optimization": dict(module=dict(manual=True)),
     "manual accumulation": dict(module=dict(manual=True, accumulate=2)),
-    "several validation loaders": dict(val_loaders=2),
-    "max_time": dict(max_time={"hours": 1}),
 }  # fmt: skip
 
 # The preflight tries four of them, among them what moves the optimizer or validates before the first step; all in the slow test.
 LAYOUTS = [dict(ring_size=2, preflight=False), dict(ulysses_size=2)]
-TRIED = ("overfit_batches", "sanity check", "one cycle", "manual accumulation")
+TRIED = ("overfit_batches", "sanity check", "one cycle, clip by value", "manual accumulation")
 
 
 def logged(actual, expected, name):
@@ -73,7 +74,7 @@ def test_a_feature_and_the_preflight(pools, layouts):
     hold_features(pools, list(FEATURES), layouts, list(FEATURES))
 
 
-@pytest.mark.parametrize("positions", ["restarting", "jumping"])
+@pytest.mark.parametrize("positions", ["restarting", pytest.param("jumping", marks=pytest.mark.slow)])
 def test_positions_alone_part_no_documents_where_that_is_declared(pools, positions):
     (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, size=4, positions=positions)])[0]
     for strategy in (dict(ring_size=2, packed_documents=False), dict(ulysses_size=2, packed_documents=False)):

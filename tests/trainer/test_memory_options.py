@@ -23,7 +23,11 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("layout", [dict(ulysses_size=2), dict(ring_size=2, preflight=False)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [dict(ulysses_size=2), pytest.param(dict(ring_size=2, preflight=False), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_fit_is_bitwise_the_same_wherever_things_lie(pools, layout, tmp_path):
     """Two steps of two micro-batches of Hugging Face's Llama with an untied head; the preflight of one tries all options."""
     runs = RUNS if "preflight" not in layout else RUNS[1:2]
@@ -42,7 +46,9 @@ def test_a_fit_is_bitwise_the_same_wherever_things_lie(pools, layout, tmp_path):
                 assert all(torch.equal(own[name], weight) for name, weight in plain.items())
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, id="untied", marks=pytest.mark.slow), pytest.param(True, id="tied")]
+)
 def test_a_fit_on_four_ranks_is_one_process(pools, tied, tmp_path):
     """Ulysses 2 x ring 2, parameters over two ranks and twice, with all that lies elsewhere."""
     cases = [dict(DISK, ulysses_size=2, ring_size=2, shard_size=2, reshard_after_forward=tied, preflight=False)]
@@ -75,7 +81,9 @@ def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_pa
 
 AUTOCAST = [
     dict(ulysses_size=2),
-    dict(ring_size=2, preflight=False, ulysses_stages=2, stage_inputs="recomputed"),
+    pytest.param(
+        dict(ring_size=2, preflight=False, ulysses_stages=2, stage_inputs="recomputed"), marks=pytest.mark.slow
+    ),
     pytest.param(
         dict(ulysses_size=2, preflight=False, loss_chunk_tokens=None, mlp_tile_tokens=8, reshard_after_forward=False),
         marks=pytest.mark.slow,

@@ -51,7 +51,7 @@ def whole(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
         # Said of the third batch, the first of its window.
         ("train", 1, 2, 2),
         # The last batch of an epoch.
-        ("train", 4, 1, 6),
+        pytest.param("train", 4, 1, 6, marks=pytest.mark.slow),
         ("validate", 0, 1, 6),
     ],
     ids=["step", "window", "epoch's end", "validation"],

@@ -103,6 +103,7 @@ def test_law_of_the_whole_product(pools, world, length):
         hold_the_law(pools, world, cases[start : start + 400])
 
 
+@pytest.mark.slow
 def test_law_on_eight_ranks(pools):
     chosen = [
         ((8, 2), "packed", {}), ((8, 8), "causal", dict(with_sinks=True)), ((9, 3), "all together", {}),
@@ -180,7 +181,9 @@ def test_law_for_drawn_layouts(pools, length, degrees, heads, method, data):
         assert_sharded_equals_unsharded(answer[0], expected, labels)
 
 
-@pytest.mark.parametrize("degrees", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
+@pytest.mark.parametrize(
+    "degrees", [pytest.param((1, 4), id="1x4"), pytest.param((2, 2), id="2x2", marks=pytest.mark.slow)]
+)
 def test_law_for_balanced_documents(pools, degrees):
     """What the search finds, for rows of other documents each, with what changes the scores, windows and padding."""
     lengths = [[130, 60, 2, 40, 24], [17, 200, 39]]

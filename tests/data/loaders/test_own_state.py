@@ -43,9 +43,20 @@ def variants() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "layout"), [*variants()])
 def test_a_resume_goes_on_and_reads_nothing_again(pools, tmp_path, kind, layout):
+    """Cut at the end of an epoch and within the next one."""
+    hold_resumes(pools, tmp_path, kind, layout, slice(1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [*variants()])
+def test_a_resume_goes_on_from_other_cuts(pools, tmp_path, kind, layout):
+    hold_resumes(pools, tmp_path, kind, layout, slice(0, 4, 3))
+
+
+def hold_resumes(pools, tmp_path, kind, layout, some):
     groups = layout.get("data_parallel_size", 1)
     steps = 15 // groups
-    cuts = CUTS["one" if groups == 1 else "two"]
+    cuts = CUTS["one" if groups == 1 else "two"][some]
     calls: list[Any] = [
         ((kind, layout), dict(steps=steps, save=str(tmp_path / str(cut)), save_after=cut)) for cut in cuts
     ]

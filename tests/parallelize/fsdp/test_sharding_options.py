@@ -27,8 +27,16 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("options", PAIRS, ids=str)
-@pytest.mark.parametrize("kind", ["separate", "twice"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(pytest.param("separate", options, id=f"separate-{options}") for options in PAIRS),
+        *(
+            pytest.param("twice", options, id=f"twice-{options}", marks=[pytest.mark.slow] * (options is not PAIRS[1]))
+            for options in PAIRS
+        ),
+    ],
+)
 def test_gradients_are_one_process(pools, kind, options):
     assert all(worst <= 1e-10 for worst, _, _ in pools(2).run(ranks.law, kind, (2,), options))
 

@@ -7,7 +7,6 @@ from torch import nn
 
 from lightning_sp.parallelize import transformer_blocks
 from lightning_sp.parallelize.fsdp.vocabulary_units import vocabulary_layers
-from lightning_sp.testing import run_ranks
 from tests.parallelize.fsdp import vocabulary_units_ranks as ranks
 
 SEPARATE = ["embedding", "head"]
@@ -33,7 +32,7 @@ def test_gradients_are_one_process_and_a_head_is_gathered_and_reduced_once(pools
 
 
 @pytest.mark.parametrize("kind", ["separate", "tied"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_gradients_are_one_process_where_parameters_are_replicated_too(pools, kind, shape):
     assert all(worst <= 1e-10 for worst, _, _ in pools(4).run(ranks.law, kind, shape))
 
@@ -43,10 +42,9 @@ def test_a_weight_that_a_step_uses_without_a_call_is_refused_by_name(pools):
         assert message.startswith("a step uses a parameter outside of the forward of the module that holds it"), message
 
 
-def test_the_peak_of_a_step_falls_by_a_table():
+def test_the_peak_of_a_step_falls_by_a_table(pools):
     table = 32768 * 256 * 4
-    # In processes of their own: what earlier tests have left would be a part of the peak.
-    as_one, separate = (run_ranks(ranks.peak_bytes, 2, 32768, 256, each) for each in (False, True))
+    as_one, separate = (pools(2).run(ranks.peak_bytes, 32768, 256, each) for each in (False, True))
     for one, own in zip(as_one, separate, strict=True):
         assert one - own > 0.9 * table, (one, own)
         # The head whole with its gradient, or that and what is sent of it, and half of it received.

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.resident import peak_growth
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import make_fsdp_root, run_with_whole_parameters, shard_model, transformer_blocks
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.fsdp.vocabulary_units import vocabulary_layers
 from lightning_sp.testing import max_error
+from tests.live_storages import LiveStorages
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
 
 VOCAB, DIM = 97, 8
@@ -232,20 +232,12 @@ def refusal() -> str:
 
 
 def peak_bytes(vocab: int, dim: int, separate: bool) -> int:
-    """Return by how much a step of forward and backward exceeds what is alive before it; as one unit with the model's rest, or not.
-
-    The least of three, after one that makes the libraries resident: what the step needs is always there, what else the process does only adds.
-    """
+    """Return the bytes of tensors that a step of forward and backward has at once beside shards; as one unit with the model's rest, or not."""
     root = Stepped(Decoder(vocab, dim, layers=2))
     found = vocabulary_layers if separate else lambda *_: []
     with mock.patch("lightning_sp.parallelize.fsdp.shard_model.vocabulary_layers", found):
         shard_model(root, transformer_blocks(root), mesh_of((dist.get_world_size(),)))
     make_fsdp_root(root)
-    ids = tokens(0, 0)
-    peaks = []
-    for _ in range(4):
-        root.zero_grad()
-        with peak_growth() as growth:
-            root.training_step(ids).backward()
-        peaks.append(growth.peak_bytes)
-    return min(peaks[1:])
+    with LiveStorages([each.to_local() for each in root.parameters()]) as live:
+        root.training_step(tokens(0, 0)).backward()
+    return live.peak_bytes

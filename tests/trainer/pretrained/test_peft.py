@@ -17,11 +17,13 @@ pytest.importorskip("peft")
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
 CASES = [
     dict(kind="lora", place="__init__", strategy=ULYSSES),
-    dict(kind="lora", place="configure_model", strategy=RING),
     dict(kind="lora, head", place="configure_model", strategy=ULYSSES),
     dict(kind="dora", place="__init__", strategy=RING),
-    dict(kind="dora", place="configure_model", strategy=ULYSSES),
     dict(kind="ia3", place="configure_model", strategy=RING),
+]
+MORE_CASES = [
+    dict(kind="lora", place="configure_model", strategy=RING),
+    dict(kind="dora", place="configure_model", strategy=ULYSSES),
 ]
 
 
@@ -50,10 +52,13 @@ def same(actual, expected, case):
         assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
 
 
-def test_adapters_train_as_on_one_device(pools, base):
-    alone = pools(1).run(ranks.runs, [{**case, "strategy": None, "world": 1, "folder": base} for case in CASES])[0]
-    for answers in pools(2).run(ranks.runs, [dict(world=2, folder=base, **case) for case in CASES]):
-        for case, actual, expected in zip(CASES, answers, alone, strict=True):
+@pytest.mark.parametrize(
+    "cases", [pytest.param(CASES, id="most"), pytest.param(MORE_CASES, id="more", marks=pytest.mark.slow)]
+)
+def test_adapters_train_as_on_one_device(pools, base, cases):
+    alone = pools(1).run(ranks.runs, [{**case, "strategy": None, "world": 1, "folder": base} for case in cases])[0]
+    for answers in pools(2).run(ranks.runs, [dict(world=2, folder=base, **case) for case in cases]):
+        for case, actual, expected in zip(cases, answers, alone, strict=True):
             same(actual, expected, case)
             assert 0 < len(actual["trained"]) < len(actual["weights"])
             assert actual["optimized"] == len(actual["trained"]), "the optimizer holds adapters alone"

@@ -114,17 +114,32 @@ def _route_attention(model: Any, context: SequenceContext, undo: ExitStack) -> N
     # The interface refuses names with "sdpa", "flash", "flex" or "/".
     previous, name = model.config._attn_implementation, f"sequence_parallel_{next(_numbers)}"
     _register(name, context, previous, undo)
-    model.set_attn_implementation(name)
-    undo.callback(model.set_attn_implementation, previous)
+    set_attention(model, name)
+    undo.callback(set_attention, model, previous)
     # The preflight's reference is the model as the user made it.
     own = partial(_own_attention, model, name, previous)
     context.in_reference.append(own)
     undo.callback(context.in_reference.remove, own)
 
 
+def set_attention(model: Any, name: str) -> None:
+    """Let a model's attention be that of a name, in the parts that have a copy of its configuration too.
+
+    transformers 5.17 leaves those out where the copy is of the same class: T5's stacks.
+    """
+    model.set_attn_implementation(name)
+    for part in model.modules():
+        own: Any = getattr(part, "config", None)
+        is_copy = (
+            hasattr(part, "set_attn_implementation") and own is not model.config and type(own) is type(model.config)
+        )
+        if is_copy and own._attn_implementation != name:
+            part.set_attn_implementation(name)
+
+
 @contextmanager
 def _own_attention(model: Any, name: str, previous: str) -> Iterator[None]:
-    model.set_attn_implementation(previous)
+    set_attention(model, previous)
     flex: Any = getattr(sys.modules.get("transformers.integrations.flex_attention"), "WrappedFlexAttention", None)
     # Its one instance keeps the function that it was first called with: another strategy's, or torch's own, which has no backward on the CPU.
     before = getattr(flex, "_instance", None)
@@ -133,7 +148,7 @@ def _own_attention(model: Any, name: str, previous: str) -> Iterator[None]:
     try:
         yield
     finally:
-        model.set_attn_implementation(name)
+        set_attention(model, name)
         if flex is not None:
             flex._instance = before
 

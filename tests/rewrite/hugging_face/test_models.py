@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 from transformers import (
@@ -12,6 +14,9 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
     TrOCRConfig,
     TrOCRForCausalLM,
     VisionEncoderDecoderModel,
@@ -20,6 +25,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from lightning_sp.rewrite.hugging_face.interface import set_attention
 from lightning_sp.rewrite.hugging_face.models import reachable_models, why_unreachable
 from lightning_sp.rewrite.hugging_face.positions.composites import counts_of_parts
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount
@@ -112,3 +118,18 @@ def test_parts_count_as_they_do_alone():
     whisper = build(Case(model_type="whisper", kind="speech seq2seq", class_name="WhisperForConditionalGeneration"))
     t5 = build(Case(model_type="t5", kind="seq2seq LM", class_name="T5ForConditionalGeneration"))
     assert counts_of_parts(whisper) == counts_of_parts(t5) == counts_of_parts(gpt2) == {}
+
+
+def test_parts_with_a_copy_of_the_configuration_have_the_attention_too(monkeypatch):
+    """transformers 5.17 sets it in parts of another class of configuration alone, and T5's stacks have copies of its own."""
+    config = T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    model = T5ForConditionalGeneration(config)
+    assert model.encoder.config is not model.config
+
+    def own_alone(model: Any, name: str) -> None:
+        model.config._attn_implementation_internal = name
+
+    monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", own_alone)
+    for name in ("eager", "sdpa"):
+        set_attention(model, name)
+        assert [each.config._attn_implementation for each in (model, model.encoder, model.decoder)] == [name] * 3

@@ -1,6 +1,7 @@
 """Checkpoints: a DCP directory that is the same for every mesh, or one whole file; resumed on any degrees, exported for one process."""
 
 from lightning_sp.checkpoint.background import BackgroundSaves
+from lightning_sp.checkpoint.expired import remove_expired
 from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
 from lightning_sp.checkpoint.folder import located, refuse_folder_at_address
 from lightning_sp.checkpoint.frozen import (
@@ -52,6 +53,7 @@ __all__ = [
     "recover",
     "refuse_folder_at_address",
     "remnants",
+    "remove_expired",
     "restore_random_state",
     "save_checkpoint",
     "sharded_like",

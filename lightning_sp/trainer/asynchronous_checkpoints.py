@@ -105,9 +105,9 @@ class AsynchronousCheckpoints:
             self._log(f"checkpoints are written while training goes on: {memory}", topic="later")
         return not short
 
-    def remove_after(self, remove: Callable[[], None]) -> bool:
-        """Remove an older checkpoint when the one on its way is complete; return False where none is."""
-        return self._saves.remove_after(remove)
+    def act_after(self, act: Callable[[], None]) -> bool:
+        """Act when the checkpoint on its way is complete; return False where none is."""
+        return self._saves.act_after(act)
 
     def wait(self, group: ProcessGroup | None) -> None:
         """Wait for all of them, on all ranks."""

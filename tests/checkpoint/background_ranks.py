@@ -100,7 +100,7 @@ def one_at_a_time(folder: str) -> dict[str, Any]:
     saves, removed, found = BackgroundSaves(), [], {}
     if dist.get_rank() == 0:
         saves.begin(taken[0], 2)
-        found["is_pending"] = saves.remove_after(lambda: removed.append(path.exists()))
+        found["is_pending"] = saves.act_after(lambda: removed.append(path.exists()))
         time.sleep(0.3)
         found["before"] = (path.exists(), list(removed))
         found["may_follow"] = [
@@ -111,7 +111,7 @@ def one_at_a_time(folder: str) -> dict[str, Any]:
         saves.begin(taken[0], 2)
     saves.wait(None)
     found["after"] = (path.exists(), removed)
-    found["is_still_pending"] = saves.remove_after(lambda: removed.append(True))
+    found["is_still_pending"] = saves.act_after(lambda: removed.append(True))
     return found
 
 
@@ -149,7 +149,7 @@ def failed(folder: str) -> dict[str, Any]:
     dist.barrier()
     saves = BackgroundSaves()
     saves.begin(taken[0], 0)
-    saves.remove_after(lambda: removed.append(1))
+    saves.act_after(lambda: removed.append(1))
     words = ""
     try:
         saves.wait(None)

@@ -8,11 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
-
-from lightning_sp.checkpoint.folder import MANIFEST, PARTIAL, REPLACED, is_complete, located
-
-FILE_SUFFIX = ".ckpt"
+from lightning_sp.checkpoint.address import Address
+from lightning_sp.checkpoint.folder import FILE_SUFFIX, MANIFEST, PARTIAL, REPLACED, is_complete, located
+from lightning_sp.checkpoint.latest import written_at
 
 
 def remove_expired(folder: str, max_age: timedelta, keep: Iterable[str]) -> list[str]:
@@ -39,14 +37,14 @@ def remove_expired(folder: str, max_age: timedelta, keep: Iterable[str]) -> list
         for path in expired:
             _remove(path)
         return [str(path) for path in expired]
-    files, root = url_to_fs(place)
-    kept_names = {files._strip_protocol(each) for each in keep}
-    names = [each for each in files.find(root, maxdepth=1) if each.endswith(FILE_SUFFIX)] if files.exists(root) else []
-    dates = {each: files.modified(each).timestamp() for each in names}
-    gone = [each for each in _older(dates, max_age) if each not in kept_names]
+    root = Address(place)
+    stays = {Address(each) for each in keep}
+    inside = {each: when for each, when in written_at(root).items() if each.parent == root}
+    gone = [each for each in _older(inside, max_age) if each not in stays]
     for each in gone:
-        files.rm(each)
-    return [str(files.unstrip_protocol(each)) for each in gone]
+        (each / MANIFEST).remove()
+        each.remove()
+    return [str(each) for each in gone]
 
 
 def _older(written: Mapping[Any, float], max_age: timedelta) -> list[Any]:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_sp.checkpoint.folder import METADATA
+from lightning_sp.checkpoint.address import Location
+from lightning_sp.checkpoint.folder import METADATA, Contents
 from lightning_sp.errors import SequenceParallelError
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -36,17 +38,17 @@ _KNOWN = {
 }
 
 
-def read_metadata(folder: Path, files: dict[str, Any]) -> Metadata:
+def read_metadata(contents: Contents) -> Metadata:
     """Return what a checkpoint's folder says of its tensors.
 
     Args:
-        folder: of the checkpoint.
-        files: those that its manifest lists.
+        contents: what its manifest says.
 
     Raises:
         SequenceParallelError: it is damaged, names a class or function that is not DCP's, describes what is no tensor, or lies in a file
             that the manifest does not list.
     """
+    folder, files = contents.folder, contents.files
     try:
         metadata = _Unpickler(folder, (folder / METADATA).read_bytes()).load()
     except SequenceParallelError:
@@ -72,15 +74,18 @@ def read_metadata(folder: Path, files: dict[str, Any]) -> Metadata:
     return metadata
 
 
-class CheckedReader(FileSystemReader):
-    """DCP's reader of a folder whose description was checked.
+def checked_reader(folder: Location, metadata: Metadata) -> FileSystemReader:
+    """Return DCP's reader of a folder whose description was checked.
 
     Args:
-        folder: of the checkpoint.
+        folder: where the checkpoint's files lie.
         metadata: as `read_metadata` returned it.
     """
+    return _CheckedReader(folder, metadata) if isinstance(folder, Path) else _CheckedStoreReader(str(folder), metadata)
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+
+class _CheckedReader(FileSystemReader):
+    def __init__(self, folder: Path | str, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
@@ -91,10 +96,14 @@ class CheckedReader(FileSystemReader):
         return self._metadata
 
 
+class _CheckedStoreReader(_CheckedReader, FsspecReader):
+    """The same of a folder in a store of objects."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows DCP's plain values alone."""
 
-    def __init__(self, folder: Path, data: bytes) -> None:
+    def __init__(self, folder: Location, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._folder = folder
 

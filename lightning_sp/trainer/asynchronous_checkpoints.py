@@ -64,6 +64,8 @@ class AsynchronousCheckpoints:
             SequenceParallelError: one of those before could not be written.
         """
         later = isinstance(path, Path) and self._is_asked(path, trainer)
+        if isinstance(path, str) and self._config.asynchronous_checkpoints:
+            self._log("checkpoints at addresses are written before training goes on", topic="later")
         if not isinstance(path, Path) or not later or not self._saves.may_follow(path, trainer.global_step):
             self._saves.wait(group)
         if not later or not (

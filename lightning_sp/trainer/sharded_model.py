@@ -32,7 +32,6 @@ from lightning_sp.checkpoint import (
     located,
     model_state,
     optimizer_state,
-    refuse_folder_at_address,
     save_checkpoint,
     whole_state_dict,
 )
@@ -243,8 +242,6 @@ class ShardedModelStrategy(ProcessStrategy):
             self._exclude_frozen(checkpoint)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None)
         as_folder, per_node = self.config.save_distributed_checkpoint, self.ranks_per_node
-        if as_folder:
-            refuse_folder_at_address(path)
         if io is None and isinstance(path, str):
             io = self.checkpoint_io  # Lightning's own writes and reads through fsspec
         write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)

@@ -62,6 +62,20 @@ CHECKPOINTS = (
         f"{EXPIRED}::test_the_newest_complete_one_stays_whatever_is_newer_and_half_written",
     ),
     fault(
+        "a save in a store of objects that writes over the one before",
+        "checkpoint/save.py",
+        "SAVE + str(comm.gather_objects(uuid.uuid4().hex[:12], group)[0])",
+        'SAVE + "one"',
+        "tests/checkpoint/test_addresses.py::test_the_name_is_of_a_whole_one_at_every_moment",
+    ),
+    fault(
+        "a store's late error that takes the newer checkpoint with it",
+        "checkpoint/save.py",
+        "                if not (address / MANIFEST).is_file() or save not in (address / MANIFEST).read_text():\n                    staging",
+        "                staging",
+        "tests/checkpoint/test_addresses.py::test_an_error_of_the_store_after_the_switch_leaves_the_newer_one",
+    ),
+    fault(
         "an error of a checkpoint that nobody hears of",
         "checkpoint/background.py",
         "        if pending:\n            comm.agree(_failures(pending), group)\n",

@@ -66,7 +66,7 @@ CHECKPOINTS = (
         "checkpoint/save.py",
         "SAVE + str(comm.gather_objects(uuid.uuid4().hex[:12], group)[0])",
         'SAVE + "one"',
-        "tests/checkpoint/test_addresses.py::test_the_name_is_of_a_whole_one_at_every_moment",
+        "tests/checkpoint/test_addresses.py::test_the_name_is_of_a_whole_one_at_every_moment[dcp_save]",
     ),
     fault(
         "a store's late error that takes the newer checkpoint with it",

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -65,7 +66,7 @@ def save_checkpoint(
         later: takes a copy of the folder, to write it while training goes on; None writes it now, as is one in a store.
         group: the world, on a backend for host objects.
 
-    Communicates: DCP's plan; for a file every sharded tensor, gathered one by one.
+    Communicates: the entries' names; DCP's plan; for a file every sharded tensor, gathered one by one.
 
     Returns:
         The hyperparameters that were not plain and became text.
@@ -77,6 +78,7 @@ def save_checkpoint(
     sharded: dict[str, DTensor] = {}
     plain, refused, described = plain_checkpoint(rest, sharded if as_folder else None)
     comm.agree(_refusal(path, refused), group)
+    _warn_of_lost(path, comm.gather_objects([str(name) for name in rest], group))
     if as_folder:
         tensors = _folder_tensors(checkpoint, plain, sharded)
         if isinstance(path, Path):
@@ -86,6 +88,16 @@ def save_checkpoint(
     else:
         _save_file(checkpoint, plain, path, write or _write_file, group)
     return described
+
+
+def _warn_of_lost(path: Path | str, of_ranks: Sequence[Sequence[str]]) -> None:
+    """Name entries that only other ranks have: what is no shard is stored as rank 0 has it."""
+    lost = {rank: sorted({*names} - {*of_ranks[0]}) for rank, names in enumerate(of_ranks)}
+    if said := "; ".join(f"{', '.join(names)} of rank {rank}" for rank, names in lost.items() if names):
+        rank_zero_warn(
+            f"checkpoint {path} does not hold {said}: rank 0's entries are stored, and it has none of that name; let on_save_checkpoint add "
+            "them on all ranks, gathered if they differ (self.all_gather)"
+        )
 
 
 def _refusal(path: Path | str, refused: list[str]) -> str | None:

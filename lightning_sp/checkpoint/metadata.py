@@ -7,6 +7,7 @@ DCP writes, and nothing else; it opens only files of the folder that the manifes
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def read_metadata(contents: Contents) -> Metadata:
         SequenceParallelError: it is damaged, names a class or function that is not DCP's, describes what is no tensor, or lies in a file
             that the manifest does not list.
     """
-    folder, files = contents.folder, contents.files
+    folder = contents.folder
     try:
         metadata = _Unpickler(folder, (folder / METADATA).read_bytes()).load()
     except SequenceParallelError:
@@ -57,21 +58,49 @@ def read_metadata(contents: Contents) -> Metadata:
         raise SequenceParallelError(
             f"checkpoint {folder} is damaged: {METADATA} cannot be read ({type(error).__name__}: {error}); resume from another checkpoint"
         ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
         raise SequenceParallelError(f"checkpoint {folder}: {METADATA} is no description of a distributed checkpoint")
+    _check_tensors(folder, metadata)
+    try:
+        _check_places(contents, metadata)
+    except (AttributeError, TypeError) as error:
+        raise SequenceParallelError(
+            f"checkpoint {folder} is damaged: {METADATA} says of a tensor less than a save does ({error}); resume from another checkpoint"
+        ) from error
+    return metadata
+
+
+def _check_tensors(folder: Location, metadata: Metadata) -> None:
     for name, value in metadata.state_dict_metadata.items():
         if not isinstance(value, TensorStorageMetadata):
             raise SequenceParallelError(
                 f"checkpoint {folder}: {METADATA} describes {name!r} as {type(value).__name__}: a save of this strategy holds tensors "
                 "alone there, and what is none would be unpickled; resume from another checkpoint"
             )
+
+
+def _check_places(contents: Contents, metadata: Metadata) -> None:
+    """Refuse tensors in other files than the manifest's, and more of them than those files hold: memory is asked for by what this says."""
+    folder, files = contents.folder, contents.files
     for info in (metadata.storage_data or {}).values():
         if info.relative_path not in files or getattr(info, "transform_descriptors", None):
             raise SequenceParallelError(
                 f"checkpoint {folder}: {METADATA} places tensors in {info.relative_path!r}, which is no plain file that the manifest lists: it "
                 "is not opened; resume from another checkpoint"
             )
-    return metadata
+    described = sum(_bytes_of(value) for value in metadata.state_dict_metadata.values())
+    held = sum(size for size, _ in files.values())
+    if not 0 <= described <= held:
+        raise SequenceParallelError(
+            f"checkpoint {folder} is damaged: {METADATA} describes tensors of {described} bytes, and the files hold {held}; resume from another "
+            "checkpoint"
+        )
+
+
+def _bytes_of(tensor: Any) -> int:
+    if any(size < 0 for size in tensor.size):
+        return -1
+    return math.prod(tensor.size) * int(tensor.properties.dtype.itemsize)
 
 
 def checked_reader(folder: Location, metadata: Metadata) -> FileSystemReader:

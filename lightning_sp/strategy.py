@@ -46,6 +46,7 @@ from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.logged_sums import LoggedSums
 from lightning_sp.trainer.out_of_memory import explain_out_of_memory
 from lightning_sp.trainer.row_metrics import RowMetrics
+from lightning_sp.trainer.same_options import check_same_options
 from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
 
 
@@ -126,6 +127,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         if self._device_mesh is None:
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
             self._host_groups = comm.host_groups(self._device_mesh.get_group("sequence_parallel"), self._start_timeout)
+        check_same_options(self._module.trainer, self.config, self._groups.world)
         self._module._device_mesh = self.device_mesh
 
     # ---- model

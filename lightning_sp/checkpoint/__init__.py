@@ -1,8 +1,10 @@
 """Checkpoints: a DCP directory that is the same for every mesh, or one whole file; resumed on any degrees, exported for one process."""
 
+from lightning_sp.checkpoint.address import Address
 from lightning_sp.checkpoint.background import BackgroundSaves
+from lightning_sp.checkpoint.expired import remove_expired
 from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
-from lightning_sp.checkpoint.folder import located, refuse_folder_at_address
+from lightning_sp.checkpoint.folder import located
 from lightning_sp.checkpoint.frozen import (
     EXCLUDED,
     exclude_frozen,
@@ -30,6 +32,7 @@ from lightning_sp.checkpoint.state import (
 
 __all__ = [
     "EXCLUDED",
+    "Address",
     "BackgroundSaves",
     "available_bytes",
     "derived_seed",
@@ -50,8 +53,8 @@ __all__ = [
     "random_state",
     "read_checkpoint_folder",
     "recover",
-    "refuse_folder_at_address",
     "remnants",
+    "remove_expired",
     "restore_random_state",
     "save_checkpoint",
     "sharded_like",

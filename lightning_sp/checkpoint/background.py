@@ -102,11 +102,11 @@ class BackgroundSaves:
         """Return whether a checkpoint may be copied while others are on their way: of the same step, under another name."""
         return not self._pending or (step == self._step and all(each.path != path for each in self._pending))
 
-    def remove_after(self, remove: Callable[[], None]) -> bool:
-        """Remove an older checkpoint when the one on its way is complete; return False where none is."""
+    def act_after(self, act: Callable[[], None]) -> bool:
+        """Act, remove an older checkpoint say, when the one on its way is complete; return False where none is."""
         if not self._pending:
             return False
-        self._pending[-1].then(remove)
+        self._pending[-1].then(act)
         return True
 
     def wait(self, group: ProcessGroup | None) -> None:

@@ -11,17 +11,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from lightning_sp.checkpoint.address import Location
 from lightning_sp.checkpoint.folder import (
     MANIFEST,
     META,
     damage,
     first_failure,
+    folder_at,
     local_path,
+    located,
     partial_path,
-    read_manifest,
+    readable,
 )
 from lightning_sp.checkpoint.frozen import refuse_part_of_model
-from lightning_sp.checkpoint.metadata import CheckedReader
+from lightning_sp.checkpoint.metadata import checked_reader
 from lightning_sp.checkpoint.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
 
@@ -45,11 +48,11 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
         SequenceParallelError: the checkpoint is missing, half-written or damaged; nothing has that prefix, or its base was left out;
             `out` has another suffix, or cannot be written.
     """
-    source, target = local_path(path), local_path(out)
+    source, target = readable(path), local_path(out)
     if target.suffix not in FORMATS:
         raise SequenceParallelError(f"export to {target.name!r}: must end in one of {', '.join(FORMATS)}")
     if source.exists():
-        refuse_part_of_model(source, read_file(source) if source.is_file() else read_folder(source)[0], prefix)
+        refuse_part_of_model(source, _checkpoint(source), prefix)
     state = read_model(source, prefix)
     if dtype is not None:
         state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
@@ -74,9 +77,24 @@ def _write(state: dict[str, Tensor], path: Path, suffix: str) -> None:
     save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
 
 
+def _checkpoint(source: Location) -> dict[str, Any]:
+    return read_folder(source)[0] if _is_folder(source) else read_file(_file(source))
+
+
+def _is_folder(source: Location) -> bool:
+    return not source.is_file() if isinstance(source, Path) else folder_at(str(source)) is not None
+
+
+def _file(source: Location) -> Path:
+    """Return a file's path; one file at an address is refused."""
+    return local_path(str(source))
+
+
 def is_checkpoint_folder(path: str | Path) -> bool:
     """Return whether a path is of a folder that the strategy wrote, or began to write."""
-    folder = Path(path)
+    folder = located(path)
+    if isinstance(folder, str):
+        return folder_at(folder) is not None
     return any((folder / name).is_file() for name in (META, MANIFEST))
 
 
@@ -86,20 +104,19 @@ def read_checkpoint_folder(path: str | Path) -> dict[str, Any]:
     Raises:
         SequenceParallelError: it is half-written or damaged.
     """
-    source = local_path(path)
-    checkpoint, _ = read_folder(source)
+    source = readable(path)
+    checkpoint = read_folder(source)[0]
     return {**checkpoint, "state_dict": read_model(source)}
 
 
-def read_model(source: Path, prefix: str = "") -> dict[str, Tensor]:
+def read_model(source: Location, prefix: str = "") -> dict[str, Tensor]:
     """Return the whole model of a checkpoint folder or file, each tensor in memory of its own."""
-    if source.is_file():
-        values: dict[str, Any] = read_file(source)["state_dict"]
+    if not _is_folder(source):
+        values: dict[str, Any] = read_file(_file(source))["state_dict"]
         whole = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
         return _strip(source, whole, prefix)
-    _, metadata = read_folder(source)
-    files = read_manifest(source)
-    if wrong := damage(source, files, files):
+    _, metadata, contents = read_folder(source)
+    if wrong := damage(contents, contents.files):
         raise SequenceParallelError(wrong)
     key = "state_dict."
     stored = {name: of for name, of in metadata.state_dict_metadata.items() if name.startswith(key)}
@@ -112,13 +129,13 @@ def read_model(source: Path, prefix: str = "") -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            dcp_load(wanted, storage_reader=CheckedReader(source, metadata), no_dist=True)
+            dcp_load(wanted, storage_reader=checked_reader(contents.folder, metadata), no_dist=True)
         except (Exception, CheckpointException) as error:  # of DCP's, a BaseException
             raise SequenceParallelError(f"checkpoint {source} could not be read: {first_failure(error)}") from error
     return _strip(source, {name[len(key) :]: value for name, value in wanted.items()}, prefix)
 
 
-def _strip(source: Path, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _strip(source: Location, state: dict[str, Any], prefix: str) -> dict[str, Any]:
     selected = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
     if not selected:
         heads = sorted({name.split(".")[0] + "." for name in state})

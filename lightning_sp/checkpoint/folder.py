@@ -5,7 +5,11 @@
       meta.pt                         everything else, plain containers (Lightning's name for it)
       manifest.json                   written last: size and CRC-32 of every file; a folder without it is half-written
 
-It is written as NAME.partial, which takes its name at one moment when complete.
+It is written as NAME.partial, which takes its name at one moment when complete. A store of objects (s3://...) has no rename:
+
+    NAME/
+      save-<one save's>/              the same files; each save has a folder of its own
+      manifest.json                   the last object to be written: it says which save the checkpoint is
 """
 
 from __future__ import annotations
@@ -15,13 +19,32 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from lightning_sp.checkpoint.address import Address, Location
 from lightning_sp.errors import SequenceParallelError
 
 META, METADATA, MANIFEST, PARTIAL, REPLACED = "meta.pt", ".metadata", "manifest.json", ".partial", ".replaced"
+# Of one whole file: Lightning's.
+FILE_SUFFIX = ".ckpt"
+# Of an object store: what one save's folder begins with.
+SAVE = "save-"
 FORMAT = 1
 _CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a complete checkpoint's manifest says.
+
+    Args:
+        folder: where the files lie.
+        files: bytes and CRC-32 of each.
+    """
+
+    folder: Location
+    files: dict[str, tuple[int, int]]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -47,18 +70,25 @@ def located(path: str | os.PathLike[str]) -> Path | str:
     return Path(rest) if scheme in ("file", "local") else text
 
 
-def refuse_folder_at_address(path: Path | str) -> None:
-    """Refuse to write a checkpoint of many files elsewhere than on a file system.
+def readable(path: str | os.PathLike[str]) -> Location:
+    """Return where a checkpoint is read from.
 
     Raises:
-        SequenceParallelError: an address.
+        SequenceParallelError: an address that fsspec cannot open.
     """
-    if isinstance(path, str):
-        raise SequenceParallelError(
-            f"checkpoint {path!r}: with save_distributed_checkpoint=True each rank writes files of a folder, which is renamed when it is "
-            "complete, and what lies at an address cannot be renamed at one moment: SequenceParallelStrategy(save_distributed_checkpoint=False) "
-            "writes one file there, through Lightning's CheckpointIO; or give a path that all nodes see"
-        )
+    place = located(path)
+    return Address(place) if isinstance(place, str) else place
+
+
+def folder_at(address: str) -> Address | None:
+    """Return a checkpoint's folder in a store, complete or not; None where none is, or where only a plugin of the user's can look."""
+    try:
+        folder = Address(address)
+    except SequenceParallelError:
+        return None
+    if (folder / MANIFEST).is_file():
+        return folder
+    return folder if folder.is_dir() and any(each.name.startswith(SAVE) for each in folder.iterdir()) else None
 
 
 def replaced_path(path: Path) -> Path:
@@ -80,7 +110,7 @@ def remove_incomplete(path: Path) -> None:
         shutil.rmtree(partial_path(path), ignore_errors=True)
 
 
-def checksum(file: Path) -> tuple[int, int]:
+def checksum(file: Location) -> tuple[int, int]:
     """Return a file's bytes and CRC-32."""
     size = crc = 0
     with file.open("rb") as stream:
@@ -95,6 +125,27 @@ def write_manifest(folder: Path, files: dict[str, tuple[int, int]]) -> None:
     Raises:
         SequenceParallelError: this process does not see a file that another has written.
     """
+    _check_seen(folder, files)
+    temporary = folder / (MANIFEST + ".tmp")
+    with temporary.open("w") as stream:
+        json.dump({"format": FORMAT, "files": {name: list(of) for name, of in sorted(files.items())}}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(folder / MANIFEST)
+
+
+def write_manifest_of_save(folder: Address, save: str, files: dict[str, tuple[int, int]]) -> None:
+    """Make one save the checkpoint of that name, at one moment.
+
+    Raises:
+        SequenceParallelError: this process does not see an object that another has written.
+    """
+    _check_seen(folder / save, files)
+    listed = {name: list(of) for name, of in sorted(files.items())}
+    (folder / MANIFEST).write_bytes(json.dumps({"format": FORMAT, "save": save, "files": listed}).encode())
+
+
+def _check_seen(folder: Location, files: dict[str, tuple[int, int]]) -> None:
     missing = [
         name
         for name, (size, _) in files.items()
@@ -103,14 +154,8 @@ def write_manifest(folder: Path, files: dict[str, tuple[int, int]]) -> None:
     if missing:
         raise SequenceParallelError(
             f"checkpoint {folder}: rank 0 does not see {len(missing)} of {len(files)} files that other ranks wrote ({missing[0]}, ...): the "
-            "folder must be on a file system that all nodes share"
+            "folder must be on a file system, or in a store, that all nodes share"
         )
-    temporary = folder / (MANIFEST + ".tmp")
-    with temporary.open("w") as stream:
-        json.dump({"format": FORMAT, "files": {name: list(of) for name, of in sorted(files.items())}}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(folder / MANIFEST)
 
 
 def check_target(path: Path) -> None:
@@ -125,48 +170,79 @@ def check_target(path: Path) -> None:
         )
 
 
-def is_folder_checkpoint(path: Path) -> bool:
+def check_target_at(address: Address, *, is_folder: bool) -> None:
+    """Refuse to write beside what a load could take for the checkpoint: a store has a file and a folder of one name.
+
+    Raises:
+        SequenceParallelError: with its address.
+    """
+    if is_folder and address.is_file():
+        raise SequenceParallelError(
+            f"checkpoint {address}: one file of that name is there, and this save is a folder: delete it, or give another name"
+        )
+    if not is_folder and (address / MANIFEST).is_file():
+        raise SequenceParallelError(
+            f"checkpoint {address}: a folder of that name is there, and this save is one file: delete it, or give another name"
+        )
+    others = [each.name for each in address.iterdir()] if is_folder and address.is_dir() else []
+    if others and MANIFEST not in others and not all(each.startswith(SAVE) for each in others):
+        raise SequenceParallelError(
+            f"checkpoint {address}: {len(others)} names are there and are no checkpoint ({sorted(others)[0]}); they are not overwritten"
+        )
+
+
+def is_folder_checkpoint(path: Location) -> bool:
     """Return whether a folder holds a checkpoint, complete or not."""
     return any((path / name).exists() for name in (MANIFEST, META, ".metadata"))
 
 
-def read_manifest(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the files of a complete checkpoint folder.
+def read_manifest(path: Location) -> Contents:
+    """Return what a complete checkpoint folder holds.
 
     Raises:
         SequenceParallelError: there is none, it is half-written, or of a newer format.
     """
-    if not path.exists():
-        partial = partial_path(path)
-        if partial.is_dir():
-            found = len(list(partial.iterdir()))
-            raise SequenceParallelError(
-                f"checkpoint {path} was never completed: {partial.name} holds {found} files of a save that did not end; resume from an earlier "
-                f"checkpoint, and delete {partial}"
-            )
-        raise SequenceParallelError(f"checkpoint {path} does not exist")
-    if not (path / MANIFEST).is_file():
-        if is_folder_checkpoint(path) or any(path.glob("*.distcp")):
-            raise SequenceParallelError(
-                f"checkpoint {path} is half-written: it holds {len(list(path.iterdir()))} files and no {MANIFEST}, which a save writes last (or "
-                "it is a distributed checkpoint of another strategy); resume from an earlier checkpoint"
-            )
-        raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST})")
+    _check_manifest_there(path)
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         number = manifest["format"]
         files = {name: (int(size), int(crc)) for name, (size, crc) in manifest["files"].items()}
+        save = str(manifest.get("save", ""))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SequenceParallelError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({error})") from error
     if number != FORMAT:
         raise SequenceParallelError(
             f"checkpoint {path} is of format {number}, this version of lightning_sp reads {FORMAT}"
         )
-    _check_listed(path, files)
-    return files
+    if save:
+        check_name(path, save)
+    folder = path / save if save else path
+    _check_listed(folder, files)
+    return Contents(folder, files)
 
 
-def _check_listed(path: Path, files: dict[str, tuple[int, int]]) -> None:
+def _check_manifest_there(path: Location) -> None:
+    if not path.exists():
+        partial = partial_path(path) if isinstance(path, Path) else None
+        if partial is not None and partial.is_dir():
+            found = len(list(partial.iterdir()))
+            raise SequenceParallelError(
+                f"checkpoint {path} was never completed: {partial.name} holds {found} files of a save that did not end; resume from an earlier "
+                f"checkpoint, and delete {partial}"
+            )
+        raise SequenceParallelError(f"checkpoint {path} does not exist")
+    if (path / MANIFEST).is_file():
+        return
+    names = [each.name for each in path.iterdir()] if path.is_dir() else []
+    if is_folder_checkpoint(path) or any(each.endswith(".distcp") or each.startswith(SAVE) for each in names):
+        raise SequenceParallelError(
+            f"checkpoint {path} is half-written: it holds {len(names)} files and no {MANIFEST}, which a save writes last (or "
+            "it is a distributed checkpoint of another strategy); resume from an earlier checkpoint"
+        )
+    raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST})")
+
+
+def _check_listed(path: Location, files: dict[str, tuple[int, int]]) -> None:
     """Refuse a manifest that does not list what a save writes, and files that it does not list."""
     for name in files:
         check_name(path, name)
@@ -183,7 +259,7 @@ def _check_listed(path: Path, files: dict[str, tuple[int, int]]) -> None:
         )
 
 
-def check_name(folder: Path, name: str) -> None:
+def check_name(folder: Location, name: str) -> None:
     """Refuse a manifest's entry that is not a plain file of the folder itself.
 
     Raises:
@@ -199,17 +275,19 @@ def check_name(folder: Path, name: str) -> None:
         )
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(path: Location) -> bool:
     """Return whether a folder holds a checkpoint with all its files, by its manifest."""
     try:
-        files = read_manifest(path)
+        found = read_manifest(path)
     except SequenceParallelError:
         return False
-    return all((path / name).is_file() and (path / name).stat().st_size == size for name, (size, _) in files.items())
+    at = found.folder
+    return all((at / name).is_file() and (at / name).stat().st_size == size for name, (size, _) in found.files.items())
 
 
-def damage(path: Path, files: dict[str, tuple[int, int]], names: Iterable[str]) -> str | None:
+def damage(contents: Contents, names: Iterable[str]) -> str | None:
     """Return what is wrong with some of a checkpoint's files, None if nothing."""
+    path, files = contents.folder, contents.files
     for name in names:
         size, crc = files[name]
         if not (path / name).is_file():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
+from lightning_sp.checkpoint.address import Location
 from lightning_sp.checkpoint.state import model_state
 from lightning_sp.checkpoint.tensor_digest import tensor_digest, tensor_digests
 from lightning_sp.errors import SequenceParallelError
@@ -152,7 +153,7 @@ def include_frozen_of_whole(checkpoint: dict[str, Any], module: nn.Module, path:
     _put(checkpoint, own)
 
 
-def refuse_part_of_model(path: Path, checkpoint: Mapping[str, Any], prefix: str) -> None:
+def refuse_part_of_model(path: Location, checkpoint: Mapping[str, Any], prefix: str) -> None:
     """Refuse to export a model whose base is not in the checkpoint.
 
     Raises:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fsspec.core import url_to_fs
-
-from lightning_sp.checkpoint.folder import MANIFEST, PARTIAL, REPLACED, is_complete, located
+from lightning_sp.checkpoint.address import Address
+from lightning_sp.checkpoint.folder import FILE_SUFFIX, MANIFEST, PARTIAL, REPLACED, is_complete, located
 from lightning_sp.checkpoint.replace import recover, remnants
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | str | None:
     """Return the newest complete checkpoint below a folder, None where there is none: `fit(ckpt_path=latest_checkpoint("runs"))`.
 
-    A folder of ours is complete by its manifest, and as new as that; a file of Lightning's (`.ckpt`) as it stands. One that is half-written is
-    passed over; one that a stopped save has left without its name has it again.
+    A folder of ours is complete by its manifest, and as new as that; a file of Lightning's (`.ckpt`) as it stands, for a store shows an object
+    when it is whole. One that is half-written is passed over; one that a stopped save has left without its name has it again.
 
     Args:
-        folder: with checkpoints at any depth; or an address (s3://...), which has files alone: the newest, by its store's clock, as an address.
+        folder: with checkpoints at any depth; or an address (s3://...): the newest there, by its store's clock, as an address.
     """
     root = located(folder)
     if isinstance(root, str):
-        return _latest_at(root)
+        return _newest(written_at(Address(root)))
     for inside in [root, *(each for each in root.rglob("*") if each.is_dir())]:
         for path in remnants(inside):
             recover(path)
@@ -32,12 +31,17 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | str | None:
     return max(written, key=lambda path: (written[path], str(path)), default=None)
 
 
-def _latest_at(address: str) -> str | None:
-    """Return the address of the newest checkpoint below another; a store shows a file when it is whole."""
-    files, root = url_to_fs(address)
-    found = [each for each in files.find(root) if each.endswith(".ckpt")] if files.exists(root) else []
-    newest = max(found, key=lambda each: (files.modified(each), each), default=None)
-    return None if newest is None else str(files.unstrip_protocol(newest))
+def _newest(written: dict[Address, float]) -> str | None:
+    newest = max(written, key=lambda each: (written[each], str(each)), default=None)
+    return None if newest is None else str(newest)
+
+
+def written_at(root: Address) -> dict[Address, float]:
+    """Return the complete checkpoints below an address, and when each was written."""
+    objects = list(root.objects())
+    folders = [each.parent for each in objects if each.name == MANIFEST]
+    written = {each: (each / MANIFEST).stat().st_mtime for each in folders if is_complete(each)}
+    return {**written, **{each: each.stat().st_mtime for each in objects if each.name.endswith(FILE_SUFFIX)}}
 
 
 def _is_named(path: Path) -> bool:

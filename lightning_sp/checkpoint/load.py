@@ -21,10 +21,11 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from lightning_sp import comm
+from lightning_sp.checkpoint.address import Location
 from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
-from lightning_sp.checkpoint.folder import damage, first_failure, is_folder_checkpoint, local_path, read_manifest
+from lightning_sp.checkpoint.folder import Contents, damage, first_failure, folder_at, is_folder_checkpoint, local_path
 from lightning_sp.checkpoint.frozen import excluded_shapes, include_frozen
-from lightning_sp.checkpoint.metadata import CheckedReader
+from lightning_sp.checkpoint.metadata import checked_reader
 from lightning_sp.checkpoint.plain import STORED_AS, is_stored_elsewhere
 from lightning_sp.checkpoint.read import read_by, read_file, read_folder
 from lightning_sp.checkpoint.replace import recover
@@ -62,18 +63,19 @@ def load_checkpoint(
     Raises:
         SequenceParallelError: missing, half-written, damaged, of another model or base, or of other optimizers.
     """
-    error, checkpoint, metadata = None, {}, None
+    error, checkpoint, metadata, contents = None, {}, None, None
     if isinstance(path, Path):
         _recover(path, group)
     try:
-        if isinstance(path, str) or path.is_file() or (read is not None and not is_folder_checkpoint(path)):
+        folder = _folder(path, read)
+        if folder is None:
             checkpoint = (
                 read_by(read, path, weights_only) if read is not None else read_file(local_path(path), weights_only)
             )
             checkpoint["state_dict"] = by_user_name(checkpoint["state_dict"])
             shapes = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         else:
-            checkpoint, metadata = read_folder(path)
+            checkpoint, metadata, contents = read_folder(folder)
             shapes = stored_shapes(metadata)
         own = {name: tuple(t.shape) for name, t in model_state(module).items() if isinstance(t, Tensor)}
         check_model(path, {**shapes, **excluded_shapes(checkpoint)}, own, strict=strict)
@@ -81,12 +83,21 @@ def load_checkpoint(
             check_optimizers(path, checkpoint, len(optimizers))
     except SequenceParallelError as refusal:
         error = str(refusal)
+    except OSError as failure:  # of a store, on this rank alone
+        error = f"checkpoint {path} cannot be read: {type(failure).__name__}: {failure}"
     comm.agree(error, group)
-    if metadata is not None and isinstance(path, Path):
-        _check_files(path, group)
-        checkpoint = _read_tensors(path, checkpoint, metadata, module, optimizers, group)
+    if metadata is not None and contents is not None:
+        _check_files(contents, group)
+        checkpoint = _read_tensors(contents, checkpoint, metadata, module, optimizers, group)
     include_frozen(path, checkpoint, module, group)
     return checkpoint
+
+
+def _folder(path: Path | str, read: Callable[..., Any] | None) -> Location | None:
+    """Return the folder that a checkpoint is, None where it is one file or a plugin's."""
+    if isinstance(path, str):
+        return folder_at(path)
+    return None if path.is_file() or (read is not None and not is_folder_checkpoint(path)) else path
 
 
 def _recover(path: Path, group: ProcessGroup | None) -> None:
@@ -100,15 +111,14 @@ def _recover(path: Path, group: ProcessGroup | None) -> None:
         rank_zero_warn(said)
 
 
-def _check_files(path: Path, group: ProcessGroup | None) -> None:
+def _check_files(contents: Contents, group: ProcessGroup | None) -> None:
     """Verify the tensors' files, each by one rank."""
-    files = read_manifest(path)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    comm.agree(damage(path, files, sorted(files)[rank::size]), group)
+    comm.agree(damage(contents, sorted(contents.files)[rank::size]), group)
 
 
 def _read_tensors(
-    path: Path,
+    contents: Contents,
     checkpoint: dict[str, Any],
     metadata: Metadata,
     module: nn.Module,
@@ -136,9 +146,11 @@ def _read_tensors(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            dcp_load(wanted, storage_reader=CheckedReader(path, metadata), process_group=group)
+            dcp_load(wanted, storage_reader=checked_reader(contents.folder, metadata), process_group=group)
         except (Exception, CheckpointException) as error:  # DCP raises on all ranks, with each rank's failure
-            raise SequenceParallelError(f"checkpoint {path} could not be read: {first_failure(error)}") from error
+            raise SequenceParallelError(
+                f"checkpoint {contents.folder} could not be read: {first_failure(error)}"
+            ) from error
     checkpoint["state_dict"] = {**state, **checkpoint.pop("state_dict_objects")}
     return checkpoint
 

@@ -7,15 +7,18 @@ DCP writes, and nothing else; it opens only files of the folder that the manifes
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_sp.checkpoint.folder import METADATA
+from lightning_sp.checkpoint.address import Location
+from lightning_sp.checkpoint.folder import METADATA, Contents
 from lightning_sp.errors import SequenceParallelError
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -36,17 +39,17 @@ _KNOWN = {
 }
 
 
-def read_metadata(folder: Path, files: dict[str, Any]) -> Metadata:
+def read_metadata(contents: Contents) -> Metadata:
     """Return what a checkpoint's folder says of its tensors.
 
     Args:
-        folder: of the checkpoint.
-        files: those that its manifest lists.
+        contents: what its manifest says.
 
     Raises:
         SequenceParallelError: it is damaged, names a class or function that is not DCP's, describes what is no tensor, or lies in a file
             that the manifest does not list.
     """
+    folder = contents.folder
     try:
         metadata = _Unpickler(folder, (folder / METADATA).read_bytes()).load()
     except SequenceParallelError:
@@ -55,32 +58,63 @@ def read_metadata(folder: Path, files: dict[str, Any]) -> Metadata:
         raise SequenceParallelError(
             f"checkpoint {folder} is damaged: {METADATA} cannot be read ({type(error).__name__}: {error}); resume from another checkpoint"
         ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
         raise SequenceParallelError(f"checkpoint {folder}: {METADATA} is no description of a distributed checkpoint")
+    _check_tensors(folder, metadata)
+    try:
+        _check_places(contents, metadata)
+    except (AttributeError, TypeError) as error:
+        raise SequenceParallelError(
+            f"checkpoint {folder} is damaged: {METADATA} says of a tensor less than a save does ({error}); resume from another checkpoint"
+        ) from error
+    return metadata
+
+
+def _check_tensors(folder: Location, metadata: Metadata) -> None:
     for name, value in metadata.state_dict_metadata.items():
         if not isinstance(value, TensorStorageMetadata):
             raise SequenceParallelError(
                 f"checkpoint {folder}: {METADATA} describes {name!r} as {type(value).__name__}: a save of this strategy holds tensors "
                 "alone there, and what is none would be unpickled; resume from another checkpoint"
             )
+
+
+def _check_places(contents: Contents, metadata: Metadata) -> None:
+    """Refuse tensors in other files than the manifest's, and more of them than those files hold: memory is asked for by what this says."""
+    folder, files = contents.folder, contents.files
     for info in (metadata.storage_data or {}).values():
         if info.relative_path not in files or getattr(info, "transform_descriptors", None):
             raise SequenceParallelError(
                 f"checkpoint {folder}: {METADATA} places tensors in {info.relative_path!r}, which is no plain file that the manifest lists: it "
                 "is not opened; resume from another checkpoint"
             )
-    return metadata
+    described = sum(_bytes_of(value) for value in metadata.state_dict_metadata.values())
+    held = sum(size for size, _ in files.values())
+    if not 0 <= described <= held:
+        raise SequenceParallelError(
+            f"checkpoint {folder} is damaged: {METADATA} describes tensors of {described} bytes, and the files hold {held}; resume from another "
+            "checkpoint"
+        )
 
 
-class CheckedReader(FileSystemReader):
-    """DCP's reader of a folder whose description was checked.
+def _bytes_of(tensor: Any) -> int:
+    if any(size < 0 for size in tensor.size):
+        return -1
+    return math.prod(tensor.size) * int(tensor.properties.dtype.itemsize)
+
+
+def checked_reader(folder: Location, metadata: Metadata) -> FileSystemReader:
+    """Return DCP's reader of a folder whose description was checked.
 
     Args:
-        folder: of the checkpoint.
+        folder: where the checkpoint's files lie.
         metadata: as `read_metadata` returned it.
     """
+    return _CheckedReader(folder, metadata) if isinstance(folder, Path) else _CheckedStoreReader(str(folder), metadata)
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+
+class _CheckedReader(FileSystemReader):
+    def __init__(self, folder: Path | str, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
@@ -91,10 +125,14 @@ class CheckedReader(FileSystemReader):
         return self._metadata
 
 
+class _CheckedStoreReader(_CheckedReader, FsspecReader):
+    """The same of a folder in a store of objects."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows DCP's plain values alone."""
 
-    def __init__(self, folder: Path, data: bytes) -> None:
+    def __init__(self, folder: Location, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._folder = folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_sp.checkpoint.folder import META, METADATA, damage, read_manifest
+from lightning_sp.checkpoint.address import Location
+from lightning_sp.checkpoint.folder import META, METADATA, Contents, damage, read_manifest
 from lightning_sp.checkpoint.metadata import read_metadata
 from lightning_sp.errors import SequenceParallelError
 
@@ -55,19 +57,21 @@ def _check_entries(checkpoint: Any, path: Path | str) -> None:
         )
 
 
-def read_folder(path: Path) -> tuple[dict[str, Any], Metadata]:
-    """Return what a checkpoint folder holds besides tensors, and DCP's description of these. Nothing that is not plain is unpickled.
+def read_folder(path: Location) -> tuple[dict[str, Any], Metadata, Contents]:
+    """Return what a checkpoint folder holds besides tensors, DCP's description of these, and its files. Nothing that is not plain is unpickled.
 
     Raises:
         SequenceParallelError: the folder is missing, half-written or damaged, or holds what a save of this strategy does not write.
     """
-    files = read_manifest(path)
-    if wrong := damage(path, files, (META, METADATA)):
+    contents = read_manifest(path)
+    if wrong := damage(contents, (META, METADATA)):
         raise SequenceParallelError(wrong)
-    metadata = read_metadata(path, files)
+    metadata = read_metadata(contents)
     try:
         # Whatever a Trainer was told: a save writes plain values alone.
-        checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+        checkpoint: dict[str, Any] = torch.load(
+            io.BytesIO((contents.folder / META).read_bytes()), map_location="cpu", weights_only=True
+        )
     except Exception as error:  # of a damaged or foreign file any
         reason = " ".join(str(error).split())
         raise SequenceParallelError(
@@ -77,4 +81,4 @@ def read_folder(path: Path) -> tuple[dict[str, Any], Metadata]:
         raise SequenceParallelError(
             f"checkpoint {path}: {META} holds a {type(checkpoint).__name__}, not a Trainer's state"
         )
-    return checkpoint, metadata
+    return checkpoint, metadata, contents

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
+from lightning_sp.checkpoint.address import Address, Location
 from lightning_sp.checkpoint.folder import (
+    MANIFEST,
     META,
+    SAVE,
     check_target,
+    check_target_at,
     checksum,
     first_failure,
+    folder_at,
     partial_path,
     remove_incomplete,
     write_manifest,
+    write_manifest_of_save,
 )
 from lightning_sp.checkpoint.free_space import check_free_space
 from lightning_sp.checkpoint.plain import SHARDED, STORED_AS, plain_checkpoint
@@ -49,13 +60,13 @@ def save_checkpoint(
 
     Args:
         checkpoint: from ``dump_checkpoint``, its model and optimizers as `state` returns them.
-        path: on a file system that all ranks share, or an address, for `write`; equal on all ranks.
+        path: on a file system, or in a store (s3://...), that all ranks share; equal on all ranks.
         as_folder: a DCP folder (each rank writes its part), else one file in plain Lightning's format.
-        write: of the user's, on rank 0, in place of writing the file.
-        later: takes a copy of the folder, to write it while training goes on; None writes it now.
+        write: on rank 0, in place of writing the file; of one at an address it must be given.
+        later: takes a copy of the folder, to write it while training goes on; None writes it now, as is one in a store.
         group: the world, on a backend for host objects.
 
-    Communicates: DCP's plan; for a file every sharded tensor, gathered one by one.
+    Communicates: the entries' names; DCP's plan; for a file every sharded tensor, gathered one by one.
 
     Returns:
         The hyperparameters that were not plain and became text.
@@ -67,11 +78,26 @@ def save_checkpoint(
     sharded: dict[str, DTensor] = {}
     plain, refused, described = plain_checkpoint(rest, sharded if as_folder else None)
     comm.agree(_refusal(path, refused), group)
-    if as_folder and isinstance(path, Path):
-        _save_folder(checkpoint, plain, sharded, path, later=later, group=group)
+    _warn_of_lost(path, comm.gather_objects([str(name) for name in rest], group))
+    if as_folder:
+        tensors = _folder_tensors(checkpoint, plain, sharded)
+        if isinstance(path, Path):
+            _save_folder(tensors, plain, path, later=later, group=group)
+        else:
+            _save_in_store(tensors, plain, path, group)
     else:
         _save_file(checkpoint, plain, path, write or _write_file, group)
     return described
+
+
+def _warn_of_lost(path: Path | str, of_ranks: Sequence[Sequence[str]]) -> None:
+    """Name entries that only other ranks have: what is no shard is stored as rank 0 has it."""
+    lost = {rank: sorted({*names} - {*of_ranks[0]}) for rank, names in enumerate(of_ranks)}
+    if said := "; ".join(f"{', '.join(names)} of rank {rank}" for rank, names in lost.items() if names):
+        rank_zero_warn(
+            f"checkpoint {path} does not hold {said}: rank 0's entries are stored, and it has none of that name; let on_save_checkpoint add "
+            "them on all ranks, gathered if they differ (self.all_gather)"
+        )
 
 
 def _refusal(path: Path | str, refused: list[str]) -> str | None:
@@ -85,16 +111,14 @@ def _refusal(path: Path | str, refused: list[str]) -> str | None:
 
 
 def _save_folder(
-    checkpoint: dict[str, Any],
+    tensors: dict[str, Any],
     plain: dict[str, Any],
-    sharded: dict[str, DTensor],
     path: Path,
     *,
     later: Callable[[StagedFolder], None] | None,
     group: ProcessGroup | None,
 ) -> None:
-    staging, is_writer = partial_path(path), comm.rank_in(group) == 0 if group else _is_rank_zero()
-    tensors = _folder_tensors(checkpoint, plain, sharded)
+    staging, is_writer = partial_path(path), _is_writer(group)
 
     def prepare() -> None:
         check_target(path)
@@ -117,16 +141,56 @@ def _save_folder(
             dcp_save(tensors, storage_writer=FileSystemWriter(staging), process_group=group)
         files = _written_files(staging, path, is_writer, group)
         _let_writer(is_writer, complete, path, group)
-    except (Exception, CheckpointException) as error:  # on all ranks; DCP raises with each rank's failure
+    except (Exception, CheckpointException) as error:
         if is_writer:
             remove_incomplete(path)
-        if isinstance(error, SequenceParallelError):
-            raise
-        raise SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}") from error
+        raise _as_refusal(error, path) from error
+
+
+def _as_refusal(error: BaseException, path: Path | str) -> SequenceParallelError:
+    """Return the error of all ranks; DCP raises on all of them, with each rank's failure."""
+    if isinstance(error, SequenceParallelError):
+        return error
+    return SequenceParallelError(f"checkpoint {path} could not be written: {first_failure(error)}")
+
+
+def _save_in_store(tensors: dict[str, Any], plain: dict[str, Any], path: str, group: ProcessGroup | None) -> None:
+    """Write a folder of this save's own below an address, and last the manifest that names it; then older ones go."""
+    is_writer = _is_writer(group)
+    save = SAVE + str(comm.gather_objects(uuid.uuid4().hex[:12], group)[0])
+    address = Address(path)
+    staging = address / save
+
+    def complete() -> None:
+        buffer = io.BytesIO()
+        torch.save(plain, buffer)
+        (staging / META).write_bytes(buffer.getvalue())
+        write_manifest_of_save(address, save, {**files, META: checksum(staging / META)})
+
+    _let_writer(is_writer, partial(check_target_at, address, is_folder=True), path, group)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            # An object is in its store when it is closed: there is nothing to flush.
+            dcp_save(tensors, storage_writer=FsspecWriter(str(staging), sync_files=False), process_group=group)
+        files = _written_files(staging, path, is_writer, group)
+        _let_writer(is_writer, complete, path, group)
+    except (Exception, CheckpointException) as error:
+        if is_writer:
+            with suppress(Exception):  # of a store any, and the first one is to be said
+                if not (address / MANIFEST).is_file() or save not in (address / MANIFEST).read_text():
+                    staging.remove()
+        raise _as_refusal(error, path) from error
+    _let_writer(is_writer, partial(_remove_other_saves, address, save), path, group)
+
+
+def _remove_other_saves(address: Address, save: str) -> None:
+    for each in [each for each in address.iterdir() if each.name.startswith(SAVE) and each.name != save]:
+        each.remove()
 
 
 def _written_files(
-    staging: Path, path: Path, is_writer: bool, group: ProcessGroup | None
+    staging: Location, path: Path | str, is_writer: bool, group: ProcessGroup | None
 ) -> dict[str, tuple[int, int]]:
     """Return bytes and CRC-32 of all ranks' files."""
     written: dict[str, tuple[int, int]] = {}
@@ -184,7 +248,9 @@ def _save_file(
     write: Callable[[dict[str, Any], str], None],
     group: ProcessGroup | None,
 ) -> None:
-    is_writer = comm.rank_in(group) == 0 if group else _is_rank_zero()
+    is_writer = _is_writer(group)
+    if isinstance(path, str):
+        _let_writer(is_writer, partial(_check_file_at, path), path, group)
     if isinstance(path, Path) and write is _write_file:
         stored = (checkpoint["state_dict"], [state["state"] for state in checkpoint.get("optimizer_states", ())], plain)
         _let_writer(is_writer, partial(check_free_space, path, stored), path, group)
@@ -192,6 +258,12 @@ def _save_file(
     if "optimizer_states" in checkpoint:
         plain["optimizer_states"] = [_numbered(state, is_writer) for state in checkpoint["optimizer_states"]]
     _let_writer(is_writer, lambda: write(plain, str(path)), path, group)
+
+
+def _check_file_at(path: str) -> None:
+    """Refuse one file where a folder of that name is; a plugin of the user's may know addresses that are none here."""
+    if (folder := folder_at(path)) is not None:
+        check_target_at(folder, is_folder=False)
 
 
 def _write_file(plain: dict[str, Any], name: str) -> None:
@@ -242,5 +314,7 @@ def _let_writer(is_writer: bool, act: Callable[[], None], path: Path | str, grou
     comm.agree(error, group)
 
 
-def _is_rank_zero() -> bool:
+def _is_writer(group: ProcessGroup | None) -> bool:
+    if group is not None:
+        return comm.rank_in(group) == 0
     return not dist.is_initialized() or dist.get_rank() == 0

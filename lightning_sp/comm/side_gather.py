@@ -63,6 +63,9 @@ class SideGather:
             return self._run(value, act)
         except Exception as error:  # of the store any: its host may have ended
             return f"rank {self._rank} cannot reach rank 0's store any more ({type(error).__name__}: {error})"
+        finally:
+            # Gathers come one after the other, and seldom: between two of them no thread is left.
+            self._world.channel.close()
 
     def _run(self, value: Any, act: Callable[[list[Any]], str]) -> str:
         self._set(str(self._rank), pickle.dumps(value))

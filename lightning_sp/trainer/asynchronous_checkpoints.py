@@ -64,6 +64,8 @@ class AsynchronousCheckpoints:
             SequenceParallelError: one of those before could not be written.
         """
         later = isinstance(path, Path) and self._is_asked(path, trainer)
+        if isinstance(path, str) and self._config.asynchronous_checkpoints:
+            self._log("checkpoints at addresses are written before training goes on", topic="later")
         if not isinstance(path, Path) or not later or not self._saves.may_follow(path, trainer.global_step):
             self._saves.wait(group)
         if not later or not (
@@ -105,9 +107,9 @@ class AsynchronousCheckpoints:
             self._log(f"checkpoints are written while training goes on: {memory}", topic="later")
         return not short
 
-    def remove_after(self, remove: Callable[[], None]) -> bool:
-        """Remove an older checkpoint when the one on its way is complete; return False where none is."""
-        return self._saves.remove_after(remove)
+    def act_after(self, act: Callable[[], None]) -> bool:
+        """Act when the checkpoint on its way is complete; return False where none is."""
+        return self._saves.act_after(act)
 
     def wait(self, group: ProcessGroup | None) -> None:
         """Wait for all of them, on all ranks."""

@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.checkpoint import located, recover, refuse_folder_at_address, remnants, unfinished
+from lightning_sp.checkpoint import Address, located, recover, remnants, unfinished
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -56,7 +56,9 @@ def _check_addresses(trainer: Any) -> None:
     """Refuse addresses that checkpoints would not reach; equal on all ranks."""
     for dirpath in _dirpaths(trainer):
         if trainer.strategy.config.save_distributed_checkpoint:
-            refuse_folder_at_address(located(dirpath))
+            place = located(dirpath)
+            if isinstance(place, str):
+                Address(place)
         if any(name in Path(dirpath).parts for name in ("file:", "local:")):
             raise SequenceParallelError(
                 f"ModelCheckpoint's dirpath {dirpath!r}: Lightning takes file:// for a folder below the working directory; give the "

@@ -6,7 +6,7 @@ Owns initial weights, accumulation without communication, state dicts, checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,6 @@ from lightning_sp.checkpoint import (
     located,
     model_state,
     optimizer_state,
-    refuse_folder_at_address,
     save_checkpoint,
     whole_state_dict,
 )
@@ -77,6 +76,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self._averages = WeightAverages()
         self._sigterm = Sigterm()
         self._later = AsynchronousCheckpoints(config, self._log_once)
+        self._after_saves: list[Callable[[Trainer], None]] = []
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
 
@@ -242,8 +242,6 @@ class ShardedModelStrategy(ProcessStrategy):
             self._exclude_frozen(checkpoint)
         path = self._path_of_rank_0(filepath, storage_options if io is None else None)
         as_folder, per_node = self.config.save_distributed_checkpoint, self.ranks_per_node
-        if as_folder:
-            refuse_folder_at_address(path)
         if io is None and isinstance(path, str):
             io = self.checkpoint_io  # Lightning's own writes and reads through fsspec
         write = None if io is None else partial(io.save_checkpoint, storage_options=storage_options)
@@ -255,13 +253,22 @@ class ShardedModelStrategy(ProcessStrategy):
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING and (older := superseded(trainer, path, checkpoint)) is not None:
             self.remove_checkpoint(older)
+        for act in self._after_saves:
+            self._when_complete(partial(act, trainer))
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, if one that is to stand for it is on its way when that is complete."""
-        remove = partial(super().remove_checkpoint, filepath)
-        if not self._later.remove_after(remove):
-            remove()
+        self._when_complete(partial(super().remove_checkpoint, filepath))
+
+    def _when_complete(self, act: Callable[[], None]) -> None:
+        if not self._later.act_after(act):
+            act()
+
+    def call_after_saves(self, act: Callable[[Trainer], None]) -> None:
+        """Call a function on each rank whenever a checkpoint is complete, maybe in a thread beside the training; once for each save."""
+        if act not in self._after_saves:
+            self._after_saves.append(act)
 
     def _exclude_frozen(self, checkpoint: dict[str, Any]) -> None:
         if is_built_noted(self._module):

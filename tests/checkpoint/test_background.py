@@ -14,6 +14,12 @@ def test_what_changes_after_a_save_has_begun_is_not_saved(pools: Any, tmp_path: 
     assert pools(2).run(ranks.copied, str(tmp_path)) == [[True, True]] * 2
 
 
+def test_an_entry_that_one_rank_alone_has_is_said_not_to_be_stored(pools: Any, tmp_path: Path):
+    (said,), none = pools(2).run(ranks.entries_of_one_rank, str(tmp_path))
+    assert f"checkpoint {tmp_path}/a.ckpt does not hold mine of rank 1: rank 0's entries are stored" in said
+    assert none == []
+
+
 def test_an_older_checkpoint_goes_when_the_newer_one_is_complete(pools: Any, tmp_path: Path):
     first, second = pools(2).run(ranks.one_at_a_time, str(tmp_path))
     assert first == {

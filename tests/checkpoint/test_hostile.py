@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.checkpoint import read_checkpoint_folder, save_checkpoint
-from lightning_sp.checkpoint.folder import checksum
+from lightning_sp.checkpoint.folder import checksum, read_manifest
 from lightning_sp.checkpoint.metadata import read_metadata
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
@@ -56,7 +58,7 @@ def refused(folder: Path, match: str) -> None:
 
 def test_an_honest_folder_is_read(folder):
     assert torch.equal(read_checkpoint_folder(folder)["state_dict"]["weight"], WEIGHT)
-    plain, checked = FileSystemReader(folder).read_metadata(), read_metadata(folder, {"__0_0.distcp": (0, 0)})
+    plain, checked = FileSystemReader(folder).read_metadata(), read_metadata(read_manifest(folder))
     assert checked.state_dict_metadata == plain.state_dict_metadata
     assert checked.storage_data == plain.storage_data
 
@@ -87,6 +89,59 @@ def test_an_entry_that_is_no_tensor_is_not_unpickled(folder):
 def test_a_damaged_description_is_named(folder, data):
     write(folder, ".metadata", data)
     refused(folder, r"\.metadata (cannot be read|is no description)")
+
+
+@pytest.mark.parametrize("missing", ["state_dict_metadata", "size", "properties", "relative_path"])
+def test_a_description_that_says_less_is_refused_by_name(folder, missing):
+    metadata = FileSystemReader(folder).read_metadata()
+    (tensor,) = metadata.state_dict_metadata.values()
+    (place,) = metadata.storage_data.values()
+    for each in (metadata, tensor, place):
+        vars(each).pop(missing, None)
+    write(folder, ".metadata", pickle.dumps(metadata))
+    refused(folder, r"is no description of|says of a tensor less than a save does \(.* has no attribute")
+
+
+@pytest.mark.parametrize("size", [(2**40,), (-1, -6)])
+def test_more_tensors_than_the_files_hold_ask_for_no_memory(folder, size):
+    metadata = FileSystemReader(folder).read_metadata()
+    (tensor,) = metadata.state_dict_metadata.values()
+    tensor.size = torch.Size(size)
+    write(folder, ".metadata", pickle.dumps(metadata))
+    refused(folder, r"describes tensors of (4398046511104|-1) bytes, and the files hold \d+")
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A folder, and what its files held when it was written."""
+    path = tmp_path_factory.mktemp("honest") / "last.ckpt"
+    save_checkpoint({"state_dict": {"weight": WEIGHT}, "loops": {"a": [1, {"b": 2}]}}, path, as_folder=True)
+    return path, {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+@given(
+    name=st.sampled_from([".metadata", "__0_0.distcp", "manifest.json", "meta.pt"]),
+    at=st.integers(0, 10**6),
+    removed=st.integers(0, 20),
+    added=st.binary(max_size=8),
+    is_signed=st.booleans(),
+)
+def test_whatever_is_changed_is_refused_or_nothing_of_it_is_read(honest, name, at, removed, added, is_signed):
+    """A disk that loses bits, and an author who makes the checksums fit."""
+    folder, files = honest
+    for each, content in files.items():
+        (folder / each).write_bytes(content)
+    start = at % len(files[name])
+    changed = files[name][:start] + added + files[name][start + removed :]
+    if is_signed and name != "manifest.json":
+        write(folder, name, changed)
+    else:
+        (folder / name).write_bytes(changed)
+    try:
+        found = read_checkpoint_folder(folder)
+    except SequenceParallelError:
+        return
+    assert is_signed or torch.equal(found["state_dict"]["weight"], WEIGHT)
 
 
 @pytest.mark.parametrize("path", ["../elsewhere.distcp", "/etc/hostname", "unlisted.distcp"])

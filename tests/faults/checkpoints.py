@@ -7,6 +7,7 @@ from tests.faults.fault import fault
 TOLD = "tests/trainer/test_sigterm.py::test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not"
 STANDS = "tests/trainer/test_sigterm.py::test_what_a_run_ended_with_goes_when_another_stands_for_it"
 BACKGROUND = "tests/checkpoint/test_background.py"
+EXPIRED = "tests/checkpoint/test_expired.py"
 PREEMPTION = "tests/trainer/processes/test_preemption.py"
 
 CHECKPOINTS = (
@@ -52,6 +53,27 @@ CHECKPOINTS = (
         "                act()\n                return\n",
         f"{BACKGROUND}::test_an_older_checkpoint_goes_when_the_newer_one_is_complete",
         f"{BACKGROUND}::test_one_that_fails_is_an_error_on_all_ranks_and_the_one_before_stays",
+    ),
+    fault(
+        "a checkpoint that is too old goes while the newer one is half-written",
+        "checkpoint/expired.py",
+        "elif each.is_dir() and is_complete(each):",
+        "elif each.is_dir() and (each / MANIFEST).exists():",
+        f"{EXPIRED}::test_the_newest_complete_one_stays_whatever_is_newer_and_half_written",
+    ),
+    fault(
+        "a save in a store of objects that writes over the one before",
+        "checkpoint/save.py",
+        "SAVE + str(comm.gather_objects(uuid.uuid4().hex[:12], group)[0])",
+        'SAVE + "one"',
+        "tests/checkpoint/test_addresses.py::test_the_name_is_of_a_whole_one_at_every_moment[dcp_save]",
+    ),
+    fault(
+        "a store's late error that takes the newer checkpoint with it",
+        "checkpoint/save.py",
+        "                if not (address / MANIFEST).is_file() or save not in (address / MANIFEST).read_text():\n                    staging",
+        "                staging",
+        "tests/checkpoint/test_addresses.py::test_an_error_of_the_store_after_the_switch_leaves_the_newer_one",
     ),
     fault(
         "an error of a checkpoint that nobody hears of",

@@ -8,6 +8,13 @@ DATA_MODULE = "tests/data/test_datamodule.py"
 
 DATA = (
     fault(
+        "a loader's worker that stays when its rank has ended",
+        "data/loaders/lazy_loader.py",
+        "            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
+        "",
+        "tests/data/loaders/test_lazy_loader.py::test_a_worker_that_hangs_ends_with_its_rank",
+    ),
+    fault(
         "a batch sharded twice",
         "data/batch/collective_shard.py",
         "if by_hand or is_sharded(batch):",

@@ -14,6 +14,13 @@ MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
 
 USERS = (
     fault(
+        "another gradient_clip_val on one rank, by which it scales its part",
+        "trainer/same_options.py",
+        '    "gradient_clip_val",\n',
+        "",
+        "tests/trainer/test_same_options.py::test_other_options_on_one_rank_are_refused_on_all",
+    ),
+    fault(
         "initial numbers drawn again from where the generator is by then",
         "parallelize/delayed_init/recipes.py",
         "                torch.set_rng_state(call.generator_state)\n",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults_run.runs import Outcome, run
+from tests.faults_run.runs import GOES_ON, Outcome, run
 from tests.faults_run.script import NAMES, OPTIONS
 
 TARGET = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -25,7 +25,7 @@ cores, where a process takes seconds to end.
 - *named*: the first message of this package that names the rank. A warning at `hang_s` counts, for a rank that may
   come; an error is raised on all ranks that can still speak.
 - *ended*: the last process has ended. A process that is stopped ends nothing by itself: the launcher kills those
-  that it started.
+  that it started. Ranks that torchrun has started again have then trained to the end.
 - Ranks that wait in different collectives are ended early unless a thread of yours runs beside: they may wait for that.
   They are then named at `hang_s`, and the run ends at `timeout_s`.
 - *left*: processes that the test had to kill; files in shared memory.
@@ -47,6 +47,8 @@ def said(outcome: Outcome) -> str:
         line = f"{line} {late}"
     line = re.sub(r"process \d+ on [^\s:)]+", "process N on its host", line)
     line = re.sub(r"(\.py):\d+", r"\1", line)
+    if GOES_ON in outcome.words:
+        line += "; then the ranks, started again, go on from the last checkpoint"
     return re.sub(r", for \d+ s", "", line).replace("|", "\\|")
 
 

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
+from tests.faults_run.script import RESTARTED
+
 ROOT = Path(__file__).parents[2]
+BY_LIGHTNING = [sys.executable, "-W", "ignore"]
+BY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+BY_TORCHRUN += ["--no-python", *BY_LIGHTNING]
+# Lightning's word of a run that has begun from a checkpoint.
+GOES_ON = "Restored all states from the checkpoint at"
 _MARK = "FAULTS_RUN"
 # What this package says, and not what torch or Lightning do: the error itself, a warning, the last word of a rank.
 _NAMED = re.compile(
@@ -54,19 +61,21 @@ class Outcome:
         return [(seconds, line) for seconds, line in self.lines if _NAMED.match(line)]
 
 
-def run(fault: str, limit_s: float = 40.0, start_s: float = 180.0) -> Outcome:
-    """Start the script by Lightning's launcher and return what became of it; processes that are left are killed.
+def run(fault: str, limit_s: float | None = None, start_s: float = 180.0) -> Outcome:
+    """Start the script by Lightning's launcher, or by torchrun, and return what became of it; processes that are left are killed.
 
     Args:
         fault: of `script`.
-        limit_s: after the fault.
+        limit_s: after the fault; None is 40, and as long as a start where ranks are started again.
         start_s: until the fault.
     """
+    if limit_s is None:
+        limit_s = start_s if fault == RESTARTED else 40.0
     mark, before = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
     found: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, _MARK: mark, "FAULTS_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.faults_run.script", fault]
+        command = [*(BY_TORCHRUN if fault == RESTARTED else BY_LIGHTNING), "-m", "tests.faults_run.script", fault]
         with subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
         ) as started:

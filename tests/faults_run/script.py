@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelStrategy
@@ -22,12 +23,15 @@ from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
 FAULT = sys.argv[1] if __name__ == "__main__" else ""
 OPTIONS = {"timeout_s": 15.0, "preflight": False}
 AT_BATCH = 1
+# Started by torchrun, which starts all ranks again when one has died: they go on from their last checkpoint.
+RESTARTED = "SIGKILL, under torchrun --max-restarts=1"
 SKIPS = "on_train_batch_start skips a batch on one rank"
 
 
 def is_due(batch_idx: int, rank: int = 1) -> bool:
     """Return whether this rank and batch have the fault, and say so once."""
     due = batch_idx == AT_BATCH and int(os.environ.get("LOCAL_RANK", "0")) == rank
+    due = due and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if due:
         print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
     return due
@@ -140,6 +144,7 @@ FAULTS: dict[str, Any] = {
     "SIGSTOP": stop,
     "SIGSTOP of rank 0": stop,
     "SIGKILL": kill,
+    RESTARTED: kill,
     "os._exit(0)": leave_at_once,
     "sys.exit(0)": leave,
     "KeyboardInterrupt": interrupt,
@@ -185,11 +190,14 @@ NAMES = [*(each for each in FAULTS if each != "late for a while"), *AFTER_A_BATC
 
 def main() -> None:
     torch.manual_seed(0)
+    goes_on = FAULT == RESTARTED
+    saves = [ModelCheckpoint(os.environ["FAULTS_FOLDER"], every_n_train_steps=1, save_last=True)] if goes_on else []
+    options = {**OPTIONS, "asynchronous_checkpoints": not goes_on and "auto"}  # that of the first step is complete then
     trainer = pl.Trainer(
-        strategy=SequenceParallelStrategy(**OPTIONS), accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd()],
+        strategy=SequenceParallelStrategy(**options), accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=goes_on,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd(), *saves],
     )  # fmt: skip
-    trainer.fit(User(), DataLoader(Samples(12), batch_size=2))
+    trainer.fit(User(), DataLoader(Samples(12), batch_size=2), ckpt_path="last" if goes_on else None)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults_run.runs import run
-from tests.faults_run.script import NAMES, OPTIONS
+from tests.faults_run.runs import GOES_ON, run
+from tests.faults_run.script import NAMES, OPTIONS, RESTARTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 # An error of its own is told at once, and a deadlock within 10 s; a rank that does not come is warned of at half of timeout_s.
@@ -82,6 +82,16 @@ def test_a_fault_of_one_rank_is_named_and_ends_all(fault):
 
 
 @pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_go_on():
+    outcome = run(RESTARTED)
+    assert outcome.code == 0, outcome.words
+    assert outcome.named, outcome.words
+    assert "rank 1 has ended without a word (process " in outcome.named[0][1], outcome.words
+    assert outcome.words.count(GOES_ON) == 1, outcome.words
+    assert (outcome.processes, outcome.shared_memory) == (0, [])
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_only_late_is_a_warning_and_no_error():
     outcome = run("late for a while")
     assert outcome.code == 0, outcome.words
@@ -91,7 +101,7 @@ def test_a_rank_that_is_only_late_is_a_warning_and_no_error():
 
 def test_the_page_has_rows_of_faults_that_are_run():
     """`python -m tests.faults_run` writes those that are not there."""
-    assert sorted(EXPECTED) == sorted(NAMES)
+    assert sorted([*EXPECTED, RESTARTED]) == sorted(NAMES)
     rows = [line.split("|")[1].strip() for line in PAGE.read_text().split("\n") if line.startswith("| ")]
     assert rows[1:] == [each for each in NAMES if each in rows]
     assert len(rows) > 12

@@ -100,6 +100,21 @@ def test_windows_read_only_what_they_need():
     assert corpus.num_read == 11
 
 
+@pytest.mark.parametrize("packing", ["document", "packed"])
+def test_documents_of_no_one_and_ten_million_tokens(packing):
+    sizes = [0, 1, 10_000_000]
+    corpus = MemoryCorpus(np.arange(sum(sizes), dtype=np.int32), sizes, ["none", "one", "long"])
+    windows = Windows(corpus, 4096, packing=packing)
+    assert len(windows) == 9_999_999 // 4096
+    assert windows.num_targets == 9_999_999
+    last = windows[len(windows) - 1]
+    first = 4096 * (len(windows) - 1) + (packing == "document")  # after the document of one token
+    assert last["input_ids"].tolist() == list(range(first, first + 4096))
+    whole = Windows(corpus, 9_999_999, packing=packing)
+    assert len(whole) == 1
+    assert int((whole[0]["shift_labels"] != IGNORE_INDEX).sum()) == 9_999_999 - (packing == "packed")
+
+
 def test_refusals_name_the_numbers():
     corpus = corpus_of([6])
     with pytest.raises(

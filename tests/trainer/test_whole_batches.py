@@ -106,3 +106,11 @@ def test_groups_of_tokens_beside_groups_of_pictures_are_refused(pools: Any):
     answers = pools(4).run(ranks.mixed_groups)
     assert len({*answers}) == 1
     assert "data-parallel groups [0] hold a sequence in this batch, groups [1] hold none" in answers[0]
+
+
+def test_rows_of_one_number_train_on_data_parallel_ranks(pools: Any):
+    """Ids (B,) have a known name and no sequence: there is nothing to split, and nothing for a preflight."""
+    (expected,) = pools(1).run(ranks.words, None, 4)
+    for answer in pools(2).run(ranks.words, dict(sequence_parallel_size=1), 2):
+        for name, weight in expected.items():
+            assert max_error(answer[name], weight) < 1e-10, name

@@ -202,3 +202,32 @@ def mixed_groups() -> str:
     except SequenceParallelError as error:
         return str(error)
     return "not refused"
+
+
+class Words(pl.LightningModule):
+    """A class for each word: rows of one number, of no sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch), batch % 3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def words(strategy: dict[str, Any] | None, micro: int) -> dict[str, Tensor]:
+    """Train on ids (B,); return the weights."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    module = Words()
+    trainer = pl.Trainer(
+        strategy="auto" if strategy is None else SequenceParallelStrategy(**strategy), accelerator="cpu",
+        devices=1 if strategy is None else dist.get_world_size(), logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=1, precision="64-true",
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(torch.arange(12) * 5 % 11, batch_size=micro))  # type: ignore[arg-type]
+    return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}

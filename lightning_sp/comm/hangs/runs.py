@@ -49,6 +49,7 @@ def end_run() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1 and (current := _runs().current) is not None:
         current.stop()
         _runs().current = None
+        _runs().channel.close()
 
 
 def leave_run(error: BaseException, *, is_lost: bool) -> str:

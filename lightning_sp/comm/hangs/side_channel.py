@@ -84,8 +84,11 @@ class SideChannel:
         return future.result()
 
     def close(self) -> None:
-        """End the thread, which ends the connection."""
-        self._requests.put(None)
+        """End the thread when it has done what was asked, which ends the connection; the next request begins another."""
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join(_STORE_LIMIT_S)
+            self._thread = None
 
     def _serve(self) -> None:
         store: Store | None = None

@@ -19,7 +19,6 @@ from lightning_sp.data.batch.contents.entries import (
     DECODER,
     batch_entries,
     inputs_of_whole_encoder,
-    named_dims,
     plain_entries,
     sequence_dims,
     sequences_of,
@@ -27,7 +26,7 @@ from lightning_sp.data.batch.contents.entries import (
 )
 from lightning_sp.data.batch.contents.media import is_of_media
 from lightning_sp.data.batch.contents.virtual_tokens import make_room
-from lightning_sp.data.batch.contents.without_sequence import holds_no_sequence, without_sequence
+from lightning_sp.data.batch.contents.without_sequence import holds_no_sequence, holds_rows_alone, without_sequence
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.shard_sequence import BatchSequence, shard_sequence
 from lightning_sp.data.batch.sharded_batch import rebuild
@@ -54,10 +53,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     if holds_no_sequence(batch, options):
         return batch, without_sequence(batch)
     entries = batch_entries(batch, options)
-    if layout.size == 1 and all(entries[name].dim() <= dim for name, dim in named_dims(entries, options).items()):
-        return batch, replace(
-            without_sequence(entries), is_whole=False
-        )  # of names that are not known, or rows without a sequence
+    if layout.size == 1 and holds_rows_alone(entries, options):
+        return batch, replace(without_sequence(entries), is_whole=False)
     dims = sequence_dims(entries, options)
     if options.virtual_tokens:
         entries, dims = make_room(entries, dims, options)

@@ -1,11 +1,18 @@
-"""A DataLoader that starts at its first batch, so that a resume can still set its sampler."""
+"""A DataLoader that starts at its first batch, so that a resume can still set its sampler; its workers end with their rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
 
 
 class LazyDataLoader(DataLoader[Any]):
@@ -17,6 +24,9 @@ class LazyDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches that are left in the epoch."""
+        if self.num_workers and not isinstance(self.worker_init_fn, EndWithRank):
+            # Not before: Lightning adds its own where there is none yet.
+            self.worker_init_fn = EndWithRank(self.worker_init_fn)
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
@@ -25,3 +35,25 @@ class LazyDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing: the resume has set the sampler."""
+
+
+class EndWithRank:
+    """What a loader's worker begins with: it ends when its rank has ended, by whatever signal. A class, for a worker may be spawned.
+
+    torch's workers look for their rank between two samples: one that hangs in a user's `__getitem__` would stay, with its memory. Linux alone.
+
+    Args:
+        begin: the user's `worker_init_fn`.
+    """
+
+    def __init__(self, begin: Callable[[int], None] | None) -> None:
+        self._begin, self._rank = begin, os.getpid()
+
+    def __call__(self, worker: int) -> None:
+        """Ask the kernel for SIGKILL at the rank's end. Source: prctl(2), PR_SET_PDEATHSIG."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if not os.path.exists(f"/proc/{self._rank}"):  # it has ended before
+                os._exit(1)
+        if self._begin is not None:
+            self._begin(worker)

@@ -59,6 +59,9 @@ class BatchSplit:
 def check_rank(num_samples: int, dp_rank: int, dp_size: int) -> None:
     """Refuse an empty dataset, or a rank that is none of the data-parallel ones."""
     if num_samples < 1:
-        raise SequenceParallelError(f"a sampler needs at least 1 sample, got {num_samples}")
+        raise SequenceParallelError(
+            f"a sampler needs at least 1 sample, got {num_samples}: the data set of a loader is empty; look at its path or filter, or leave the "
+            "loader out"
+        )
     if not 0 <= dp_rank < dp_size:
         raise SequenceParallelError(f"dp_rank {dp_rank} is not in [0, {dp_size}), the data-parallel ranks")

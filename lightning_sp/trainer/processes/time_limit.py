@@ -40,6 +40,7 @@ class TimeLimit:
         # A strategy is copied before its run, which neither of the two can be.
         self._tells: socket.socket | None = None
         self._stopped: threading.Event | None = None
+        self._thread: threading.Thread | None = None
         self._wakes = False
 
     def start(self, limit: Limit, signals: Collection[int]) -> None:
@@ -50,12 +51,9 @@ class TimeLimit:
         self._stopped = threading.Event()
         if threading.current_thread() is threading.main_thread():
             self._wake_by_signals(self._tells.fileno())
-        threading.Thread(
-            target=_wait,
-            args=(limit, hears, {_BEGIN, *signals}, self._stopped),
-            name="lightning_sp time limit",
-            daemon=True,
-        ).start()
+        told = limit, hears, {_BEGIN, *signals}, self._stopped
+        self._thread = threading.Thread(target=_wait, args=told, name="lightning_sp time limit", daemon=True)
+        self._thread.start()
 
     def begin(self) -> None:
         """Begin the time now, for another rank was told."""
@@ -74,7 +72,9 @@ class TimeLimit:
             self._wakes = False
         self._stopped.set()
         self._tells.close()
-        self._tells = self._stopped = None
+        if self._thread is not None:
+            self._thread.join(1.0)  # it has nothing left to do: a run leaves no thread behind
+        self._tells = self._stopped = self._thread = None
 
     def _wake_by_signals(self, number: int) -> None:
         """Let the interpreter write the number of each signal as it arrives, unless another loop has that (asyncio): it goes without."""

@@ -45,6 +45,17 @@ def channel_of_the_next_world():
     return found
 
 
+def threads_after_runs():
+    """Watch two runs, one after the other; return whether a thread is there in each, and what is left behind it."""
+    found = []
+    for _ in range(2):
+        comm.watch_run(hang_s=60.0, at=lambda: "a test")
+        found.append(any(each.name == "lightning_sp side channel" for each in threading.enumerate()))
+        comm.end_run()
+        found.append([each.name for each in threading.enumerate() if each.name == "lightning_sp side channel"])
+    return found
+
+
 def groups_of_others():
     """Return whether groups reach beyond the world: with groups of it alone, and with one of a store of its own."""
     channel = SideChannel()

@@ -22,6 +22,10 @@ def test_a_world_does_not_hear_what_was_said_in_the_one_before(pools):
     assert pools(1).run(hang_ranks.channel_of_the_next_world) == [[True, False]]
 
 
+def test_a_run_that_has_ended_leaves_no_thread(pools):
+    assert pools(2).run(hang_ranks.threads_after_runs) == [[True, [], True, []]] * 2
+
+
 def test_a_group_that_reaches_beyond_the_world_is_known(pools):
     assert pools(1).run(hang_ranks.groups_of_others) == [[False, True]]
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from threading import Timer
@@ -172,3 +173,11 @@ def test_slurm_is_asked_to_queue_the_job_again(tmp_path: Path):
         words, others = first.communicate(timeout=200)[0], second.communicate(timeout=200)[0]
         assert (first.returncode, second.returncode) == (0, 0), words + others
     assert sorted(map(int, losses(tmp_path))) == list(range(12))
+
+
+def test_a_run_leaves_no_thread():
+    limit = TimeLimit()
+    limit.start(Limit(within_s=60.0, code=1, at=lambda: "nowhere"), ())
+    assert "lightning_sp time limit" in [each.name for each in threading.enumerate()]
+    limit.stop()
+    assert "lightning_sp time limit" not in [each.name for each in threading.enumerate()]

@@ -21,6 +21,7 @@ from lightning_sp.data.batch.contents.entries import (
     STANDARD_NAMES,
     TARGET_WEIGHTS,
     has_tensors,
+    named_dims,
     plain_entries,
     shapes_of,
 )
@@ -52,6 +53,11 @@ def holds_no_sequence(batch: Any, options: ShardOptions) -> bool:
     pictures = [n for n, v in entries.items() if _is_picture(n, v)]
     planes = {tuple(entries[n].shape[-2:]) for n in pictures if entries[n].dim() > 3}
     return bool(pictures) and not any(_may_be_tokens(n, v, planes) for n, v in entries.items() if n not in pictures)
+
+
+def holds_rows_alone(entries: Mapping[str, Any], options: ShardOptions) -> bool:
+    """Return whether no entry is known to carry a sequence, or those of such a name have none, ids (B,) say: a number for each row."""
+    return all(entries[name].dim() <= dim for name, dim in named_dims(entries, options).items())
 
 
 def without_sequence(batch: Any) -> SequenceInfo:

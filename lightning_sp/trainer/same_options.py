@@ -1,0 +1,108 @@
+"""Options that every rank's script gives for itself, and that must be alike: the Trainer's, the strategy's, those of some callbacks.
+
+A script that reads a rank's own environment or host may give each rank another one. Ranks would then step, validate or save at other times and
+wait for each other; or, with another `gradient_clip_val`, each would scale its part of a gradient by its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.config import StrategyConfig
+from lightning_sp.errors import SequenceParallelError
+
+_OF_TRAINER = (
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "precision",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "fast_dev_run",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "reload_dataloaders_every_n_epochs",
+)
+# What decides when ranks save or stop together. Where a checkpoint goes, rank 0 says.
+_OF_CALLBACKS: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
+    (
+        ModelCheckpoint,
+        ("monitor", "mode", "save_top_k", "save_last", "save_weights_only", "_every_n_train_steps", "_every_n_epochs"),
+    ),
+    (EarlyStopping, ("monitor", "mode", "patience", "min_delta", "stopping_threshold", "divergence_threshold")),
+)
+# What a message shows of many options that differ.
+_SHOWN = 3
+
+
+def check_same_options(trainer: Any, config: StrategyConfig, group: ProcessGroup | None) -> None:
+    """Refuse a run whose ranks were given other options. Every rank must call it.
+
+    Args:
+        trainer: of the run, before its loops begin.
+        config: the strategy's options.
+        group: the world, on a backend for host objects.
+
+    Communicates: the options, as text, once.
+
+    Raises:
+        SequenceParallelError: with the options that differ.
+    """
+    if comm.size_of(group or comm.world()) == 1:
+        return
+    own = {name: _text(value) for name, value in _options(trainer, config)}
+    if lines := differing_options(comm.gather_objects(own, group)):
+        more = f", and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else ""
+        raise SequenceParallelError(
+            f"ranks were given other options: {'; '.join(lines[:_SHOWN])}{more}: ranks would step, stop or save at other times, or by other "
+            "numbers; make them of what is alike on all (not of a rank, a host or a clock)"
+        )
+
+
+def differing_options(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the options that are not the same on all ranks, and who has which. Pure."""
+    lines = []
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(of_ranks):
+            ranks.setdefault(each.get(name, "not given"), []).append(rank)
+        if len(ranks) > 1:
+            shown = "; ".join(f"{value} on rank {', '.join(map(str, holders))}" for value, holders in ranks.items())
+            lines.append(f"{name} is {shown}")
+    return lines
+
+
+def _text(value: Any) -> str:
+    """Return a value as text; of an object its class, for its own text may hold an address."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_text, value))})"
+    plain = value is None or isinstance(value, (bool, int, float, str, timedelta))
+    return repr(value) if plain else type(value).__name__
+
+
+def _options(trainer: Any, config: StrategyConfig) -> Iterator[tuple[str, Any]]:
+    for name in _OF_TRAINER:
+        yield name, getattr(trainer, name, None)
+    for field in fields(config):
+        yield f"{field.name} of the strategy", getattr(config, field.name)
+    for kind, names in _OF_CALLBACKS:
+        for number, callback in enumerate(each for each in trainer.callbacks if isinstance(each, kind)):
+            for name in names:
+                yield f"{name.lstrip('_')} of {kind.__name__} {number}", getattr(callback, name, None)

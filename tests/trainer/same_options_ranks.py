@@ -1,0 +1,35 @@
+"""What each rank runs in test_same_options.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+
+
+def refused(folder: str) -> list[str]:
+    """Give rank 1 another option than rank 0, one after the other; return what is said of each."""
+    first = dist.get_rank() == 0
+    saves = [ModelCheckpoint(folder, every_n_train_steps=2 if first else 3)]
+    cases: list[dict[str, Any]] = [
+        {"gradient_clip_val": 0.1 if first else 0.2},
+        {"accumulate_grad_batches": 1 if first else 2, "max_steps": 4 if first else 5},
+        {"strategy": {"preflight": first}},
+        {"callbacks": saves, "enable_checkpointing": True},
+        {"callbacks": saves[: int(first)], "enable_checkpointing": first},
+        {"precision": "64-true"},
+    ]
+    said = []
+    for options in cases:
+        trainer = quiet_trainer(2, **{"strategy": {"preflight": False}, "max_steps": 1, **options})
+        try:
+            trainer.fit(Plain(tiny_llama), DataLoader(TokenDataset(4), batch_size=2))
+            said.append("trained")
+        except SequenceParallelError as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,30 @@
+"""Options that ranks were given apart are refused before the run: they would wait for each other, or train apart without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_sp.trainer.same_options import differing_options
+from tests.trainer import same_options_ranks as ranks
+
+
+def test_other_options_on_one_rank_are_refused_on_all(pools: Any, tmp_path: Path):
+    first, second = pools(2).run(ranks.refused, str(tmp_path))
+    assert first == second
+    clip, steps, strategy, saves, alone, same = first
+    assert clip.startswith(
+        "ranks were given other options: gradient_clip_val is 0.1 on rank 0; 0.2 on rank 1: ranks would"
+    )
+    assert "max_steps is 4 on rank 0; 5 on rank 1; accumulate_grad_batches is 1 on rank 0; 2 on rank 1" in steps
+    assert "preflight of the strategy is True on rank 0; False on rank 1" in strategy
+    assert "every_n_train_steps of ModelCheckpoint 0 is 2 on rank 0; 3 on rank 1" in saves
+    assert "monitor of ModelCheckpoint 0 is None on rank 0; not given on rank 1" in alone
+    assert alone.count("; ") < 8  # three of seven
+    assert "and 4 others" in alone
+    assert same == "trained"
+
+
+def test_who_has_which_is_listed():
+    of_ranks = [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2"}]
+    assert differing_options(of_ranks) == ["b is 2 on rank 0, 3; 3 on rank 1; not given on rank 2"]

@@ -1,6 +1,6 @@
 """Peak memory and CPU seconds of a step under each checkpoint policy, beside the peak that "auto" would predict.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.checkpointing --tokens 2048`: a Llama (dim 512, 8 layers, hidden 1408, vocabulary 4,096), float32.
+`OMP_NUM_THREADS=1 python -m benchmarks.checkpointing --tokens 2048`: a Llama (dim 512, 8 layers, hidden 1408, vocabulary 4,096).
 Policies are interleaved, in one process for each rank. The first step of a policy makes gradients and the optimizer's state.
 """
 
@@ -21,7 +21,7 @@ from benchmarks.resident import peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, bytes_per_token
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, step_bytes
 from lightning_sp.parallelize.model_bytes import model_bytes
 from lightning_sp.testing import RankPool
 
@@ -72,7 +72,7 @@ class Measured(pl.LightningModule):
             model = model_bytes(self, checkpoints.blocks, optimizers, torch.device("cpu"))
             tokens = batch["input_ids"].shape[1]
             for policy in self.policies:
-                self.predicted[policy] = model.fixed - model.base + tokens * bytes_per_token(policy, step)
+                self.predicted[policy] = model.fixed - model.base + step_bytes(policy, step, tokens)
         if batch_idx:
             checkpoints.use(self.policies[batch_idx % len(self.policies)])
             self._block = peak_growth()
@@ -87,7 +87,7 @@ class Measured(pl.LightningModule):
 
 
 def measure(
-    degrees: dict[str, int], tokens: int, rounds: int, config: LlamaConfig
+    degrees: dict[str, int], tokens: int, rounds: int, config: LlamaConfig, precision: Any = "32-true"
 ) -> dict[str, tuple[int, int, float]]:
     """Return of each policy the predicted and the measured peak above what is resident before a step, in bytes, and CPU seconds of a step.
 
@@ -96,6 +96,7 @@ def measure(
         tokens: of a rank.
         rounds: steps of each policy.
         config: of the Llama.
+        precision: of the Trainer.
     """
     world = int(os.environ["WORLD_SIZE"])
     module = Measured(config, CANDIDATES)
@@ -104,7 +105,7 @@ def measure(
     )  # type: ignore[arg-type]
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, precision=precision,
     )  # fmt: skip
     trainer.fit(module, DataLoader(Rows(1 + rounds * len(CANDIDATES), tokens * world, config.vocab_size)))
     return {
@@ -120,16 +121,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--precision", default="32-true", help="of the Trainer")
     parser.add_argument("--ring", action="store_true", help="a ring in place of Ulysses")
     given = parser.parse_args()
     config = LlamaConfig(
         vocab_size=given.vocabulary, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, hidden_dim=1408
     )
-    degrees = {"ring_size" if given.ring else "ulysses_size": given.ranks}
+    degrees = {} if given.ranks == 1 else {"ring_size" if given.ring else "ulysses_size": given.ranks}
     with RankPool(given.ranks, timeout_s=3600) as pool:
-        ranks = pool.run(measure, degrees, given.tokens, given.rounds, config)
+        ranks = pool.run(measure, degrees, given.tokens, given.rounds, config, given.precision)
     print(
-        f"{degrees}, {given.tokens} tokens a rank: policy, predicted MiB, measured MiB, predicted/measured, CPU s of a rank's step"
+        f"{given.ranks} ranks, {given.precision}, {given.tokens} tokens a rank: policy, predicted MiB, measured MiB, predicted/measured, "
+        "CPU s of a rank's step"
     )
     for policy in CANDIDATES:
         predicted, peak = (max(rank[policy][i] for rank in ranks) for i in (0, 1))

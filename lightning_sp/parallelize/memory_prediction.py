@@ -1,10 +1,13 @@
 """The peak of a rank's memory under each checkpoint policy, and the cheapest policy that a budget allows: pure functions of numbers.
 
     peak(policy, s) = base + gradients + optimizer + gathered                 `ModelBytes.fixed`
+                      + casts of weights that blocks keep, and those outside + of the largest block that is computed again
+                             + gradients of the largest block's              `cast_bytes`
                       + s x (sum of what blocks keep + twice the largest block that is computed again + the gradients of the largest block
                              + what is outside of blocks) / s_0
 
-A block that is computed again is there as it keeps it, and what it computes on the way.
+A block that is computed again is there as it keeps it, and what it computes on the way. Casts are copies of weights in another dtype, those
+that autocast makes: their gradients are in it, too, and they are as large in a step of any length.
 
 s tokens of a rank in a step, s_0 those of the step that was measured. All terms are taken as if they were there at once, so that what is left
 out (buffers of messages, kernels' workspaces, an allocator's gaps) has room.
@@ -33,11 +36,13 @@ class BlockBytes:
         kept: without a checkpoint.
         attention: of it what the attention operator returns.
         inputs: of it the block's input.
+        casts: of its weights; not in `kept`. Only where it does not recompute itself.
     """
 
     kept: int
     attention: int
     inputs: int
+    casts: int = 0
 
     def under(self, how: str) -> int:
         """Return what it keeps: "none", "selective" or "full"."""
@@ -52,11 +57,13 @@ class StepBytes:
         tokens: of the step, on this rank.
         blocks: of each block; empty for one that did not run.
         outside: of what is outside of blocks, with the copies that a loss makes.
+        outside_casts: of the weights there, and those that autocast keeps whatever blocks do; not in `outside`.
     """
 
     tokens: int
     blocks: tuple[BlockBytes | None, ...]
     outside: int
+    outside_casts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +96,32 @@ def of_each_block(policy: str, num_blocks: int) -> list[str]:
     return ["selective" if number % every == 0 else "none" for number in range(num_blocks)]
 
 
+def _run_blocks(policy: str, step: StepBytes) -> list[tuple[BlockBytes, str]]:
+    return [(b, how) for b, how in zip(step.blocks, of_each_block(policy, len(step.blocks)), strict=True) if b]
+
+
 def bytes_per_token(policy: str, step: StepBytes) -> int:
     """Return what each token of a rank adds to the peak of a step under a policy."""
-    pairs = [(b, how) for b, how in zip(step.blocks, of_each_block(policy, len(step.blocks)), strict=True) if b]
+    pairs = _run_blocks(policy, step)
     kept = sum(block.under(how) for block, how in pairs)
     again = 2 * max((block.kept for block, how in pairs if how != "none"), default=0)
     gradients = max((block.kept for block, _ in pairs), default=0)
     return math.ceil((kept + again + gradients + step.outside) / step.tokens)
+
+
+def cast_bytes(policy: str, step: StepBytes) -> int:
+    """Return what casts of weights add to the peak of a step under a policy, whatever its tokens."""
+    pairs = _run_blocks(policy, step)
+    kept = sum(block.casts for block, how in pairs if how == "none")
+    again = max((block.casts for block, how in pairs if how != "none"), default=0)
+    # The backward is in one block at a time, or outside of them.
+    gradients = max((block.casts for block, _ in pairs), default=0)
+    return kept + step.outside_casts + again + max(gradients, step.outside_casts)
+
+
+def step_bytes(policy: str, step: StepBytes, tokens: int) -> int:
+    """Return what a step of some tokens of a rank adds to what the rank holds whatever the step's length, casts of weights included."""
+    return cast_bytes(policy, step) + tokens * bytes_per_token(policy, step)
 
 
 def cheapest_policy(peaks: Sequence[int], budget: int) -> str | None:

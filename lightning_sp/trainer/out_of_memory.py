@@ -17,7 +17,7 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token, step_bytes
 from lightning_sp.parallelize.model_bytes import model_bytes, step_of_shapes
 
 # Remedies that a message names, and the least that one saves, of what activations need.
@@ -80,7 +80,7 @@ def explain_out_of_memory(
     )
     policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
     left = checkpoints.activations.step or step_of_shapes(module, checkpoints.blocks)
-    activations = bytes_per_token(policy, left) * tokens
+    activations = step_bytes(policy, left, tokens)
     known = remedies(
         held, left, tokens, policy, config, ranks=mesh.layout.size, world=int(mesh.base.size()), shard_size=shard_size,
         on_gpu=device.type == "cuda",
@@ -120,22 +120,25 @@ def remedies(
         shard_size: ranks over which parameters are split.
         on_gpu: whether the host has memory of its own.
     """
-    slope = bytes_per_token(policy, step)
+    whole = step_bytes(policy, step, tokens)
     if config.loss_chunk_tokens is None:
         yield "loss_chunk_tokens='auto'", step.outside / step.tokens * tokens
     if shard_size < world:
         yield f"shard_size={world} for {shard_size}", held.shards * (1 - shard_size / world)
     for other in ("selective", "full"):
         if CANDIDATES.index(other) > CANDIDATES.index(policy):
-            yield f"activation_checkpointing={other!r}", (slope - bytes_per_token(other, step)) * tokens
+            yield f"activation_checkpointing={other!r}", whole - step_bytes(other, step, tokens)
     if config.activation_offload == "none":
         inputs = sum(block.inputs for block in step.blocks if block) / step.tokens * tokens
-        under_full = (slope - bytes_per_token("full", step)) * tokens
+        under_full = whole - step_bytes("full", step, tokens)
         where = "host" if on_gpu else "disk"
         yield f"activation_checkpointing='full' with activation_offload={where!r}", under_full + inputs
     if on_gpu and not config.cpu_offload:
         yield "cpu_offload=True", float(held.shards)
-    yield f"sequence_parallel_size={2 * ranks} for {ranks}, or half as many tokens", slope * tokens / 2
+    yield (
+        f"sequence_parallel_size={2 * ranks} for {ranks}, or half as many tokens",
+        bytes_per_token(policy, step) * tokens / 2,
+    )
 
 
 def _state(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ GATHERS = "tests/parallelize/fsdp/test_gather_dtypes.py"
 OFFLOAD = "tests/parallelize/test_activation_offload.py"
 ONCE = f"{UNITS}::test_gradients_are_one_process_and_a_head_is_gathered_and_reduced_once"
 
+BYTES = "tests/parallelize/test_activation_bytes.py"
 CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
 STAGED = "tests/rewrite/test_staged_heads.py"
 STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
@@ -152,8 +153,8 @@ MEMORY = (
     fault(
         "a budget compared to the shortest rank's peak",
         "step/auto_checkpointing.py",
-        "numbers = torch.tensor([model.fixed, -budget, batch.local_tokens, *slopes])",
-        "numbers = torch.tensor([model.fixed, -budget, 1, *slopes])",
+        "numbers = torch.tensor([-budget, batch.local_tokens, *fixed, *slopes])",
+        "numbers = torch.tensor([-budget, 1, *fixed, *slopes])",
         "tests/step/test_auto_checkpointing.py::test_a_longer_batch_recomputes_and_a_line_says_so",
     ),
     fault(
@@ -162,6 +163,21 @@ MEMORY = (
         "info.local_tokens > most_tokens",
         "info.local_tokens > most_tokens > 0",
         "tests/step/test_auto_checkpointing.py::test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike",
+    ),
+    fault(
+        "casts of weights counted for each token",
+        "parallelize/weight_casts.py",
+        "if func is _CAST:",
+        "if False:",
+        f"{BYTES}::test_a_token_of_a_llamas_block_leaves_as_much_in_a_crop_as_in_a_step[False]",
+        f"{BYTES}::test_a_token_of_a_llamas_block_leaves_as_much_in_a_crop_as_in_a_step[True]",
+    ),
+    fault(
+        "each cast of a weight taken for its first",
+        "parallelize/weight_casts.py",
+        "any(first < b and a < end for a, b in weight.parts)",
+        "False",
+        f"{BYTES}::test_a_cast_of_a_weight_is_known_by_its_memory[for_some_tokens-2048-14336]",
     ),
     fault(
         "delta of another head",

@@ -17,9 +17,11 @@ from lightning_sp.parallelize.memory_prediction import (
     ModelBytes,
     StepBytes,
     bytes_per_token,
+    cast_bytes,
     cheapest_policy,
     estimated_step,
     of_each_block,
+    step_bytes,
 )
 from lightning_sp.testing import RankPool
 
@@ -53,6 +55,25 @@ def test_blocks_that_did_not_run_and_those_of_other_sizes_count_as_they_are():
     assert bytes_per_token("every_2", step) == 1000 + 3 + 20 + 1000  # the last one alone is computed again
 
 
+def test_casts_are_kept_by_blocks_that_do_not_recompute_themselves_and_do_not_grow():
+    block = BlockBytes(kept=1000, attention=150, inputs=50, casts=70)
+    step = StepBytes(tokens=10, blocks=(block,) * 8, outside=200, outside_casts=30)
+    # Of eight blocks; or some of them, and one that is computed again. Then outside of them, and gradients of one.
+    blocks = [8 * 70, 6 * 70 + 70, 4 * 70 + 70, 70, 70]
+    assert [cast_bytes(policy, step) for policy in CANDIDATES] == [each + 30 + 70 for each in blocks]
+    for policy in CANDIDATES:
+        assert bytes_per_token(policy, step) == bytes_per_token(policy, STEP)
+        assert step_bytes(policy, step, 20) == cast_bytes(policy, step) + 20 * bytes_per_token(policy, STEP)
+
+
+def test_gradients_of_casts_are_those_of_a_block_or_of_what_is_outside():
+    blocks = (None, BlockBytes(kept=1, attention=1, inputs=1, casts=20), BlockBytes(kept=1, attention=1, inputs=1))
+    step = StepBytes(tokens=1, blocks=blocks, outside=0, outside_casts=30)
+    assert cast_bytes("none", step) == 20 + 30 + 30
+    assert cast_bytes("full", step) == 30 + 20 + 30
+    assert cast_bytes("every_2", step) == 20 + 30 + 0 + 30  # the last one alone is computed again
+
+
 @pytest.mark.parametrize(
     ("budget", "policy"),
     [(10_000, "none"), (9_200, "none"), (9_199, "every_2"), (8_000, "every_2"), (7_999, "selective"), (4_799, "full"), (3_000, None)],
@@ -80,6 +101,17 @@ def test_predicted_peaks_are_near_what_is_measured(degrees):
         for rank in pool.run(measure, degrees, 1024, 1, config):
             for policy, (predicted, peak, _) in rank.items():
                 assert 0.9 < predicted / peak < 1.5, (policy, predicted / peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "precision"), [(2, "bf16-mixed"), (1, "bf16-mixed"), (1, "32-true")])
+def test_a_predicted_peak_is_no_less_under_autocast_and_on_one_rank(world, precision):
+    config = LlamaConfig(vocab_size=4096, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, hidden_dim=1408)
+    degrees = dict(ulysses_size=2) if world == 2 else {}
+    with RankPool(world, timeout_s=600) as pool:
+        for rank in pool.run(measure, degrees, 1024, 1, config, precision):
+            for policy, (predicted, peak, _) in rank.items():
+                assert 1 <= predicted / peak < 1.5, (policy, predicted / peak)
 
 
 def test_a_cpus_budget_is_a_share_of_the_machines_or_of_its_cgroup(tmp_path):

@@ -16,7 +16,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory_budget import used_bytes
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, bytes_per_token
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes
+from lightning_sp.parallelize.model_bytes import model_bytes
 from lightning_sp.step import auto_checkpointing
 from tests.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
@@ -61,7 +62,12 @@ def machine_of(mib: float | None) -> Iterator[None]:
 
 
 def budgeted(
-    world: int, lengths: list[int], strategy: dict[str, Any], machine_mib: float | None = None, build: Any = WIDE
+    world: int,
+    lengths: list[int],
+    strategy: dict[str, Any],
+    machine_mib: float | None = None,
+    build: Any = WIDE,
+    precision: Any = "32-true",
 ) -> dict[str, Any]:
     """Fit one step for each length.
 
@@ -72,11 +78,12 @@ def budgeted(
         machine_mib: of the machine's memory, above what is resident when a policy is chosen: how much that is depends on what ran before in this
             process. None for this machine's.
         build: makes the model.
+        precision: of the Trainer.
     """
     torch.manual_seed(3)
     module = Followed(build)
     gc.collect()
-    trainer = quiet_trainer(world, strategy=strategy, precision="32-true")
+    trainer = quiet_trainer(world, strategy=strategy, precision=precision)
     answer: dict[str, Any] = {"error": ""}
     with told() as lines, machine_of(machine_mib):
         try:
@@ -89,6 +96,8 @@ def budgeted(
         "grads": module.raw_grads,
         "of_blocks": module.of_blocks,
         "told": [line for line in lines if "from this step on" in line or "are predicted" in line],
+        "casts": step and [cast_bytes(policy, step) for policy in CANDIDATES],
+        "gathered": model_bytes(module, block_checkpoints(module).blocks, (), torch.device("cpu")).gathered,
         "measured": step and (step.tokens, [bytes_per_token(policy, step) for policy in CANDIDATES]),
     }
     return answer

@@ -60,6 +60,38 @@ def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
         assert none == pytest.approx(9 * 16.6 * 1024, rel=0.15)
 
 
+def test_under_autocast_a_crop_leaves_what_a_step_does_and_casts_of_weights_once(pools):
+    common = dict(world=2, precision="bf16-mixed", lengths=[256])
+    cases = [
+        dict(**common, strategy=dict(**LAYOUT, preflight_tokens=64)),
+        dict(**common, strategy=dict(**LAYOUT, preflight=False, memory_budget_gib=1000.0)),
+        dict(**common, strategy=dict(**LAYOUT, preflight=False, memory_budget_gib=1000.0, gather_dtype="auto")),
+    ]
+    of_block = 2 * (4 * 64 * 64 + 3 * 64 * 1024)
+    for crop, *steps in pools(2).run(ranks.all_budgeted, cases):
+        assert crop["measured"][0] == 32
+        for step in steps:
+            assert step["measured"][0] == 128
+            assert crop["measured"][1] == pytest.approx(step["measured"][1], rel=0.03)
+        for each in (crop, *steps):
+            none, every_4, every_2, selective, full = each["casts"]
+            assert selective == full < 3 * of_block
+            assert [none - selective, every_4 - selective, every_2 - selective] == [
+                7 * of_block,
+                6 * of_block,
+                4 * of_block,
+            ]
+
+
+def test_shards_of_one_rank_are_gathered_from_no_other(pools):
+    options = [dict(shard_size=2), dict(shard_size=1), dict(shard_size=1, gradient_dtype="float32")]
+    cases = [dict(world=2, lengths=[32], strategy=dict(**LAYOUT, **each, preflight=False)) for each in options]
+    for split, whole, reduced in pools(2).run(ranks.all_budgeted, cases):
+        block = (split["gathered"] - whole["gathered"]) / 3
+        assert block == 4 * (4 * 64 * 64 + 3 * 64 * 1024 + 2 * 64)
+        assert reduced["gathered"] == split["gathered"] > 6 * block
+
+
 def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers):
     messages = {rank[4]["error"].partition(" (memory_budget_gib")[0] for rank in answers}
     assert len(messages) == 1

@@ -144,14 +144,14 @@ LOWEST = torch.finfo(torch.float64).min
 HIDES_ALL = torch.zeros(16, 16, dtype=torch.float64).masked_fill(torch.arange(16)[:, None] == 0, LOWEST)
 REFUSED: dict[str, Any] = {
     "a token written to": lambda x: x.detach().clone()[:, 0].zero_(),
-    "a part written to": lambda x: x[..., 0].detach().chunk(2, 1)[0].fill_(1),
+    "a part written to": lambda x: x[..., 0].detach().diagonal().fill_(1),
     "a gradient in a step": lambda x: torch.autograd.grad(x.sum(), [x]),
     "written into a slice": lambda x: x.mul(1)[:, 1:].mul_(2),
     "written into a first part": lambda x: x.mul(1)[:, :-1].mul_(2),
     "written by out=": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(2, E, dtype=x.dtype)),
     "exchanged in place": lambda x: x.mul(1).transpose_(1, 2),
     "hooked": lambda x: x.mul(1).register_hook(print),
-    "sorted tokens": lambda x: x.sort(dim=1),
+    "histogram": lambda x: x.detach().histc(5),
     "an own function": lambda x: Centred.apply(x),
     "scores times a tensor, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16) * 2).softmax(-1) @ x,
     "scores that are too many": lambda x: ((y := x[:, None].expand(2, 2**21, 16, E)) @ y.mT).square(),

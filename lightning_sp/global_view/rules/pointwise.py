@@ -185,8 +185,8 @@ def along(call: Call) -> Any:
 
 def gather(call: Call) -> Any:
     """Do a gather or a scatter along another dim than the sequence, whose index is of the sequence too."""
-    x, dim = call.args[0], call.argument(1, "dim")
-    if not is_sequence(x) or dim % x.dim() == x.placement.dim:
+    x, dim = call.args[0], call.argument(2 if call.name == "take_along_dim" else 1, "dim")
+    if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() == x.placement.dim:
         return NO_RULE
     found = aligned(call)
     return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
@@ -243,7 +243,7 @@ RULES: dict[str, Rule] = {
     **named("type_as", like_another),
     "to": to,
     **named("softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin sort argsort topk", along),
-    **named("gather scatter scatter_add scatter_reduce", gather),
+    **named("gather scatter scatter_add scatter_reduce take_along_dim", gather),
     **named("layer_norm rms_norm", normalized),
     **named("embedding", embedding),
     **named("normalize cosine_similarity", normalize),

@@ -18,11 +18,16 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
 def linear(call: Call) -> Any:
-    """Multiply features by a whole weight."""
-    x = call.args[0]
-    if not is_sequence(x) or x.placement.dim == x.dim() - 1 or len(call.tensors) > 1:
+    """Multiply features by a whole weight; tokens, as a mixer does, to what is whole on every rank."""
+    x, weight, bias = (call.argument(i, name) for i, name in enumerate(("input", "weight", "bias")))
+    if not is_sequence(x) or len(call.tensors) > 1:
         return NO_RULE
-    return placed(call.on_locals(), x.placement)
+    if x.placement.dim < x.dim() - 1:
+        return placed(call.on_locals(), x.placement)
+    if x.placement.outer * x.placement.inner > 1 or weight.dim() != 2:
+        return NO_RULE
+    found = _by_whole(x, weight.mT)
+    return found if found is NO_RULE or bias is None else found + bias
 
 
 def product(call: Call) -> Any:
@@ -49,7 +54,10 @@ def matmul(a: Any, b: Any) -> Any:
 def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     own, other = a.placement, b.placement
     if own.dim == a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1:
-        return scores_of(a, b)
+        found = scores_of(a, b)
+        # Of all rows' tokens to all others, as a contrast of tokens has them.
+        is_made = found is NO_RULE and own.inner * other.inner == 1 and a.local.shape[-2] * b.numel() <= MOST_NUMBERS
+        return matmul(a, b.whole()) if is_made else found
     if own.dim < a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1 and own.outer * own.inner == 1:
         return _by_all_keys(a, b)
     of_rows = own.dim == a.dim() - 2 and other.dim == b.dim() - 2 and b.dim() > 1 and a.shape[-1] == other.shown
@@ -142,6 +150,20 @@ def of_matrices(call: Call) -> Any:
     return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
 
 
+def distances(call: Call) -> Any:
+    """Measure from each token to all others, or to whole rows: of this rank's tokens, up to so many numbers as scores."""
+    a, b = call.argument(0, "x1"), call.argument(1, "x2")
+    if not is_sequence(a) or a.placement.dim >= a.dim() - 1:
+        return NO_RULE
+    b = b.whole() if is_sequence(b) else b
+    own, ndim = a.placement, max(a.dim(), b.dim())
+    number = a.local.numel() // a.shape[-1] * b.shape[-2]
+    if number > MOST_NUMBERS or (own.dim < a.dim() - 2 and b.dim() > 2):
+        return NO_RULE
+    rest = {name: value for name, value in call.kwargs.items() if name not in ("x1", "x2")}
+    return SequenceTensor(torch.cdist(a.local, b, *call.args[2:], **rest), own.at(own.dim + ndim - a.dim()))
+
+
 def einsum(call: Call) -> Any:
     """Write a product of two as one of batches of matrices."""
     equation, *operands = call.args
@@ -218,6 +240,8 @@ def grouped_attention(call: Call) -> Any:
     mask, dropout, causal = (call.argument(3 + i, name, default) for i, (name, default) in enumerate(given))
     if not all(is_sequence(each) and each.placement.dim == each.dim() - 2 for each in (q, k, v)):
         return NO_RULE
+    if any(each.placement.outer * each.placement.inner > 1 for each in (q, k, v)):
+        return NO_RULE
     q, k, v = in_order(q), in_order(k), in_order(v)
     own, other = q.placement, k.placement
     lead = broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -244,6 +268,7 @@ RULES: dict[str, Rule] = {
     **named("addmm", addmm),
     **named("bilinear", bilinear),
     **named("solve_triangular inv inverse tril triu", of_matrices),
+    **named("cdist", distances),
     **named("einsum", einsum),
     **named("scaled_dot_product_attention", grouped_attention),
 }

@@ -44,8 +44,14 @@ def _placement_in(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
         ahead, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
         if before % ahead == 0 and behind % after == 0 and size == before // ahead * own.length * (behind // after):
             found.append(replace(own, dim=dim, outer=before // ahead, inner=behind // after))
-    # Dims of size 1 beside a sequence of one token: the sequence stays in the first.
-    return min(found, key=lambda each: (each.outer * each.inner, each.dim)) if found else None
+    block = own.storage.block
+
+    def num_others(each: Placement) -> int:
+        """Numbers beside the sequence in its dim; the tokens of a block are the sequence's own."""
+        return each.outer * (each.inner // block if block and each.inner % block == 0 else each.inner)
+
+    # Dims of size 1 beside a sequence of one token, or of one block: the sequence stays in the first.
+    return min(found, key=lambda each: (num_others(each), each.dim)) if found else None
 
 
 def view(call: Call) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.global_view.deferred import made
+from lightning_sp.global_view.movement import as_tokens
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -105,6 +106,7 @@ def lines_of(x: SequenceTensor, dims: Sequence[int]) -> Lines | None:
 
     Communicates: one all_to_all, and one in the backward.
     """
+    x = as_tokens(x)
     own, sizes = x.placement, tuple(x.shape[dim] for dim in dims)
     if own.outer * own.inner > 1 or not math.prod(sizes):
         return None

@@ -140,6 +140,28 @@ def brought(x: SequenceTensor, storage: Storage) -> SequenceTensor:
     return SequenceTensor(local, replace(own, storage=storage, copied=None))
 
 
+def as_tokens(x: SequenceTensor) -> SequenceTensor:
+    """Return a tensor whose dim is one sequence: of rows one after the other, of tokens and their features, or of blocks in another order.
+
+    Each number of the dim is a token of a storage of its own, where it is. Nothing moves.
+    """
+    own, storage = x.placement, x.placement.storage
+    if own.outer * own.inner == 1 or isinstance(x.local, DeferredTensor):
+        return x
+    key = ("as tokens", own.outer, own.length, own.inner)
+    if key not in storage.plans:
+        ahead, within = torch.arange(own.outer)[:, None, None], torch.arange(own.inner)
+        behind = own.shown  # padding lies behind all that is shown, each place once
+        places = []
+        for rank in range(storage.layout.size):
+            token = storage.positions_of(rank)[None, :, None]
+            shown = (ahead * own.length + token) * own.inner + within
+            padding = behind + (ahead * (storage.capacity - own.length) + token - own.length) * own.inner + within
+            places.append(torch.where(token < own.length, shown, padding).flatten())
+        storage.plans[key] = storage.of_places(torch.stack(places))
+    return SequenceTensor(x.local, replace(own, storage=storage.plans[key], length=own.shown, outer=1, inner=1))
+
+
 def in_order(x: SequenceTensor) -> SequenceTensor:
     """Return a tensor whose tokens lie as the layout says, without more padding than it needs; it has a dim of its own for them."""
     own = x.placement

@@ -132,6 +132,68 @@ def one_chunk(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     return F.linear(gated.reshape(b, s, 4, 2).reshape(b, s, -1), w.weight)
 
 
+def other_orders(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """Joined rows, tokens joined with features, and blocks that were exchanged with what they hold."""
+    flat = x.flatten(0, 1)
+    return (
+        x[:, :12].reshape(2, 3, 4, E).transpose(1, 2).reshape(2, 12, E) * x[:, :12],
+        flat.flip(0) * flat.roll(3, 0),
+        x.transpose(0, 1).reshape(-1, E) * flat,
+        (flat.cumprod(0), x.flatten(1).sort(1), flat.sort(0)),
+    )
+
+
+def padded_otherwise(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    y = x.mT
+    return (
+        F.pad(y, (2, 3), mode="reflect"), F.pad(y, (1, 2), mode="circular"), F.pad(y, (2, 0), mode="replicate"), x.roll((1, 2), (1, 2)),
+    )  # fmt: skip
+
+
+def written_by_numbers(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    first, second, third = x * 2, x.clone(), x.clone()
+    first[torch.arange(2), mask.sum(1) - 1] = w.rows
+    second[:, torch.tensor([1, 4])] = 0.25
+    third[torch.tensor([0, 1]), torch.tensor([2, 7]), torch.tensor([1, 1])] = 3.0
+    places = (torch.tensor([0, 1]), torch.tensor([3, 5]))
+    filled = x.index_fill(1, torch.tensor([1, 4]), 0.5) * x.index_fill(2, torch.tensor([1]), 0.5)
+    return first.sin(), second.sin(), third, x.index_put(places, w.rows), filled
+
+
+def triangles(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    return (
+        torch.tril(x @ x.mT) @ x,
+        torch.triu(x * 2, 1),
+        (x @ x.mT).softmax(-1).diagonal(dim1=1, dim2=2),
+        x.view(2, -1, 2, 4).diagonal(dim1=2, dim2=3),
+        torch.einsum("bse,ef,btf->bst", x, w.weight, x).logsumexp(-1),
+        torch.tensordot(x, x, dims=([0, 1], [0, 1])),
+    )
+
+
+def distributions(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    kinds = torch.distributions
+    return (
+        kinds.Normal(x, 1.0).log_prob(x.sin()),
+        kinds.Categorical(logits=F.linear(x, w.head)).log_prob(ids),
+        kinds.kl_divergence(kinds.Normal(x, 1.0), kinds.Normal(0.0, 1.0)),
+        torch.special.entr(x.sigmoid()) + F.logsigmoid(x),
+        F.pairwise_distance(x[:, 1:], x[:, :-1]),
+        torch.bucketize(x.detach(), torch.linspace(-1, 1, 5, dtype=x.dtype)),
+    )
+
+
+def aligned_with_labels(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    logps = F.linear(x, w.head).log_softmax(-1).transpose(0, 1)
+    labels, count = torch.arange(10).view(2, 5) % 9 + 1, torch.tensor([5, 3])
+    joined = torch.cat([labels[0], labels[1, :3]])
+    return (
+        F.ctc_loss(logps, labels, mask.sum(1), count),
+        F.ctc_loss(logps, joined, mask.sum(1), count, reduction="sum", zero_infinity=True),
+        F.ctc_loss(logps, joined, tuple(mask.sum(1).tolist()), (5, 3), reduction="none"),
+    )
+
+
 LINE_CASES: dict[str, Case] = {
     "order of tokens": orders,
     "pools": pools,
@@ -144,6 +206,12 @@ LINE_CASES: dict[str, Case] = {
     "added up by class": added_up,
     "all rows' tokens": of_all_rows,
     "scan by one chunk": one_chunk,
+    "sequences in other orders": other_orders,
+    "padding of other kinds": padded_otherwise,
+    "written by numbers": written_by_numbers,
+    "triangles and diagonals": triangles,
+    "distributions": distributions,
+    "aligned with labels": aligned_with_labels,
     "running products and maxima": lambda x, ids, mask, w: (
         x.sigmoid().cumprod(1), x.cummax(1), x.cummin(1), x.logcumsumexp(dim=1), x.diff(dim=1), x.mT.diff(2, -1),
     ),

@@ -139,6 +139,11 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+def with_hook(module: Any) -> Any:
+    module.register_full_backward_hook(lambda *_: None)
+    return module
+
+
 LOWEST = torch.finfo(torch.float64).min
 # The first query sees no key, as a token of left padding.
 HIDES_ALL = torch.zeros(16, 16, dtype=torch.float64).masked_fill(torch.arange(16)[:, None] == 0, LOWEST)
@@ -150,6 +155,8 @@ REFUSED: dict[str, Any] = {
     "written into a first part": lambda x: x.mul(1)[:, :-1].mul_(2),
     "written by out=": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(2, E, dtype=x.dtype)),
     "exchanged in place": lambda x: x.mul(1).transpose_(1, 2),
+    "a backward hook": lambda x: with_hook(torch.nn.Linear(E, E, dtype=x.dtype))(x),
+    "many rows at once": lambda x: torch.vmap(lambda row: row.mean(0))(x),
     "hooked": lambda x: x.mul(1).register_hook(print),
     "histogram": lambda x: x.detach().histc(5),
     "an own function": lambda x: Centred.apply(x),

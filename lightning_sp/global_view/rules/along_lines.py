@@ -25,7 +25,7 @@ from lightning_sp.global_view.call import (
     writes,
 )
 from lightning_sp.global_view.lines import Lines, along, lines_of, of_lines
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
 def _is_along(call: Call, position: int) -> bool:
@@ -174,6 +174,27 @@ def recurrent(call: Call) -> Any:
     return (result, *(lines.whole(each.transpose(0, 1)).transpose(0, 1) for each in last))
 
 
+def ctc_loss(call: Call) -> Any:
+    """Align a sequence with its labels: each rank has whole rows; their losses are whole."""
+    names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+    given = [whole_of(call.argument(i, name)) if i else call.argument(i, name) for i, name in enumerate(names)]
+    x, targets, lengths, label_lengths, blank, reduction, zeroes = given
+    if not is_sequence(x) or x.dim() != 3 or x.placement.dim != 0:
+        return NO_RULE
+    lengths, label_lengths = (torch.as_tensor(each, device=x.device) for each in (lengths, label_lengths))
+    if targets.dim() == 1:  # one row's labels after the other's
+        rows = targets.split(label_lengths.tolist())
+        targets = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    lines = lines_of(x, (1,))
+    if lines is None:
+        return NO_RULE
+    own = [lines.of_whole(each) for each in (targets, lengths, label_lengths)]
+    losses = lines.whole(call.function(lines.part.transpose(0, 1), *own, blank or 0, "none", bool(zeroes)))
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else (losses / label_lengths.clamp(min=1)).mean()
+
+
 def _several(states: Any) -> list[Tensor]:
     return [states] if isinstance(states, Tensor) else list(states)
 
@@ -186,5 +207,6 @@ RULES: dict[str, Rule] = {
     **named("unfold", windows),
     **named("max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices avg_pool1d avg_pool2d lp_pool1d lp_pool2d", pool),
     **named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d interpolate", pool),
+    **named("ctc_loss", ctc_loss),
     **named("gru lstm rnn_tanh rnn_relu", recurrent),
 }  # fmt: skip

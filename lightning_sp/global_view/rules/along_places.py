@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
-from lightning_sp.global_view.movement import brought, moved
+from lightning_sp.global_view.movement import as_tokens, brought, moved
 from lightning_sp.global_view.read_only import read_only
 from lightning_sp.global_view.rules.indexing import take_range
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -20,6 +20,7 @@ def flip(call: Call) -> Any:
     x, *dims = call.args
     given = call.kwargs.get("dims", dims[0] if dims and not isinstance(dims[0], int) else dims)
     chosen = [each % x.dim() for each in ([given] if isinstance(given, int) else given)]
+    x = as_tokens(x)
     own = x.placement
     if own.dim not in chosen or own.outer * own.inner > 1:
         return NO_RULE
@@ -32,6 +33,11 @@ def roll(call: Call) -> Any:
     """Roll along the sequence."""
     x, shifts, dims = call.args[0], call.argument(1, "shifts"), call.argument(2, "dims")
     shift, dim = (each[0] if isinstance(each, (tuple, list)) and len(each) == 1 else each for each in (shifts, dims))
+    if isinstance(shifts, (tuple, list)) and isinstance(dims, (tuple, list)) and len(dims) == len(shifts) > 1:
+        for each, at in zip(shifts, dims, strict=True):
+            x = torch.roll(x, each, at)
+        return x
+    x = as_tokens(x)
     own = x.placement
     if not isinstance(shift, int) or not isinstance(dim, int) or dim % x.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
@@ -41,8 +47,8 @@ def roll(call: Call) -> Any:
 def pad(call: Call) -> Any:
     """Add places along the sequence, in front of it, behind it, or take some away, with one value."""
     x, sizes = call.args[0], list(call.argument(1, "pad"))
-    own = x.placement
-    if call.argument(2, "mode", "constant") != "constant" or own.outer * own.inner > 1:
+    own, mode = x.placement, call.argument(2, "mode", "constant")
+    if own.outer * own.inner > 1:
         return NO_RULE
     at = 2 * (x.dim() - 1 - own.dim)
     if at >= len(sizes):
@@ -52,13 +58,30 @@ def pad(call: Call) -> Any:
     length = own.length + front + behind
     if length <= 0:
         return NO_RULE
-    places = torch.arange(length) - front
-    index = torch.where((places >= 0) & (places < own.length), places, -1)
-    result = moved(x, index, ("pad", front, behind), own.storage.for_length(length), value)
+    if mode != "constant" and any(size for i, size in enumerate(sizes) if i not in (at, at + 1)):
+        return NO_RULE
+    index = _padded(torch.arange(length) - front, own.length, mode)
+    if index is None:
+        return NO_RULE
+    result = moved(x, index, ("pad", front, behind, mode), own.storage.for_length(length), value)
     sizes[at : at + 2] = [0, 0]
     if not any(sizes):
         return result
     return SequenceTensor(torch.nn.functional.pad(result.local, sizes, value=value), result.placement)
+
+
+def _padded(places: Tensor, length: int, mode: str) -> Tensor | None:
+    """Return which token stands at each place, -1 for a value; None where torch has no such padding."""
+    if mode == "constant":
+        return torch.where((places >= 0) & (places < length), places, -1)
+    far = max(-int(places[0]), int(places[-1]) - length + 1)
+    if mode == "replicate":
+        return places.clamp(0, length - 1)
+    if mode == "circular":
+        return places % length if far <= length else None
+    if mode == "reflect" and far < length:
+        return length - 1 - (length - 1 - places.abs()).abs()
+    return None
 
 
 def cat(call: Call) -> Any:
@@ -142,6 +165,26 @@ def iterate(call: Call) -> Any:
     return found if found is NO_RULE else iter(found)
 
 
+def diagonal(call: Call) -> Any:
+    """Take the diagonal of matrices, of whose two dims the sequence may be one."""
+    x = call.args[0]
+    given = [
+        call.argument(i, name, default)
+        for i, (name, default) in enumerate((("offset", 0), ("dim1", 0), ("dim2", 1)), 1)
+    ]
+    offset, one, other = given[0], given[1] % x.dim(), given[2] % x.dim()
+    own = x.placement
+    if own.dim not in (one, other):
+        return SequenceTensor(x.local.diagonal(*given), own.at(own.dim - sum(dim < own.dim for dim in (one, other))))
+    beside = other if own.dim == one else one
+    if offset or own.outer * own.inner > 1 or x.shape[beside] != own.shown:
+        return NO_RULE
+    at = own.storage.positions(x.device).clamp(max=own.length - 1)
+    rows = x.local.movedim((own.dim, beside), (-2, -1))
+    local = rows.gather(-1, at[:, None].expand(*rows.shape[:-1], 1)).squeeze(-1)
+    return SequenceTensor(local, own.at(x.dim() - 2).as_copy(local))
+
+
 def repeat(call: Call) -> Any:
     """Repeat the sequence behind itself, other dims with it."""
     x, *times = call.args
@@ -176,6 +219,7 @@ def repeat_tokens(call: Call) -> Any:
 
 RULES: dict[str, Rule] = {
     **named("split chunk tensor_split split_with_sizes", pieces),
+    **named("diagonal", diagonal),
     **named("unbind", single_tokens),
     **named("iter", iterate),
     **named("repeat tile", repeat),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed, writes
 from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
-from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, refusal
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -144,10 +144,23 @@ def bilinear(call: Call) -> Any:
 
 def of_matrices(call: Call) -> Any:
     """Do what goes by matrices in the last two dims, of each token or block by itself."""
+    if not call.tensors:
+        raise refusal(call.name)
     if any(each.placement.dim >= each.dim() - 2 for each in call.tensors):
         return NO_RULE
     found = aligned(call)
     return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
+
+
+def triangle(call: Call) -> Any:
+    """Leave a triangle of matrices whose rows or columns are tokens."""
+    found = of_matrices(call)
+    x = call.args[0]
+    if found is not NO_RULE or x.placement.outer * x.placement.inner > 1 or writes(call.function):
+        return found
+    there = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
+    there = getattr(there, call.name)(call.argument(1, "diagonal", 0))
+    return torch.where(there, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def distances(call: Call) -> Any:
@@ -164,11 +177,27 @@ def distances(call: Call) -> Any:
     return SequenceTensor(torch.cdist(a.local, b, *call.args[2:], **rest), own.at(own.dim + ndim - a.dim()))
 
 
+def tensordot(call: Call) -> Any:
+    """Write a product over several dims as `einsum`."""
+    a, b, dims = (call.argument(i, name) for i, name in enumerate(("a", "b", "dims")))
+    dims = 2 if dims is None else dims
+    if isinstance(dims, int):
+        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
+    if isinstance(dims, Tensor) or a.dim() + b.dim() > 26:
+        return NO_RULE
+    first, second = ([each] if isinstance(each, int) else [*each] for each in dims)
+    one, other = list("abcdefghijklmnopqrstuvwxyz"[: a.dim()]), list("abcdefghijklmnopqrstuvwxyz"[a.dim() :][: b.dim()])
+    for i, j in zip(first, second, strict=True):
+        other[j] = one[i]
+    out = [each for each in one if each not in other] + [each for each in other if each not in one]
+    return torch.einsum(f"{''.join(one)},{''.join(other)}->{''.join(out)}", a, b)
+
+
 def einsum(call: Call) -> Any:
-    """Write a product of two as one of batches of matrices."""
+    """Write a product of two as one of batches of matrices; of more one after the other."""
     equation, *operands = call.args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    if not isinstance(equation, str) or len(operands) > 2:
+    if not isinstance(equation, str):
         return NO_RULE
     left, arrow, out = _without_ellipsis(equation.replace(" ", ""), operands).partition("->")
     names = left.split(",")
@@ -176,6 +205,14 @@ def einsum(call: Call) -> Any:
         return NO_RULE
     if len(operands) == 1:
         return _of_one(names[0], out, operands[0])
+    while len(operands) > 2:
+        # The first two, to what the others and the result need of them.
+        needed = {*out, *"".join(names[2:])}
+        made = "".join(dict.fromkeys(each for each in names[0] + names[1] if each in needed))
+        found = _einsum_of_two(names[0], names[1], made, operands[0], operands[1])
+        if found is NO_RULE:
+            return NO_RULE
+        names, operands = [made, *names[2:]], [found, *operands[2:]]
     return _einsum_of_two(names[0], names[1], out, operands[0], operands[1])
 
 
@@ -207,6 +244,8 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     batch = [each for each in first if each in second and each in out]
     summed = [each for each in first if each in second and each not in out]
     rows, columns = [each for each in first if each not in second], [each for each in second if each not in first]
+    if is_plain(a) and is_plain(b):
+        return torch.einsum(f"{first},{second}->{out}", a, b)
     sizes = dict(zip(first, a.shape, strict=True))
     if any(sizes.setdefault(name, size) != size for name, size in zip(second, b.shape, strict=True)):
         return NO_RULE  # dims that are broadcast
@@ -267,8 +306,10 @@ RULES: dict[str, Rule] = {
     **named("baddbmm", baddbmm),
     **named("addmm", addmm),
     **named("bilinear", bilinear),
-    **named("solve_triangular inv inverse tril triu", of_matrices),
+    **named("solve_triangular inv inverse", of_matrices),
+    **named("tril triu", triangle),
     **named("cdist", distances),
+    **named("tensordot", tensordot),
     **named("einsum", einsum),
     **named("scaled_dot_product_attention", grouped_attention),
 }

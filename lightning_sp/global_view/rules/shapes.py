@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.placement import Placement, memory_of, part_of
+from lightning_sp.global_view.placement import Placement, broadcast, memory_of, part_of
 from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -168,6 +168,15 @@ def expand_as(call: Call) -> Any:
     return SequenceTensor(local.expand(other.local.shape), own)
 
 
+def broadcast_tensors(call: Call) -> Any:
+    """Show tensors in the shape that they broadcast to, without memory."""
+    given = call.args[0] if len(call.args) == 1 and isinstance(call.args[0], (list, tuple)) else call.args
+    shape = broadcast(*(each.shape for each in given))
+    if any(shape[each.placement.dim + len(shape) - each.dim()] != each.placement.shown for each in call.tensors):
+        return NO_RULE
+    return tuple(each.expand(shape) for each in given)
+
+
 def repeat(call: Call) -> Any:
     """Repeat whole tensors, not along the sequence."""
     x, *times = call.args
@@ -280,6 +289,7 @@ RULES: dict[str, Rule] = {
     **named("squeeze", squeeze),
     **named("expand broadcast_to", expand),
     **named("expand_as", expand_as),
+    **named("broadcast_tensors", broadcast_tensors),
     **named("repeat tile", repeat),
     **named("repeat_interleave", repeat_interleave),
     **named("cat concat concatenate stack", cat),

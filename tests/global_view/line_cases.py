@@ -171,6 +171,14 @@ def triangles(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     )
 
 
+def attention_written_into(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """One device saves no product of weights and values for its backward."""
+    q = F.linear(x, w.weight)
+    out = (q @ x.mT).softmax(-1) @ x
+    out += q.sin()
+    return out.mul_(2)
+
+
 def distributions(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     kinds = torch.distributions
     return (
@@ -210,6 +218,7 @@ LINE_CASES: dict[str, Case] = {
     "padding of other kinds": padded_otherwise,
     "written by numbers": written_by_numbers,
     "triangles and diagonals": triangles,
+    "attention that is written into": attention_written_into,
     "distributions": distributions,
     "aligned with labels": aligned_with_labels,
     "running products and maxima": lambda x, ids, mask, w: (

@@ -297,7 +297,8 @@ def grouped_attention(call: Call) -> Any:
         four(q), four(k), four(v), queries=own, keys=other, visible=visible, bias=bias,
         scale=call.kwargs.get("scale"), dropout=dropout, causal=causal, documents=True,
     )  # fmt: skip
-    return SequenceTensor(out.reshape(*lead, *out.shape[1:]), own.at(len(lead) + 1))
+    # What the operator gave is saved for its backward, and may be written into on one device.
+    return SequenceTensor(out.reshape(*lead, *out.shape[1:]).clone(), own.at(len(lead) + 1))
 
 
 RULES: dict[str, Rule] = {

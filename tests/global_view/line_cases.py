@@ -179,6 +179,17 @@ def attention_written_into(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Te
     return out.mul_(2)
 
 
+def relative_shift(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Scores of distances, skewed to those of keys, as in Transformer-XL, XLNet and Funnel: rows are taken apart."""
+    b, s, _ = x.shape
+    q = F.linear(x, w.weight).view(b, s, 4, 2).transpose(1, 2)
+    distances = torch.cat([w.positions, w.positions.flip(0)]).view(2 * s, 4, 2)
+    far = torch.einsum("bnid,tnd->bnit", q, distances)
+    far = far.reshape(b, 4, 2 * s, s)[:, :, 1:, :].reshape(b, 4, s, 2 * s - 1)[..., :s]
+    scores = torch.einsum("bnid,bnjd->bnij", q, q.cos()) + far
+    return (scores.masked_fill(mask[:, None, None] == 0, -1e30).softmax(-1) @ q).transpose(1, 2).flatten(2)
+
+
 def distributions(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     kinds = torch.distributions
     return (
@@ -219,6 +230,8 @@ LINE_CASES: dict[str, Case] = {
     "written by numbers": written_by_numbers,
     "triangles and diagonals": triangles,
     "attention that is written into": attention_written_into,
+    "a relative shift": relative_shift,
+    "features joined and cut": lambda x, ids, mask, w: (x.flatten(1)[:, 5:45].sin(), x.reshape(2, E, -1).cos(), x.reshape(2, -1, 4)[:, 3:9]),
     "distributions": distributions,
     "aligned with labels": aligned_with_labels,
     "running products and maxima": lambda x, ids, mask, w: (

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.deferred import by_source, made
-from lightning_sp.global_view.movement import moved
+from lightning_sp.global_view.movement import as_tokens, moved
 from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.read_only import read_only
 from lightning_sp.global_view.rules.chosen import choose, is_choice
@@ -95,8 +95,13 @@ def take_range(x: SequenceTensor, start: int, stop: int, step: int) -> Any:
     length = len(range(start, stop, step))
     if (start, length, step) == (0, own.shown, 1):
         return x
-    if own.inner > 1 or length == 0:
+    if length == 0:
         return NO_RULE
+    if own.inner > 1:
+        x = as_tokens(x)
+        own = x.placement
+        if own.inner > 1:
+            return NO_RULE
     if own.outer > 1:
         index = [torch.arange(start, stop, step) if dim == own.dim else slice(None) for dim in range(x.dim())]
         some = choose(x, index)

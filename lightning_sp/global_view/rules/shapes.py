@@ -12,9 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.movement import as_tokens
 from lightning_sp.global_view.placement import Placement, broadcast, memory_of, part_of
 from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+# Numbers of a row that are moved each by itself: ranks make a plan of so many places.
+MOST_IN_A_ROW = 2**24
 
 
 def viewed(x: SequenceTensor, given: Sequence[int]) -> Any:
@@ -22,10 +26,22 @@ def viewed(x: SequenceTensor, given: Sequence[int]) -> Any:
     shape = _resolved(given, x.numel())
     placement = None if blocks.is_one_block(x, given) else _placement_in(x, shape)
     if placement is None:
-        return blocks.in_blocks(x, shape)
+        found = blocks.in_blocks(x, shape)
+        return _of_single_numbers(x, shape) if found is NO_RULE else found
     local = list(shape)
     local[placement.dim] = placement.held
     return blocks.joined(SequenceTensor(x.local.reshape(local), placement))
+
+
+def _of_single_numbers(x: SequenceTensor, shape: Sequence[int]) -> Any:
+    """View a tensor so that tokens are taken apart, each number of a row by itself, as a relative shift does; NO_RULE where these are many."""
+    own = x.placement
+    lead = x.shape[: own.dim]
+    row = x.numel() // max(1, math.prod(lead))
+    if own.outer > 1 or row > MOST_IN_A_ROW or not lead:
+        return NO_RULE
+    flat = viewed(x, [*lead, row])
+    return NO_RULE if flat is NO_RULE else blocks.in_blocks(as_tokens(flat), shape)
 
 
 def _resolved(shape: Sequence[int], count: int) -> list[int]:

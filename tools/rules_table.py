@@ -10,12 +10,16 @@ from types import ModuleType
 
 from lightning_sp.global_view.call import Rule
 from lightning_sp.global_view.rules import (
+    along_lines,
     along_places,
     along_sequence,
     chosen,
+    convolutions,
     indexing,
+    into_whole,
     losses,
     multihead,
+    norms,
     pointwise,
     products,
     properties,
@@ -23,6 +27,7 @@ from lightning_sp.global_view.rules import (
     score_rows,
     scores,
     shapes,
+    spectra,
     writing,
 )
 
@@ -43,6 +48,20 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "A whole index of (rows * tokens, features) chooses tokens, an expert's say: each rank has those of its own. Local.",
     ),
     "Other places": (along_places, "One all-to-all of the tokens that change their rank."),
+    "Whole lines": (
+        along_lines,
+        "Along the sequence, each line (a row's feature, a row) by itself. Each rank gets whole lines: two all-to-alls.",
+    ),
+    "Fourier transforms": (spectra, "Along other dims local; along the sequence of whole lines."),
+    "Convolutions": (
+        convolutions,
+        "One all-to-all for each place of the kernel along the sequence, of the tokens that change their rank.",
+    ),
+    "Norms over the sequence": (norms, "Mean and variance are one all_reduce each; the rest is local."),
+    "Added up in a whole tensor": (
+        into_whole,
+        "Each rank adds its tokens; then one all_reduce of the result, which is whole.",
+    ),
     "Sums, means, maxima": (
         along_sequence,
         "Over other dims local; over the sequence one all_reduce of the result, which is whole.",

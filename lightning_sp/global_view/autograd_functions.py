@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -97,6 +98,11 @@ def _gradient(original: Callable[..., Any], in_progress: Callable[[], bool], *ar
 
 
 def _refusal(cls: Any) -> SequenceParallelError:
+    if cls is BackwardHookFunction:
+        return SequenceParallelError(
+            f"global_view: a backward hook of a module ({users_line()}) would see the gradient of this rank's part of a tensor of the sequence; "
+            "use a hook of a parameter, or write what the hook does into the forward"
+        )
     return SequenceParallelError(
         f"global_view: {cls.__name__}, an autograd.Function, with a tensor of the sequence ({users_line()}): its forward does more than compute "
         "number by number with functions of torch, so what it does along the sequence is not known; write it with functions of torch, or hand "

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.global_view.deferred import by_source, made
+from lightning_sp.global_view.deferred import DeferredTensor, by_source, made
 from lightning_sp.global_view.placement import Storage
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -126,16 +126,45 @@ def moved(x: SequenceTensor, index: Tensor, key: Any, target: Storage | None = N
 
 
 def brought(x: SequenceTensor, storage: Storage) -> SequenceTensor:
-    """Return a tensor as another storage has its tokens; as it is where these are more than it holds, or have no dim of their own."""
+    """Return a tensor as another storage has its tokens; as it is where these are more than it holds."""
     own = x.placement
-    if own.storage is storage or own.length > storage.capacity or own.outer * own.inner > 1:
+    if own.storage is storage or own.length > storage.capacity:
         return x
-    return moved(x, torch.arange(own.length), "brought", storage)
+    order = torch.arange(own.length)
+    if own.outer * own.inner == 1:
+        return moved(x, order, "brought", storage)
+    if isinstance(x.local, DeferredTensor):
+        return x  # what it is made of has no such dims
+    alone = SequenceTensor(own.split(x.local), replace(own, dim=own.dim + 1, outer=1, inner=1, copied=None))
+    local = moved(alone, order, "brought", storage).local.flatten(own.dim, own.dim + 2)
+    return SequenceTensor(local, replace(own, storage=storage, copied=None))
+
+
+def as_tokens(x: SequenceTensor) -> SequenceTensor:
+    """Return a tensor whose dim is one sequence: of rows one after the other, of tokens and their features, or of blocks in another order.
+
+    Each number of the dim is a token of a storage of its own, where it is. Nothing moves.
+    """
+    own, storage = x.placement, x.placement.storage
+    if own.outer * own.inner == 1 or isinstance(x.local, DeferredTensor):
+        return x
+    key = ("as tokens", own.outer, own.length, own.inner)
+    if key not in storage.plans:
+        ahead, within = torch.arange(own.outer)[:, None, None], torch.arange(own.inner)
+        behind = own.shown  # padding lies behind all that is shown, each place once
+        places = []
+        for rank in range(storage.layout.size):
+            token = storage.positions_of(rank)[None, :, None]
+            shown = (ahead * own.length + token) * own.inner + within
+            padding = behind + (ahead * (storage.capacity - own.length) + token - own.length) * own.inner + within
+            places.append(torch.where(token < own.length, shown, padding).flatten())
+        storage.plans[key] = storage.of_places(torch.stack(places))
+    return SequenceTensor(x.local, replace(own, storage=storage.plans[key], length=own.shown, outer=1, inner=1))
 
 
 def in_order(x: SequenceTensor) -> SequenceTensor:
-    """Return a tensor whose tokens lie as the layout says, for an attention; it has a dim of its own for them."""
+    """Return a tensor whose tokens lie as the layout says, without more padding than it needs; it has a dim of its own for them."""
     own = x.placement
-    if own.storage.places is None or own.storage.root is None:
+    if own.storage.block or own.storage.root is None:
         return x
-    return moved(x, torch.arange(own.length), "in order", own.storage.root.for_length(own.length))
+    return brought(x, own.storage.root.for_length(own.length))

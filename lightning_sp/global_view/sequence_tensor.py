@@ -46,8 +46,8 @@ class GlobalTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse a kernel that no rule stands before."""
         raise SequenceParallelError(
-            f"global_view: {func} was reached with a tensor of the sequence, past the functions of torch that have rules (in compiled code, "
-            "say); write it with functions of torch, or hand it lightning_sp.reductions.unshard(x)"
+            f"global_view: {func} was reached with a tensor of the sequence, past the functions of torch that have rules (in compiled code "
+            "or torch.vmap, say); write it with functions of torch, or hand it lightning_sp.reductions.unshard(x)"
         )
 
 

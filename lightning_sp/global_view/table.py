@@ -15,16 +15,20 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, users_line, whole_is_small, writes
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, users_line, whole_is_small, writes
 from lightning_sp.global_view.read_only import VIEWS, read_only
 from lightning_sp.global_view.rules import (
+    along_lines,
     along_places,
     along_sequence,
     chosen,
+    convolutions,
     indexing,
+    into_whole,
     losses,
     made_scores,
     multihead,
+    norms,
     pointwise,
     products,
     properties,
@@ -32,6 +36,7 @@ from lightning_sp.global_view.rules import (
     score_rows,
     scores,
     shapes,
+    spectra,
     writing,
 )
 from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, NotCarriedError
@@ -51,8 +56,14 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         losses.RULES,
         along_sequence.RULES,
         along_places.RULES,
+        along_lines.RULES,
+        convolutions.RULES,
+        norms.RULES,
+        spectra.RULES,
+        into_whole.RULES,
         multihead.RULES,
-        {"softmax": along_sequence.softmax, "log_softmax": along_sequence.softmax, "gather": indexing.gather_tokens},
+        {"softmax": along_sequence.softmax, "log_softmax": along_sequence.softmax},
+        {"gather": indexing.gather_tokens, "take_along_dim": indexing.gather_tokens},
     ):
         for name, rule in rules.items():
             found[name].append(rule)
@@ -139,8 +150,8 @@ def _whole_or_refused(call: Call, of_scores: bool) -> Any:
 
 
 def _writes(call: Call) -> bool:
-    """Return whether a function writes into its first argument, and that is of the sequence or may be so."""
-    return writes(call.function) or (call.name == "setitem" and is_sequence(call.args[0]))
+    """Return whether a function writes into its first argument, and that is of the sequence."""
+    return (writes(call.function) or call.name == "setitem") and not is_plain(call.args[0])
 
 
 def _check_written(call: Call) -> None:

@@ -12,6 +12,55 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 
 GLOBAL_VIEW = (
     fault(
+        "lines whose tokens lie in the order of the ranks",
+        "global_view/lines.py",
+        "    whole = storage.merged(list(parts.unbind(0)), 1).narrow(1, 0, own.length)\n",
+        "    whole = torch.cat(list(parts.unbind(0)), 1).narrow(1, 0, own.length)\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "strided convolutions that share the plan of others",
+        "global_view/rules/convolutions.py",
+        'key = ("conv", strides[at], paddings[at], dilations[at])',
+        'key = ("conv",)',
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "padding that is added up in a whole tensor",
+        "global_view/rules/into_whole.py",
+        "values = source.placement.without_padding(source.local.to(into.dtype), 0)",
+        "values = source.local.to(into.dtype)",
+        f"{RULES}[2-1-13]",
+    ),
+    fault(
+        "a batch norm of this rank's tokens alone",
+        "global_view/rules/norms.py",
+        "    middle = mean(x, list(dims), True)\n",
+        "    middle = x.local.mean(list(dims), keepdim=True)\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "joined rows taken for tokens in their order",
+        "global_view/movement.py",
+        "shown = (ahead * own.length + token) * own.inner + within",
+        "shown = (token * own.outer + ahead) * own.inner + within",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a write by numbers that takes a rank's slots for positions",
+        "global_view/rules/writing.py",
+        "    mine = slot_of[position]\n",
+        "    mine = torch.where(position < own.storage.local_tokens, position, -1)\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "rows of a recurrent layer in the order of the states of other rows",
+        "global_view/lines.py",
+        ".narrow(0, storage.rank * count, count)",
+        ".narrow(0, 0, count)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
         "hooks that have a batch twice",
         "preflight/tried_steps.py",
         "            self._undo_hooks()\n",

@@ -44,7 +44,7 @@ class Watched(Module):
         self.kinds, self.shapes, self.shown = kinds, [], []
         self.num_moved = 0
         if loss not in LOSSES:
-            self._loss = sorted_features
+            self._loss = singular_values
         if "insisting" in kinds:
             self.model.h[1].ln_2 = Insisting(self.model.h[1].ln_2)
 
@@ -176,7 +176,7 @@ def late(world: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sorted_features(module: Any, batch: Any) -> Tensor:
+def singular_values(module: Any, batch: Any) -> Tensor:
     """What is refused in both views."""
-    x = module.model.hidden(batch["input_ids"]).sort(dim=1).values
+    x = torch.linalg.svdvals(module.model.hidden(batch["input_ids"]))
     return F.mse_loss(x, torch.zeros_like(x))

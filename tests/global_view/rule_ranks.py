@@ -139,19 +139,26 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+def with_hook(module: Any) -> Any:
+    module.register_full_backward_hook(lambda *_: None)
+    return module
+
+
 LOWEST = torch.finfo(torch.float64).min
 # The first query sees no key, as a token of left padding.
 HIDES_ALL = torch.zeros(16, 16, dtype=torch.float64).masked_fill(torch.arange(16)[:, None] == 0, LOWEST)
 REFUSED: dict[str, Any] = {
     "a token written to": lambda x: x.detach().clone()[:, 0].zero_(),
-    "a part written to": lambda x: x[..., 0].detach().chunk(2, 1)[0].fill_(1),
+    "a part written to": lambda x: x[..., 0].detach().diagonal().fill_(1),
     "a gradient in a step": lambda x: torch.autograd.grad(x.sum(), [x]),
     "written into a slice": lambda x: x.mul(1)[:, 1:].mul_(2),
     "written into a first part": lambda x: x.mul(1)[:, :-1].mul_(2),
     "written by out=": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(2, E, dtype=x.dtype)),
     "exchanged in place": lambda x: x.mul(1).transpose_(1, 2),
+    "a backward hook": lambda x: with_hook(torch.nn.Linear(E, E, dtype=x.dtype))(x),
+    "many rows at once": lambda x: torch.vmap(lambda row: row.mean(0))(x),
     "hooked": lambda x: x.mul(1).register_hook(print),
-    "sorted tokens": lambda x: x.sort(dim=1),
+    "histogram": lambda x: x.detach().histc(5),
     "an own function": lambda x: Centred.apply(x),
     "scores times a tensor, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16) * 2).softmax(-1) @ x,
     "scores that are too many": lambda x: ((y := x[:, None].expand(2, 2**21, 16, E)) @ y.mT).square(),

@@ -14,8 +14,8 @@ OTHERS = {"iter", "deepcopy", "unsafe_view"}
 
 
 def is_of_torch(name):
-    places = (torch, torch.Tensor, F, torch.linalg, torch.special, torch._C._nn)
-    forms = (name, f"{name}_", f"_{name}", f"__{name}__", f"linalg_{name}")
+    places = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.fft, torch._C._nn)
+    forms = (name, name.removeprefix("fft_"), f"{name}_", f"_{name}", f"__{name}__", f"linalg_{name}")
     return any(hasattr(place, form) for place in places for form in forms)
 
 

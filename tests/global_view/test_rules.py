@@ -15,6 +15,7 @@ WHOLE = (
     "sum", "mean", "max", "min", "norm of", "norm", "var", "std", "logsumexp over", "logsumexp", "argmax", "first", "last",
     "gathered", "a class token in attention", "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip of",
     "sorted", "shifted labels", "smooth", "kl", "z-loss", "keepdims", "amin", "topk of tokens", "rows", "var by", "first places",
+    "statistics", "added up", "adaptive pools", "aligned with labels",
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def test_what_needs_no_whole_stays_split(pools):
         ("a token written to", ["zero_ writes to tokens that were taken out of the sequence"]),
         ("a part written to", ["fill_ writes to tokens that were taken out of the sequence"]),
         ("a gradient in a step", ["torch.autograd.grad inside of a step"]),
-        ("sorted tokens", ["sort of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.sort(dim=1)", "unshard(x)"]),
+        ("histogram", ["histc of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.detach().histc(5)", "unshard(x)"]),
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores times a tensor, in place", ["mul by a tensor on the scores of an attention"]),
         ("scores that are too many", ["square on the scores", "up to 268435456 numbers on a rank: here 536870912"]),
@@ -54,6 +55,8 @@ def test_what_needs_no_whole_stays_split(pools):
         ("written into a slice", ["mul in place into a slice along the sequence, which is a copy here"]),
         ("written into a first part", ["mul in place into a slice along the sequence"]),
         ("written by out=", ["sum with out= of (2, 16, 8)"]),
+        ("a backward hook", ["a backward hook of a module", "this rank's part"]),
+        ("many rows at once", ["was reached with a tensor of the sequence", "torch.vmap"]),
         ("exchanged in place", ["transpose in place of (2, 16, 8)"]),
         ("hooked", ["register_hook of a tensor of the sequence", "the gradient of this rank's part"]),
     ],

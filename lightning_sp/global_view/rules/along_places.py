@@ -1,4 +1,4 @@
-"""Functions that put tokens into other places: flip, roll, padding and joining along the sequence, convolutions over it."""
+"""Functions that put tokens into other places: flip, roll, padding and joining along the sequence, pieces of it, repeated ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence
-from lightning_sp.global_view.movement import brought, moved
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.movement import as_tokens, brought, moved
+from lightning_sp.global_view.read_only import read_only
+from lightning_sp.global_view.rules.indexing import take_range
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -18,6 +20,7 @@ def flip(call: Call) -> Any:
     x, *dims = call.args
     given = call.kwargs.get("dims", dims[0] if dims and not isinstance(dims[0], int) else dims)
     chosen = [each % x.dim() for each in ([given] if isinstance(given, int) else given)]
+    x = as_tokens(x)
     own = x.placement
     if own.dim not in chosen or own.outer * own.inner > 1:
         return NO_RULE
@@ -30,6 +33,11 @@ def roll(call: Call) -> Any:
     """Roll along the sequence."""
     x, shifts, dims = call.args[0], call.argument(1, "shifts"), call.argument(2, "dims")
     shift, dim = (each[0] if isinstance(each, (tuple, list)) and len(each) == 1 else each for each in (shifts, dims))
+    if isinstance(shifts, (tuple, list)) and isinstance(dims, (tuple, list)) and len(dims) == len(shifts) > 1:
+        for each, at in zip(shifts, dims, strict=True):
+            x = torch.roll(x, each, at)
+        return x
+    x = as_tokens(x)
     own = x.placement
     if not isinstance(shift, int) or not isinstance(dim, int) or dim % x.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
@@ -39,8 +47,8 @@ def roll(call: Call) -> Any:
 def pad(call: Call) -> Any:
     """Add places along the sequence, in front of it, behind it, or take some away, with one value."""
     x, sizes = call.args[0], list(call.argument(1, "pad"))
-    own = x.placement
-    if call.argument(2, "mode", "constant") != "constant" or own.outer * own.inner > 1:
+    own, mode = x.placement, call.argument(2, "mode", "constant")
+    if own.outer * own.inner > 1:
         return NO_RULE
     at = 2 * (x.dim() - 1 - own.dim)
     if at >= len(sizes):
@@ -50,13 +58,30 @@ def pad(call: Call) -> Any:
     length = own.length + front + behind
     if length <= 0:
         return NO_RULE
-    places = torch.arange(length) - front
-    index = torch.where((places >= 0) & (places < own.length), places, -1)
-    result = moved(x, index, ("pad", front, behind), own.storage.for_length(length), value)
+    if mode != "constant" and any(size for i, size in enumerate(sizes) if i not in (at, at + 1)):
+        return NO_RULE
+    index = _padded(torch.arange(length) - front, own.length, mode)
+    if index is None:
+        return NO_RULE
+    result = moved(x, index, ("pad", front, behind, mode), own.storage.for_length(length), value)
     sizes[at : at + 2] = [0, 0]
     if not any(sizes):
         return result
     return SequenceTensor(torch.nn.functional.pad(result.local, sizes, value=value), result.placement)
+
+
+def _padded(places: Tensor, length: int, mode: str) -> Tensor | None:
+    """Return which token stands at each place, -1 for a value; None where torch has no such padding."""
+    if mode == "constant":
+        return torch.where((places >= 0) & (places < length), places, -1)
+    far = max(-int(places[0]), int(places[-1]) - length + 1)
+    if mode == "replicate":
+        return places.clamp(0, length - 1)
+    if mode == "circular":
+        return places % length if far <= length else None
+    if mode == "reflect" and far < length:
+        return length - 1 - (length - 1 - places.abs()).abs()
+    return None
 
 
 def cat(call: Call) -> Any:
@@ -109,56 +134,100 @@ def _chosen(new: SequenceTensor, old: SequenceTensor, start: int) -> SequenceTen
     return SequenceTensor(torch.where(inside, new.local, old.local), own)
 
 
-def conv1d(call: Call) -> Any:
-    """Convolve along the sequence: the sum over the kernel of tokens that are moved by its places, each times its weight."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = [call.argument(i, name) for i, name in enumerate(names)]
-    x, weight, bias = given[:3]
-    stride, padding, dilation = (_single(each, default) for each, default in zip(given[3:6], (1, 0, 1), strict=True))
-    groups = given[6] or 1
-    if not is_sequence(x) or x.dim() != 3 or x.placement.dim != 2 or x.placement.outer * x.placement.inner > 1:
+def pieces(call: Call) -> Any:
+    """Cut along the sequence into pieces, each a slice; copies here."""
+    x, dim = call.args[0], call.argument(2, "dim", 0)
+    if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() != x.placement.dim:
         return NO_RULE
-    width = weight.shape[2]
-    if stride != 1 or padding == "valid":
-        return NO_RULE if stride != 1 else _convolved(x, weight, bias, 0, dilation, groups)
-    if padding == "same":
-        if dilation * (width - 1) % 2:
-            return NO_RULE
-        padding = dilation * (width - 1) // 2
-    return _convolved(x, weight, bias, int(padding), dilation, groups)
+    # Where each piece begins and ends is seen on the places' numbers.
+    cut = call.function(torch.arange(x.placement.shown), *call.args[1:2], **_without_dim(call))
+    found = [take_range(x, int(each[0]), int(each[-1]) + 1, 1) if len(each) else NO_RULE for each in cut]
+    return NO_RULE if any(each is NO_RULE for each in found) else type(cut)(found)
 
 
-def _single(value: Any, default: Any) -> Any:
-    if value is None:
-        return default
-    return value[0] if isinstance(value, (tuple, list)) else value
+def _without_dim(call: Call) -> dict[str, Any]:
+    return {name: value for name, value in call.kwargs.items() if name != "dim"}
 
 
-def _convolved(x: SequenceTensor, weight: Tensor, bias: Tensor | None, padding: int, dilation: int, groups: int) -> Any:
-    own, width = x.placement, weight.shape[2]
-    length = own.length + 2 * padding - dilation * (width - 1)
-    if length <= 0:
+def single_tokens(call: Call) -> Any:
+    """Take all tokens apart, each whole on every rank: one all_gather of all."""
+    x, dim = call.args[0], call.argument(1, "dim", 0)
+    own = x.placement
+    if dim % x.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
-    target = own.storage.for_length(length)
-    total: Tensor | None = None
-    for k in range(width):
-        places = torch.arange(length) + k * dilation - padding
-        index = torch.where((places >= 0) & (places < own.length), places, -1)
-        tokens = moved(x, index, ("conv", k * dilation - padding), target).local  # (B, C, s)
-        each = torch.nn.functional.conv1d(tokens, weight[:, :, k : k + 1], groups=groups)
-        total = each if total is None else total + each
-    assert total is not None
-    if bias is not None:
-        total = total + bias.view(1, -1, 1)
-    return SequenceTensor(total, replace(own, storage=target, length=length))
+    own.storage.note_reduction()
+    return read_only(tuple(x.whole().unbind(own.dim)))
+
+
+def iterate(call: Call) -> Any:
+    """Go through the tokens, each whole on every rank."""
+    found = single_tokens(Call(name="unbind", function=torch.unbind, args=(call.args[0], 0), kwargs={}))
+    return found if found is NO_RULE else iter(found)
+
+
+def diagonal(call: Call) -> Any:
+    """Take the diagonal of matrices, of whose two dims the sequence may be one."""
+    x = call.args[0]
+    given = [
+        call.argument(i, name, default)
+        for i, (name, default) in enumerate((("offset", 0), ("dim1", 0), ("dim2", 1)), 1)
+    ]
+    offset, one, other = given[0], given[1] % x.dim(), given[2] % x.dim()
+    own = x.placement
+    if own.dim not in (one, other):
+        return SequenceTensor(x.local.diagonal(*given), own.at(own.dim - sum(dim < own.dim for dim in (one, other))))
+    beside = other if own.dim == one else one
+    if offset or own.outer * own.inner > 1 or x.shape[beside] != own.shown:
+        return NO_RULE
+    at = own.storage.positions(x.device).clamp(max=own.length - 1)
+    rows = x.local.movedim((own.dim, beside), (-2, -1))
+    local = rows.gather(-1, at[:, None].expand(*rows.shape[:-1], 1)).squeeze(-1)
+    return SequenceTensor(local, own.at(x.dim() - 2).as_copy(local))
+
+
+def repeat(call: Call) -> Any:
+    """Repeat the sequence behind itself, other dims with it."""
+    x, *times = call.args
+    given = list(times[0] if times and not isinstance(times[0], int) else times or call.kwargs.get("repeats", ()))
+    own = x.placement
+    given = [1] * (x.dim() - len(given)) + given
+    dim = own.dim + len(given) - x.dim()
+    count = given[dim]
+    if own.outer * own.inner > 1 or count < 1:
+        return NO_RULE
+    index = torch.arange(own.length).repeat(count)
+    longer = moved(x, index, ("repeat", count), own.storage.for_length(len(index)))
+    given[dim] = 1
+    return SequenceTensor(longer.local.repeat(given), longer.placement.at(dim))
+
+
+def repeat_tokens(call: Call) -> Any:
+    """Repeat each token, so many times, or as often as whole numbers say."""
+    x, times, dim = (call.argument(i, name) for i, name in enumerate(("input", "repeats", "dim")))
+    if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() != x.placement.dim:
+        return NO_RULE
+    own = x.placement
+    if own.outer * own.inner > 1 or isinstance(times, SequenceTensor):
+        return NO_RULE
+    times = times.cpu() if isinstance(times, Tensor) else times
+    index = torch.arange(own.length).repeat_interleave(times)
+    if not len(index):
+        return NO_RULE
+    key = ("repeat tokens", times if isinstance(times, int) else tuple(times.tolist()))
+    return moved(x, index, key, own.storage.for_length(len(index)))
 
 
 RULES: dict[str, Rule] = {
+    **named("split chunk tensor_split split_with_sizes", pieces),
+    **named("diagonal", diagonal),
+    **named("unbind", single_tokens),
+    **named("iter", iterate),
+    **named("repeat tile", repeat),
+    **named("repeat_interleave", repeat_tokens),
     "flip": flip,
     "roll": roll,
     "pad": pad,
     "cat": cat,
     "concat": cat,
     "concatenate": cat,
-    "conv1d": conv1d,
 }

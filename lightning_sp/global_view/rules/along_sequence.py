@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, dims_of, named, placed
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, dims_of, is_sequence, named, placed
 from lightning_sp.global_view.rules.indexing import summed
 from lightning_sp.global_view.rules.pointwise import pointwise
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -176,6 +176,43 @@ def count_nonzero(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -
     return total(SequenceTensor(x.local != 0, x.placement), dims, False)
 
 
+def prod(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Tensor:
+    """Return the product."""
+    local = x.placement.without_padding(x.local, 1)
+    for dim in sorted(dims, reverse=True):
+        local = local.prod(dim, keepdim=keeps, dtype=call.kwargs.get("dtype"))
+    return torch.stack(comm.gather_over_ranks(local, x.placement.storage.group)).prod(0)
+
+
+def both(call: Call) -> Any:
+    """Return the variance or the standard deviation, and the mean."""
+    x, rest, kwargs = call.args[0], call.args[1:], dict(call.kwargs)
+    dim = kwargs.get("dim", None if not rest or isinstance(rest[0], bool) else rest[0])
+    keeps = kwargs.get("keepdim", rest[2] if len(rest) > 2 else False)
+    first = getattr(torch, call.name.removesuffix("_mean"))(x, *rest, **kwargs)
+    return first, torch.mean(x) if dim is None else torch.mean(x, dim, keepdim=keeps)
+
+
+def without_nan(call: Call) -> Any:
+    """Add up what is a number, or take the mean of these."""
+    x = call.args[0]
+    if not is_sequence(x):
+        return NO_RULE
+    there = ~torch.isnan(x)
+    summed = torch.sum(torch.where(there, x, torch.zeros((), dtype=x.dtype)), *call.args[1:], **call.kwargs)
+    if call.name == "nansum":
+        return summed
+    others = {name: value for name, value in call.kwargs.items() if name != "dtype"}
+    return summed / torch.sum(there, *call.args[1:], **others)
+
+
+def both_extremes(call: Call) -> Any:
+    """Return the smallest and the largest."""
+    x, dim, keeps = call.args[0], call.kwargs.get("dim"), call.kwargs.get("keepdim", False)
+    given = () if dim is None else (dim, keeps)
+    return torch.return_types.aminmax((torch.amin(x, *given), torch.amax(x, *given)))
+
+
 def softmax(call: Call) -> Any:
     """Weigh the tokens of a sequence by each other (attention pooling)."""
     x, dim = call.args[0], call.argument(1, "dim", -1)
@@ -201,4 +238,8 @@ RULES: dict[str, Rule] = {
     **named("var std", reduction(variance)),
     **named("any all", reduction(any_all)),
     **named("count_nonzero", reduction(count_nonzero)),
+    **named("prod", reduction(prod)),
+    **named("std_mean var_mean", both),
+    **named("nansum nanmean", without_nan),
+    **named("aminmax", both_extremes),
 }

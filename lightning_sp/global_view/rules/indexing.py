@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.deferred import by_source, made
-from lightning_sp.global_view.movement import moved
+from lightning_sp.global_view.movement import as_tokens, moved
 from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.read_only import read_only
 from lightning_sp.global_view.rules.chosen import choose, is_choice
@@ -95,8 +95,17 @@ def take_range(x: SequenceTensor, start: int, stop: int, step: int) -> Any:
     length = len(range(start, stop, step))
     if (start, length, step) == (0, own.shown, 1):
         return x
-    if own.outer * own.inner > 1 or length == 0:
+    if length == 0:
         return NO_RULE
+    if own.inner > 1:
+        x = as_tokens(x)
+        own = x.placement
+        if own.inner > 1:
+            return NO_RULE
+    if own.outer > 1:
+        index = [torch.arange(start, stop, step) if dim == own.dim else slice(None) for dim in range(x.dim())]
+        some = choose(x, index)
+        return SequenceTensor(some.local, some.placement.as_copy(some.local))
     if start == 0 and step == 1:
         # Padding repeats the last token: what a function makes of it is as finite as what it makes of that.
         shorter = replace(own, length=length)
@@ -231,9 +240,19 @@ def index_select(call: Call) -> Any:
 def gather_tokens(call: Call) -> Any:
     """Gather along the sequence: the result is whole on every rank."""
     x, dim, index = (call.argument(i, name) for i, name in enumerate(("input", "dim", "index")))
+    if call.name == "take_along_dim":
+        index, dim = (call.argument(i, name) for i, name in enumerate(("indices", "dim"), 1))
+    if not is_sequence(x) or not isinstance(dim, int):
+        return NO_RULE
     own = x.placement
     if dim % x.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
+    if index.dim() != x.dim():
+        return NO_RULE
+    if call.name == "take_along_dim":
+        shape = [own.shown if i == own.dim else size for i, size in enumerate(x.shape)]
+        shape[own.dim] = 1
+        index = index.expand(broadcast(shape, index.shape))
     index = whole_of(index)
     grid = torch.meshgrid(*(torch.arange(size, device=x.device) for size in index.shape), indexing="ij")
     return _owned(x, [index if i == own.dim else each for i, each in enumerate(grid)])

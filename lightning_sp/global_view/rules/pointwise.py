@@ -24,7 +24,7 @@ from lightning_sp.global_view.call import (
     users_line,
     writes,
 )
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.movement import as_tokens, brought
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -33,7 +33,7 @@ NAMES = """
     arcsin arccos arctan sinh cosh tanh asinh acosh atanh arcsinh arccosh arctanh sigmoid logit erf erfc erfinv lgamma digamma floor ceil
     round trunc frac fix isnan isinf isfinite isposinf isneginf nan_to_num logical_not bitwise_not invert deg2rad rad2deg sinc i0 softsign
     relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus tanhshrink hardshrink softshrink threshold
-    logsigmoid rrelu
+    logsigmoid log_sigmoid rrelu
     add sub subtract rsub radd mul multiply rmul div divide true_divide truediv rtruediv rdiv floor_divide floordiv rfloordiv remainder mod
     rmod fmod pow rpow float_power atan2 arctan2 maximum minimum fmax fmin hypot copysign ldexp logaddexp logaddexp2 xlogy nextafter
     eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
@@ -43,6 +43,7 @@ NAMES = """
     ones_like zeros_like empty_like full_like dropout alpha_dropout feature_alpha_dropout rand_like randn_like bernoulli
     normal uniform random exponential log_normal cauchy geometric
     fill copy polar real imag conj angle
+    entr ndtr log_ndtr ndtri erfcx i0e i1 i1e xlog1py heaviside signbit
 """
 
 
@@ -113,6 +114,8 @@ def aligned(call: Call) -> Any:
     there: dict[int, SequenceTensor] = {}
     for each in tensors:
         other = brought(each, first.storage)
+        if not placement.same_tokens(other.placement) and other.placement.shown == placement.shown > 1:
+            return _in_one_order(call)
         if each.placement.dim + ndim - each.dim() != placement.dim or not placement.same_tokens(other.placement):
             return _with_smaller_whole(call)
         there[id(each)] = other
@@ -123,6 +126,18 @@ def aligned(call: Call) -> Any:
     args = tuple(mapped(each, part) for each in call.args)
     kwargs = {name: mapped(each, part) for name, each in call.kwargs.items()}
     return replace(call, args=args, kwargs=kwargs), placement
+
+
+def _in_one_order(call: Call) -> Any:
+    """Align tensors whose dims are sequences in other orders, joined rows or blocks: each as one sequence of its own."""
+    if writes(call.function) or not any(each.placement.outer * each.placement.inner > 1 for each in call.tensors):
+        return _with_smaller_whole(call)
+    tokens = {id(each): as_tokens(each) for each in call.tensors}
+    if any(each.placement.outer * each.placement.inner > 1 for each in tokens.values()):
+        return NO_RULE
+    args = tuple(mapped(each, lambda value: tokens.get(id(value), value)) for each in call.args)
+    kwargs = {name: mapped(each, lambda value: tokens.get(id(value), value)) for name, each in call.kwargs.items()}
+    return aligned(replace(call, args=args, kwargs=kwargs))
 
 
 def _with_smaller_whole(call: Call) -> Any:
@@ -185,8 +200,8 @@ def along(call: Call) -> Any:
 
 def gather(call: Call) -> Any:
     """Do a gather or a scatter along another dim than the sequence, whose index is of the sequence too."""
-    x, dim = call.args[0], call.argument(1, "dim")
-    if not is_sequence(x) or dim % x.dim() == x.placement.dim:
+    x, dim = call.args[0], call.argument(2 if call.name == "take_along_dim" else 1, "dim")
+    if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() == x.placement.dim:
         return NO_RULE
     found = aligned(call)
     return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
@@ -214,7 +229,8 @@ def embedding(call: Call) -> Any:
 
 def normalize(call: Call) -> Any:
     """Scale vectors that lie along another dim to length 1, or compare them."""
-    x, dim = call.tensors[0], call.argument(2, "dim", 1)
+    x = call.tensors[0]
+    dim = -1 if call.name == "pairwise_distance" else call.argument(2, "dim", 1)
     if dim % x.dim() == x.placement.dim:
         return NO_RULE
     if call.name == "normalize":
@@ -223,13 +239,20 @@ def normalize(call: Call) -> Any:
     if found is NO_RULE:
         return NO_RULE
     local, own = found
-    return placed(local.on_locals(), own.at(own.dim - (dim % x.dim() < own.dim)))
+    keeps = call.name == "pairwise_distance" and bool(call.argument(4, "keepdim", False))
+    return placed(local.on_locals(), own.at(own.dim - (not keeps and dim % x.dim() < own.dim)))
 
 
 def one_hot(call: Call) -> Any:
     """Make a dim of classes behind the others; how many there are must be said, for a rank's tokens may lack the highest."""
     ids, classes = call.args[0], call.argument(1, "num_classes", -1)
     return NO_RULE if classes == -1 else placed(call.on_locals(), ids.placement)
+
+
+def bucketize(call: Call) -> Any:
+    """Say between which whole boundaries each number lies."""
+    x, boundaries = call.argument(0, "input"), call.argument(1, "boundaries")
+    return placed(call.on_locals(), x.placement) if is_sequence(x) and is_plain(boundaries) else NO_RULE
 
 
 def glu(call: Call) -> Any:
@@ -243,10 +266,11 @@ RULES: dict[str, Rule] = {
     **named("type_as", like_another),
     "to": to,
     **named("softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin sort argsort topk", along),
-    **named("gather scatter scatter_add scatter_reduce", gather),
+    **named("gather scatter scatter_add scatter_reduce take_along_dim", gather),
     **named("layer_norm rms_norm", normalized),
     **named("embedding", embedding),
-    **named("normalize cosine_similarity", normalize),
+    **named("normalize cosine_similarity pairwise_distance", normalize),
     **named("one_hot", one_hot),
+    **named("bucketize", bucketize),
     **named("glu", glu),
 }

@@ -8,21 +8,26 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed, writes
 from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
-from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, refusal
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
 def linear(call: Call) -> Any:
-    """Multiply features by a whole weight."""
-    x = call.args[0]
-    if not is_sequence(x) or x.placement.dim == x.dim() - 1 or len(call.tensors) > 1:
+    """Multiply features by a whole weight; tokens, as a mixer does, to what is whole on every rank."""
+    x, weight, bias = (call.argument(i, name) for i, name in enumerate(("input", "weight", "bias")))
+    if not is_sequence(x) or len(call.tensors) > 1:
         return NO_RULE
-    return placed(call.on_locals(), x.placement)
+    if x.placement.dim < x.dim() - 1:
+        return placed(call.on_locals(), x.placement)
+    if x.placement.outer * x.placement.inner > 1 or weight.dim() != 2:
+        return NO_RULE
+    found = _by_whole(x, weight.mT)
+    return found if found is NO_RULE or bias is None else found + bias
 
 
 def product(call: Call) -> Any:
@@ -49,7 +54,10 @@ def matmul(a: Any, b: Any) -> Any:
 def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     own, other = a.placement, b.placement
     if own.dim == a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1:
-        return scores_of(a, b)
+        found = scores_of(a, b)
+        # Of all rows' tokens to all others, as a contrast of tokens has them.
+        is_made = found is NO_RULE and own.inner * other.inner == 1 and a.local.shape[-2] * b.numel() <= MOST_NUMBERS
+        return matmul(a, b.whole()) if is_made else found
     if own.dim < a.dim() - 2 and b.dim() > 1 and other.dim == b.dim() - 1 and own.outer * own.inner == 1:
         return _by_all_keys(a, b)
     of_rows = own.dim == a.dim() - 2 and other.dim == b.dim() - 2 and b.dim() > 1 and a.shape[-1] == other.shown
@@ -136,17 +144,60 @@ def bilinear(call: Call) -> Any:
 
 def of_matrices(call: Call) -> Any:
     """Do what goes by matrices in the last two dims, of each token or block by itself."""
+    if not call.tensors:
+        raise refusal(call.name)
     if any(each.placement.dim >= each.dim() - 2 for each in call.tensors):
         return NO_RULE
     found = aligned(call)
     return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
 
 
+def triangle(call: Call) -> Any:
+    """Leave a triangle of matrices whose rows or columns are tokens."""
+    found = of_matrices(call)
+    x = call.args[0]
+    if found is not NO_RULE or x.placement.outer * x.placement.inner > 1 or writes(call.function):
+        return found
+    there = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
+    there = getattr(there, call.name)(call.argument(1, "diagonal", 0))
+    return torch.where(there, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def distances(call: Call) -> Any:
+    """Measure from each token to all others, or to whole rows: of this rank's tokens, up to so many numbers as scores."""
+    a, b = call.argument(0, "x1"), call.argument(1, "x2")
+    if not is_sequence(a) or a.placement.dim >= a.dim() - 1:
+        return NO_RULE
+    b = b.whole() if is_sequence(b) else b
+    own, ndim = a.placement, max(a.dim(), b.dim())
+    number = a.local.numel() // a.shape[-1] * b.shape[-2]
+    if number > MOST_NUMBERS or (own.dim < a.dim() - 2 and b.dim() > 2):
+        return NO_RULE
+    rest = {name: value for name, value in call.kwargs.items() if name not in ("x1", "x2")}
+    return SequenceTensor(torch.cdist(a.local, b, *call.args[2:], **rest), own.at(own.dim + ndim - a.dim()))
+
+
+def tensordot(call: Call) -> Any:
+    """Write a product over several dims as `einsum`."""
+    a, b, dims = (call.argument(i, name) for i, name in enumerate(("a", "b", "dims")))
+    dims = 2 if dims is None else dims
+    if isinstance(dims, int):
+        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
+    if isinstance(dims, Tensor) or a.dim() + b.dim() > 26:
+        return NO_RULE
+    first, second = ([each] if isinstance(each, int) else [*each] for each in dims)
+    one, other = list("abcdefghijklmnopqrstuvwxyz"[: a.dim()]), list("abcdefghijklmnopqrstuvwxyz"[a.dim() :][: b.dim()])
+    for i, j in zip(first, second, strict=True):
+        other[j] = one[i]
+    out = [each for each in one if each not in other] + [each for each in other if each not in one]
+    return torch.einsum(f"{''.join(one)},{''.join(other)}->{''.join(out)}", a, b)
+
+
 def einsum(call: Call) -> Any:
-    """Write a product of two as one of batches of matrices."""
+    """Write a product of two as one of batches of matrices; of more one after the other."""
     equation, *operands = call.args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    if not isinstance(equation, str) or len(operands) > 2:
+    if not isinstance(equation, str):
         return NO_RULE
     left, arrow, out = _without_ellipsis(equation.replace(" ", ""), operands).partition("->")
     names = left.split(",")
@@ -154,6 +205,14 @@ def einsum(call: Call) -> Any:
         return NO_RULE
     if len(operands) == 1:
         return _of_one(names[0], out, operands[0])
+    while len(operands) > 2:
+        # The first two, to what the others and the result need of them.
+        needed = {*out, *"".join(names[2:])}
+        made = "".join(dict.fromkeys(each for each in names[0] + names[1] if each in needed))
+        found = _einsum_of_two(names[0], names[1], made, operands[0], operands[1])
+        if found is NO_RULE:
+            return NO_RULE
+        names, operands = [made, *names[2:]], [found, *operands[2:]]
     return _einsum_of_two(names[0], names[1], out, operands[0], operands[1])
 
 
@@ -185,6 +244,8 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     batch = [each for each in first if each in second and each in out]
     summed = [each for each in first if each in second and each not in out]
     rows, columns = [each for each in first if each not in second], [each for each in second if each not in first]
+    if is_plain(a) and is_plain(b):
+        return torch.einsum(f"{first},{second}->{out}", a, b)
     sizes = dict(zip(first, a.shape, strict=True))
     if any(sizes.setdefault(name, size) != size for name, size in zip(second, b.shape, strict=True)):
         return NO_RULE  # dims that are broadcast
@@ -218,6 +279,8 @@ def grouped_attention(call: Call) -> Any:
     mask, dropout, causal = (call.argument(3 + i, name, default) for i, (name, default) in enumerate(given))
     if not all(is_sequence(each) and each.placement.dim == each.dim() - 2 for each in (q, k, v)):
         return NO_RULE
+    if any(each.placement.outer * each.placement.inner > 1 for each in (q, k, v)):
+        return NO_RULE
     q, k, v = in_order(q), in_order(k), in_order(v)
     own, other = q.placement, k.placement
     lead = broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -234,7 +297,8 @@ def grouped_attention(call: Call) -> Any:
         four(q), four(k), four(v), queries=own, keys=other, visible=visible, bias=bias,
         scale=call.kwargs.get("scale"), dropout=dropout, causal=causal, documents=True,
     )  # fmt: skip
-    return SequenceTensor(out.reshape(*lead, *out.shape[1:]), own.at(len(lead) + 1))
+    # What the operator gave is saved for its backward, and may be written into on one device.
+    return SequenceTensor(out.reshape(*lead, *out.shape[1:]).clone(), own.at(len(lead) + 1))
 
 
 RULES: dict[str, Rule] = {
@@ -243,7 +307,10 @@ RULES: dict[str, Rule] = {
     **named("baddbmm", baddbmm),
     **named("addmm", addmm),
     **named("bilinear", bilinear),
-    **named("solve_triangular inv inverse tril triu", of_matrices),
+    **named("solve_triangular inv inverse", of_matrices),
+    **named("tril triu", triangle),
+    **named("cdist", distances),
+    **named("tensordot", tensordot),
     **named("einsum", einsum),
     **named("scaled_dot_product_attention", grouped_attention),
 }

@@ -113,6 +113,8 @@ def times_values(weights: Scores, values: Any) -> Any:
         sinks=known.sinks,
     )
     out = out.reshape(*weights.lead, *out.shape[-2:]).to(torch.promote_types(weights.dtype, values.dtype))
+    # What the operator gave is saved for its backward, and one device's product may be written into.
+    out = out.clone()
     place = known.of_queries.at(out.dim() - 2)
     if masks.alike is not None:
         alike = masks.alike.expand(*lead, *masks.alike.shape[-2:]).reshape(*weights.lead, *masks.alike.shape[-2:])

@@ -12,9 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.placement import Placement, memory_of, part_of
+from lightning_sp.global_view.movement import as_tokens
+from lightning_sp.global_view.placement import Placement, broadcast, memory_of, part_of
 from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+# Numbers of a row that are moved each by itself: ranks make a plan of so many places.
+MOST_IN_A_ROW = 2**24
 
 
 def viewed(x: SequenceTensor, given: Sequence[int]) -> Any:
@@ -22,10 +26,22 @@ def viewed(x: SequenceTensor, given: Sequence[int]) -> Any:
     shape = _resolved(given, x.numel())
     placement = None if blocks.is_one_block(x, given) else _placement_in(x, shape)
     if placement is None:
-        return blocks.in_blocks(x, shape)
+        found = blocks.in_blocks(x, shape)
+        return _of_single_numbers(x, shape) if found is NO_RULE else found
     local = list(shape)
     local[placement.dim] = placement.held
     return blocks.joined(SequenceTensor(x.local.reshape(local), placement))
+
+
+def _of_single_numbers(x: SequenceTensor, shape: Sequence[int]) -> Any:
+    """View a tensor so that tokens are taken apart, each number of a row by itself, as a relative shift does; NO_RULE where these are many."""
+    own = x.placement
+    lead = x.shape[: own.dim]
+    row = x.numel() // max(1, math.prod(lead))
+    if own.outer > 1 or row > MOST_IN_A_ROW or not lead:
+        return NO_RULE
+    flat = viewed(x, [*lead, row])
+    return NO_RULE if flat is NO_RULE else blocks.in_blocks(as_tokens(flat), shape)
 
 
 def _resolved(shape: Sequence[int], count: int) -> list[int]:
@@ -44,8 +60,14 @@ def _placement_in(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
         ahead, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
         if before % ahead == 0 and behind % after == 0 and size == before // ahead * own.length * (behind // after):
             found.append(replace(own, dim=dim, outer=before // ahead, inner=behind // after))
-    # Dims of size 1 beside a sequence of one token: the sequence stays in the first.
-    return min(found, key=lambda each: (each.outer * each.inner, each.dim)) if found else None
+    block = own.storage.block
+
+    def num_others(each: Placement) -> int:
+        """Numbers beside the sequence in its dim; the tokens of a block are the sequence's own."""
+        return each.outer * (each.inner // block if block and each.inner % block == 0 else each.inner)
+
+    # Dims of size 1 beside a sequence of one token, or of one block: the sequence stays in the first.
+    return min(found, key=lambda each: (num_others(each), each.dim)) if found else None
 
 
 def view(call: Call) -> Any:
@@ -162,6 +184,15 @@ def expand_as(call: Call) -> Any:
     return SequenceTensor(local.expand(other.local.shape), own)
 
 
+def broadcast_tensors(call: Call) -> Any:
+    """Show tensors in the shape that they broadcast to, without memory."""
+    given = call.args[0] if len(call.args) == 1 and isinstance(call.args[0], (list, tuple)) else call.args
+    shape = broadcast(*(each.shape for each in given))
+    if any(shape[each.placement.dim + len(shape) - each.dim()] != each.placement.shown for each in call.tensors):
+        return NO_RULE
+    return tuple(each.expand(shape) for each in given)
+
+
 def repeat(call: Call) -> Any:
     """Repeat whole tensors, not along the sequence."""
     x, *times = call.args
@@ -274,6 +305,7 @@ RULES: dict[str, Rule] = {
     **named("squeeze", squeeze),
     **named("expand broadcast_to", expand),
     **named("expand_as", expand_as),
+    **named("broadcast_tensors", broadcast_tensors),
     **named("repeat tile", repeat),
     **named("repeat_interleave", repeat_interleave),
     **named("cat concat concatenate stack", cat),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small, writes
 from lightning_sp.global_view.movement import brought, moved
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.rules.chosen import is_choice, put
@@ -65,11 +65,41 @@ def setitem(call: Call) -> Any:
         if written is not NO_RULE:
             return written
     slots = slots_of(x, index)
+    if (written := _by_numbers(x, slots, value)) is not NO_RULE:
+        return written
     if len(slots) == x.dim() and all(isinstance(each, (slice, int)) for each in slots):
         written = _by_slices(x, slots, value)
         if written is not NO_RULE:
             return written
     return _as_whole(x, index, value)
+
+
+def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
+    """Write a number or whole tensors to the tokens that whole numbers say: `x[torch.arange(B), lengths] = value`."""
+    own = x.placement
+    if any(each is None or isinstance(each, list) for each in slots) or len(slots) != x.dim():
+        return NO_RULE
+    first = [i for i, each in enumerate(slots) if isinstance(each, Tensor)]
+    others = [each for each in slots if not isinstance(each, Tensor)]
+    if own.dim not in first or first[-1] - first[0] >= len(first) or any(each != slice(None) for each in others):
+        return NO_RULE
+    if is_sequence(value) or own.outer * own.inner > 1 or any(slots[i].is_floating_point() for i in first):
+        return NO_RULE
+    if any(slots[i].dtype == torch.bool for i in first):
+        return NO_RULE
+    numbers = torch.broadcast_tensors(*(whole_of(slots[i]).to(x.device) for i in first))  # type: ignore[no-untyped-call]
+    position = numbers[first.index(own.dim)] % own.length
+    slot_of = torch.full((own.storage.capacity,), -1, device=x.device)
+    slot_of[own.storage.positions(x.device)] = torch.arange(own.storage.local_tokens, device=x.device)
+    mine = slot_of[position]
+    here = mine >= 0
+    ahead: list[Any] = [slice(None)] * first[0]
+    into = [(mine if i == own.dim else each)[here] for i, each in zip(first, numbers, strict=True)]
+    if isinstance(value, Tensor) and value.dim():
+        wide = value.to(x.dtype).expand(*x.shape[: first[0]], *position.shape, *x.shape[first[-1] + 1 :])
+        value = wide[(*ahead, here)]
+    x.local[(*ahead, *into)] = value
+    return None
 
 
 def _as_whole(x: SequenceTensor, index: Any, value: Any) -> Any:
@@ -168,6 +198,27 @@ def _sources(length: int, chosen: range) -> Tensor:
     return index
 
 
+def index_put(call: Call) -> Any:
+    """Write to tokens that whole numbers say; no sums."""
+    x, index, value = call.args[:3]
+    if not is_sequence(x) or call.argument(3, "accumulate", False):
+        return NO_RULE
+    into = x if writes(call.function) else SequenceTensor(x.local.clone(), replace(x.placement, copied=None))
+    into[tuple(index)] = value
+    return into
+
+
+def index_fill(call: Call) -> Any:
+    """Write one number to the tokens that whole numbers say; or to what stands in other dims."""
+    x, dim, index, value = (call.argument(i, name) for i, name in enumerate(("input", "dim", "index", "value")))
+    if not is_sequence(x) or is_sequence(index):
+        return NO_RULE
+    chosen = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device)
+    chosen[index] = True
+    chosen = chosen.view([-1 if i == dim % x.dim() else 1 for i in range(x.dim())])
+    return x.masked_fill_(chosen, value) if writes(call.function) else x.masked_fill(chosen, value)
+
+
 def new_like(call: Call) -> Any:
     """Make a tensor of a shape that is given: of the sequence where one dim of three or more has as many tokens; else whole."""
     x: SequenceTensor = call.args[0]
@@ -196,5 +247,7 @@ def _dim_of_tokens(shape: Sequence[int], x: SequenceTensor) -> int | None:
 RULES: dict[str, Rule] = {
     **named("masked_scatter", masked_scatter),
     **named("setitem", setitem),
+    **named("index_put", index_put),
+    **named("index_fill", index_fill),
     **named("new_zeros new_ones new_full new_empty new_tensor", new_like),
 }

@@ -148,7 +148,9 @@ def _tensors(value: Any) -> tuple[list[Tensor], list[float]]:
     while pending:
         each = pending.pop(0)
         if isinstance(each, Tensor):
-            tensors.append(each)
+            # What lives within `torch.vmap` or another transform alone has no numbers behind it.
+            if not torch._C._functorch.is_functorch_wrapped_tensor(each):
+                tensors.append(each)
         elif isinstance(each, (int, float)) and not isinstance(each, bool):
             numbers.append(float(each))
         elif isinstance(each, dict):

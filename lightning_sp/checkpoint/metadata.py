@@ -100,7 +100,7 @@ def _check_places(contents: Contents, metadata: Metadata) -> None:
 def _bytes_of(tensor: Any) -> int:
     if any(size < 0 for size in tensor.size):
         return -1
-    return math.prod(tensor.size) * int(tensor.properties.dtype.itemsize)
+    return int(math.prod(tensor.size)) * int(tensor.properties.dtype.itemsize)
 
 
 def checked_reader(folder: Location, metadata: Metadata) -> FileSystemReader:

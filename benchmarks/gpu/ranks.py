@@ -121,12 +121,7 @@ def _in_workers(asked: dict[str, Ask], setting: Setting) -> dict[str, Future[Row
 def _asked(setting: Setting) -> dict[str, Ask]:
     by_name = {flow.name: flow for flow in flows()}
     if setting.tiny:
-        return {
-            "golden, dp 1 ring 2 ulysses 1": partial(golden_row, (1, 2, 1)),
-            "metrics": partial(flow_row, by_name["metrics"]),
-            "32-true: metrics": partial(alarm_row, by_name["metrics"], "32-true"),
-            str(OPTIONS[0]): partial(option_row, OPTIONS[0]),
-        }
+        return {str(OPTIONS[0]): partial(option_row, OPTIONS[0])}
     asked: dict[str, Ask] = {}
     for name in FIRST[:8]:
         asked[name] = partial(flow_row, by_name[name])

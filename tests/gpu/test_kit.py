@@ -18,9 +18,9 @@ RUN = "import sys; from benchmarks.gpu.__main__ import main; [main([p, '--here',
 
 
 def test_every_part_answers_all_its_cases(tmp_path):
-    parts = ["right", "profile", "steps", "speed"]
+    parts = ["right", "ranks", "profile", "steps", "speed"]
     command = [sys.executable, "-c", RUN, " ".join(parts), *TINY, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     for part in parts:
         found = json.loads((tmp_path / f"{part}.json").read_text())

@@ -93,7 +93,8 @@ def table(model: str, loss: float, found: dict[str, list[dict[str, Any]]]) -> st
             lines.append(f"| {name} | refused: {refused} |" + " |" * 6)
             continue
         of = {key: statistics.median(each[key] for each in repeats) for key in repeats[0]}
-        ratios = sorted(a["cpu_s"] / b["cpu_s"] for a, b in zip(repeats, peer, strict=True) if "cpu_s" in b)
+        pairs = zip(repeats, peer, strict=True) if peer else ()
+        ratios = sorted(a["cpu_s"] / b["cpu_s"] for a, b in pairs if "cpu_s" in b)
         over = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}..{ratios[-1]:.3f})" if ratios else ""
         lines.append(
             f"| {name} | {of['loss']:.6f} | {of['error']:.1e} | {of['cpu_s']:.2f} | {over} | {of['compiling_s']:.1f} | {of['another_s']:.1f} "

@@ -100,7 +100,8 @@ def _check_places(contents: Contents, metadata: Metadata) -> None:
 def _bytes_of(tensor: Any) -> int:
     if any(size < 0 for size in tensor.size):
         return -1
-    return int(math.prod(tensor.size)) * int(tensor.properties.dtype.itemsize)
+    size_bytes: int = math.prod(tensor.size) * tensor.properties.dtype.itemsize
+    return size_bytes
 
 
 def checked_reader(folder: Location, metadata: Metadata) -> FileSystemReader:

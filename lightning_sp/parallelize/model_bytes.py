@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sp.parallelize.fsdp import reduce_dtypes
 from lightning_sp.parallelize.memory_budget import used_bytes
 from lightning_sp.parallelize.memory_prediction import ModelBytes, StepBytes, estimated_step
 
@@ -18,8 +17,6 @@ _STATES = {"SGD": 1, "Adagrad": 1, "Adafactor": 1, "Lion": 1}
 # FSDP has a block's parameters while it runs, those of the next one already and as they arrived, its gradients whole, as they leave and as
 # those of the others arrive. Outside of blocks nothing is fetched ahead.
 _BLOCKS_AT_A_TIME, _OUTSIDE_AT_A_TIME = 6, 2
-# With shards of one rank it copies a block's all the same, but not before it runs, and its gradients once, as they leave.
-_BLOCKS_OF_ONE_RANK = 3
 
 
 def model_bytes(
@@ -40,14 +37,11 @@ def model_bytes(
         state += per_element * sum(_local_bytes(each) for each in parameters if not optimizer.state.get(each))
     of_blocks = [sum(map(_whole_bytes, block.parameters())) for block in blocks]
     outside = sum(map(_whole_bytes, _outside(module, blocks)))
-    # Gradients that are summed in a wider dtype have two elements' bytes there.
-    is_less = not reduce_dtypes(module) and not any(map(_is_split, module.parameters()))
-    blocks_at_a_time = _BLOCKS_OF_ONE_RANK if is_less else _BLOCKS_AT_A_TIME
     return ModelBytes(
         base=used_bytes(device),
         gradients=sum(_local_bytes(each) for each in module.parameters() if each.requires_grad and each.grad is None),
         optimizer=state,
-        gathered=blocks_at_a_time * max(of_blocks, default=0) + _OUTSIDE_AT_A_TIME * outside,
+        gathered=_BLOCKS_AT_A_TIME * max(of_blocks, default=0) + _OUTSIDE_AT_A_TIME * outside,
     )
 
 
@@ -70,9 +64,3 @@ def _whole_bytes(parameter: Tensor) -> int:
 
 def _local_bytes(parameter: Tensor) -> int:
     return _whole_bytes(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
-
-
-def _is_split(parameter: Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    return any(each.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, each in enumerate(parameter.placements))

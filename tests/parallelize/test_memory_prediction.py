@@ -104,14 +104,13 @@ def test_predicted_peaks_are_near_what_is_measured(degrees):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "precision"), [(2, "bf16-mixed"), (1, "bf16-mixed"), (1, "32-true")])
-def test_a_predicted_peak_is_no_less_under_autocast_and_on_one_rank(world, precision):
+def test_under_autocast_a_predicted_peak_is_no_less_than_what_is_measured():
     config = LlamaConfig(vocab_size=4096, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, hidden_dim=1408)
-    degrees = dict(ulysses_size=2) if world == 2 else {}
-    with RankPool(world, timeout_s=600) as pool:
-        for rank in pool.run(measure, degrees, 1024, 1, config, precision):
-            for policy, (predicted, peak, _) in rank.items():
-                assert 1 <= predicted / peak < 1.5, (policy, predicted / peak)
+    with RankPool(2, timeout_s=600) as pool:
+        for rank in pool.run(measure, dict(ulysses_size=2), 1024, 1, config, "bf16-mixed"):
+            for policy in ("none", "selective", "full"):
+                predicted, peak, _ = rank[policy]
+                assert 1 <= predicted / peak <= 1.5, (policy, predicted / peak)
 
 
 def test_a_cpus_budget_is_a_share_of_the_machines_or_of_its_cgroup(tmp_path):

@@ -17,7 +17,6 @@ from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory_budget import used_bytes
 from lightning_sp.parallelize.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes
-from lightning_sp.parallelize.model_bytes import model_bytes
 from lightning_sp.step import auto_checkpointing
 from tests.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
@@ -97,7 +96,6 @@ def budgeted(
         "of_blocks": module.of_blocks,
         "told": [line for line in lines if "from this step on" in line or "are predicted" in line],
         "casts": step and [cast_bytes(policy, step) for policy in CANDIDATES],
-        "gathered": model_bytes(module, block_checkpoints(module).blocks, (), torch.device("cpu")).gathered,
         "measured": step and (step.tokens, [bytes_per_token(policy, step) for policy in CANDIDATES]),
     }
     return answer

@@ -35,6 +35,9 @@ _CHECKPOINTS = "_lightning_sp_checkpoints"
 # What a block of Hugging Face's would write its keys to, and write them again when it is recomputed.
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 
+# What torch says where it takes nothing that measures.
+_OF_MEASURING = ("saved tensor hooks", "dispatch mode")
+
 
 class BlockCheckpoints:
     """How each block of a model recomputes itself. A class because the policy changes while blocks read it.
@@ -138,8 +141,11 @@ def measured_step(module: nn.Module, tokens: int) -> Iterator[None]:
 
 
 def refuses_measuring(module: nn.Module, error: RuntimeError) -> bool:
-    """Return whether a measured step failed for being measured, and measure none from now on: `torch.func` takes no hooks of saved tensors."""
-    if not is_measured(module) or "saved tensor hooks" not in str(error):
+    """Return whether a measured step failed for being measured, and measure none from now on.
+
+    `torch.func` takes no hooks of saved tensors, and Dynamo compiles nothing under a dispatch mode.
+    """
+    if not is_measured(module) or not any(words in str(error) for words in _OF_MEASURING):
         return False
     block_checkpoints(module).measure_no_more()
     return True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_sp.autocast_weight import AutocastWeight, WeightReads
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize.activation_bytes import ActivationBytes
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, measured_step, refuses_measuring
 from lightning_sp.parallelize.memory_prediction import StepBytes
 
 WIDTH = 32
@@ -195,3 +196,15 @@ def test_in_float32_there_are_none():
     step = of_blocks(once, 8, enabled=False)
     assert [block.casts for block in step.blocks] == [0, 0]
     assert step.outside_casts == 0
+
+
+def test_a_function_that_is_compiled_whole_is_measured_no_more():
+    """Dynamo compiles nothing under a dispatch mode, and such a function asks for it."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    checkpoint_blocks(model, [model[0]], "auto")
+    whole = torch.compile(lambda x: x.sin() * 2, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError) as raised, measured_step(model, 3):
+        whole(torch.ones(3))
+    assert refuses_measuring(model, raised.value)
+    with measured_step(model, 3):
+        assert whole(torch.ones(3)).shape == (3,)

@@ -36,7 +36,8 @@ _CHECKPOINTS = "_lightning_sp_checkpoints"
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 
 # What torch says where it takes nothing that measures.
-_OF_MEASURING = ("saved tensor hooks", "dispatch mode")
+_DISPATCH = "dispatch mode"
+_OF_MEASURING = ("saved tensor hooks", _DISPATCH)
 
 
 class BlockCheckpoints:
@@ -148,6 +149,8 @@ def refuses_measuring(module: nn.Module, error: RuntimeError) -> bool:
     if not is_measured(module) or not any(words in str(error) for words in _OF_MEASURING):
         return False
     block_checkpoints(module).measure_no_more()
+    if _DISPATCH in str(error):
+        torch.compiler.reset()  # Dynamo has noted that it compiles that function never
     return True
 
 

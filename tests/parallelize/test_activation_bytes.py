@@ -203,10 +203,12 @@ def test_a_function_that_is_compiled_whole_is_measured_no_more():
     model = nn.Sequential(nn.Linear(4, 4))
     checkpoint_blocks(model, [model[0]], "auto")
     whole = torch.compile(lambda x: x.sin() * 2, fullgraph=True, backend="eager")
+    failed = []
     try:  # torch 2.11 runs it without compiling
         with measured_step(model, 3):
             whole(torch.ones(3))
     except RuntimeError as error:
-        assert refuses_measuring(model, error)
+        failed.append(error)
+    assert all(refuses_measuring(model, error) for error in failed)
     with measured_step(model, 3):
         assert whole(torch.ones(3)).shape == (3,)

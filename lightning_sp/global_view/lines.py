@@ -139,7 +139,7 @@ def along(x: SequenceTensor, function: Callable[[Tensor], Any]) -> Any:
     """
     own = x.placement
     lines = lines_of(x, [dim for dim in range(x.dim()) if dim != own.dim])
-    return None if lines is None else _each(function(lines.part), lambda part: _back(lines.split(part), own.dim))
+    return None if lines is None else _each(function(lines.part), lambda part: back(lines.split(part), own.dim))
 
 
 def of_lines(x: SequenceTensor, function: Callable[[Tensor], Any]) -> Any:
@@ -172,7 +172,7 @@ def _each(result: Any, change: Callable[[Tensor], Any]) -> Any:
     return kind(changed) if kind in (list, tuple) or kind.__module__ == "torch.return_types" else tuple(changed)
 
 
-def _back(x: SequenceTensor, dim: int) -> SequenceTensor:
+def back(x: SequenceTensor, dim: int) -> SequenceTensor:
     """Return a tensor with its sequence, the last dim, where it was."""
     # Contiguous, as one device's mostly is: then a view of it is one.
     return SequenceTensor(x.local.movedim(x.placement.dim, dim).contiguous(), replace(x.placement, dim=dim))

@@ -115,6 +115,24 @@ def added_up(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     )
 
 
+def scattered(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """Tokens merged into others, as ToMe does; the largest and the mean of segments; tokens written by an index."""
+    some, others = x[:, ::2][:, :5], x[:, 1::2]
+    near = (F.normalize(some, dim=-1) @ F.normalize(others, dim=-1).mT).argmax(-1)[..., None].expand(-1, -1, E)
+    segments = (ids < 3).cumsum(1)[..., None].expand(-1, -1, E)
+    largest = torch.ones(2, x.shape[1] + 1, E, dtype=x.dtype)
+    largest.scatter_reduce_(1, segments, x, "amax")
+    places = torch.tensor([2, 4]).view(1, 2, 1).expand(2, -1, E)
+    return (
+        others.scatter_reduce(1, near, some, "mean"),
+        others.scatter_add(1, near, some),
+        torch.zeros_like(largest).scatter_reduce(1, segments, x, "mean", include_self=False),
+        largest,
+        x.scatter(1, places, 0.5),
+        x.scatter(1, places, w.rows[:, None].expand(-1, 2, -1)),
+    )
+
+
 def of_all_rows(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     flat = F.normalize(x, dim=-1).flatten(0, 1)
     logps = F.linear(flat, w.head)[:-1].log_softmax(-1)
@@ -223,6 +241,7 @@ LINE_CASES: dict[str, Case] = {
     "statistics": statistics,
     "repeated sequences": repeated,
     "added up by class": added_up,
+    "tokens scattered": scattered,
     "all rows' tokens": of_all_rows,
     "scan by one chunk": one_chunk,
     "sequences in other orders": other_orders,

@@ -24,7 +24,7 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
-from lightning_sp.global_view.lines import Lines, along, lines_of, of_lines
+from lightning_sp.global_view.lines import Lines, along, back, lines_of, of_lines
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
@@ -137,7 +137,7 @@ def pool(call: Call) -> Any:
         return NO_RULE
     lines, images = found
 
-    def back(part: Tensor) -> Any:
+    def shown(part: Tensor) -> Any:
         if call.name.startswith("adaptive"):
             return lines.whole(part.squeeze(1))
         result = lines.split(part.squeeze(1).movedim(own.dim - 1, 1))
@@ -146,7 +146,38 @@ def pool(call: Call) -> Any:
         )  # as one device's
 
     result = call.function(images, *call.args[1:], **call.kwargs)
-    return back(result) if isinstance(result, Tensor) else tuple(map(back, result))
+    return shown(result) if isinstance(result, Tensor) else tuple(map(shown, result))
+
+
+def scattered(call: Call) -> Any:
+    """Scatter tokens to places of a sequence, or of a whole tensor: each rank has whole lines of all that take part."""
+    into, dim, index = (call.argument(i, name) for i, name in enumerate(("input", "dim", "index")))
+    source = call.argument(3, "src", call.kwargs.get("value"))
+    if not isinstance(dim, int) or not isinstance(index, Tensor) or {"src", "value", "index"} & set(call.kwargs):
+        return NO_RULE
+    dim %= into.dim()
+    given = [each for each in (into, index, source) if isinstance(each, Tensor) and each.dim()]
+    others = [i for i in range(into.dim()) if i != dim]
+    if any(each.dim() != into.dim() or any(each.shape[i] != into.shape[i] for i in others) for each in given):
+        return NO_RULE
+    if any(each.placement.dim != dim for each in call.tensors) or (writes(call.function) and is_sequence(into)):
+        return NO_RULE
+    lines = lines_of(call.tensors[0], others)
+    if lines is None:
+        return NO_RULE
+
+    def part(each: Any) -> Any:
+        if not isinstance(each, Tensor) or not each.dim():
+            return each
+        own = lines_of(each, others) if isinstance(each, SequenceTensor) else None
+        return lines.of_whole(each.movedim(dim, -1)) if own is None else own.part
+
+    first = part(into).clone() if writes(call.function) else part(into)
+    result = call.function(first, -1, part(index), part(source), *call.args[4:], **call.kwargs)
+    if is_sequence(into):
+        return back(lines.split(result), dim)
+    whole = lines.whole(result).movedim(-1, dim)
+    return into.copy_(whole) if writes(call.function) else whole
 
 
 def recurrent(call: Call) -> Any:
@@ -207,6 +238,7 @@ RULES: dict[str, Rule] = {
     **named("unfold", windows),
     **named("max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices avg_pool1d avg_pool2d lp_pool1d lp_pool2d", pool),
     **named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d interpolate", pool),
+    **named("scatter scatter_add scatter_reduce", scattered),
     **named("ctc_loss", ctc_loss),
     **named("gru lstm rnn_tanh rnn_relu", recurrent),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_sp import comm
+from lightning_sp.trainer.processes.other_ranks import wait_at_exit, wait_no_more
 from lightning_sp.trainer.processes.parent import STARTED_BY, is_stopped
 
 # On a busy machine the first process takes seconds from the error of a connection to its own.
@@ -67,6 +68,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             super()._call_children_scripts()
         finally:
             del os.environ[STARTED_BY]
+        wait_at_exit(self.procs)
         # Lightning's observer gets this list.
         self.procs[:] = [cast(Any, ChildRank(each)) for each in self.procs]
 
@@ -103,6 +105,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except BaseException as error:
+        wait_no_more()
         # An exit and an interrupt end a run too, and the other ranks would wait.
         is_lost = isinstance(error, Exception) and comm.connection_error(error) is not None
         told = comm.leave_run(error, is_lost=is_lost)

@@ -6,6 +6,9 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from lightning_sp.trainer.processes import other_ranks
 from lightning_sp.trainer.processes.launchers import ChildRank
 
 
@@ -23,3 +26,38 @@ def test_the_end_of_a_rank_is_told_a_moment_later():
             time.sleep(0.01)
         assert code == rank.returncode == 3
         assert 0.4 < time.monotonic() - ended < 30
+
+
+# What a script does whose ranks are the processes of these lines, and how it ends. The module alone: the package takes seconds.
+SCRIPT = """
+import runpy, subprocess, sys
+own = runpy.run_path({file!r})
+own["wait_at_exit"]([subprocess.Popen([sys.executable, "-c", line]) for line in {ranks!r}])
+{end}
+"""
+LATE = "import time; time.sleep(1); print('rank 1 is done')"
+FAILS = "import time; time.sleep(0.3); raise SystemExit(3)"
+LONG = "import time; time.sleep(20)"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "end", "code", "said"),
+    [
+        ([LATE, "pass"], "", 0, ""),
+        (["pass", FAILS], "", 1, "rank 0 ends with code 1: rank 2 has ended with code 3 after rank 0 was done"),
+        ([LONG], "own['wait_no_more']()", 0, ""),
+        ([LONG], "raise SystemError('its own')", 1, "its own"),
+    ],
+)
+def test_a_script_ends_with_its_ranks(tmp_path, ranks, end, code, said):
+    script = SCRIPT.format(file=other_ranks.__file__, ranks=ranks, end=end)
+    began = time.monotonic()
+    # Files: a rank that goes on holds a pipe open.
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+        done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=err, timeout=50, check=False)
+    assert time.monotonic() - began < 19
+    assert done.returncode == code
+    told = (tmp_path / "err").read_text()
+    assert said in told
+    assert ("sequence_parallel: " in told) == (ranks[-1] == FAILS)
+    assert ("rank 1 is done" in (tmp_path / "out").read_text()) == (ranks[0] == LATE)

@@ -37,7 +37,7 @@ class FirstBatch:
     """Keeps the batches of a fit that are to be tried, as their loader gave them, until their step begins; a class because it waits for that."""
 
     def __init__(self) -> None:
-        self._first = self._expected = False
+        self._first = self._expected = self._not_compared = False
         self._first_step = 0
         self._again: list[int] = []
         self._batch: Any = None
@@ -45,6 +45,7 @@ class FirstBatch:
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
+        self._not_compared = False
         self._first_step = 0
         self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
@@ -53,6 +54,16 @@ class FirstBatch:
         """Try the batch of an optimizer step, or the next one behind it, as the first, if this fit has a preflight and has tried its first."""
         if self._expected and not self._first:
             self._first, self._first_step = True, step
+
+    def expect_comparison(self, step: int) -> None:
+        """Try the batch of an optimizer step, or the next one behind it, once more, if this fit has a preflight and has tried its first."""
+        if self._expected and not self._first:
+            self._again, self._not_compared = sorted({*self._again, step}), True
+
+    @property
+    def lacks_comparison(self) -> bool:
+        """Whether a trial that `expect_comparison` asked for has not come: the fit has ended."""
+        return self._not_compared
 
     def is_due(self, *, training: bool) -> bool:
         """Return whether a batch is the first to be tried."""
@@ -76,7 +87,7 @@ class FirstBatch:
         after = 0 if first else step
         if batch is not None:
             self._first = self._first and not first
-            self._again = [each for each in self._again if each > step]
+            self._again, self._not_compared = [each for each in self._again if each > step], False
         return batch, after
 
 

@@ -160,7 +160,21 @@ PREFLIGHT = (
         "preflight/first_batch.py",
         "AGAIN = (3, 10, 100, 1_000, 10_000)",
         "AGAIN = ()",
-        STOPPED,
+        f"{PREFLIGHT_TEST}::test_it_runs_again_after_some_steps",
+    ),
+    fault(
+        "operations that begin between two trials",
+        "step/runner.py",
+        "        return self._loss_check.last_has_new_operations()\n",
+        "        return False\n",
+        "tests/preflight/test_new_operations.py::test_the_step_behind_one_of_new_operations_is_tried",
+    ),
+    fault(
+        "a number of a later validation that is each rank's own",
+        "trainer/agreed_numbers.py",
+        "found.items() if name in monitored or name not in self._named}",
+        "found.items() if name in monitored}",
+        "tests/preflight/test_new_operations.py::test_a_number_that_becomes_a_ranks_own_in_a_later_validation_is_named_once",
     ),
     fault(
         "a manual step of which the last gradients alone are compared",

@@ -41,11 +41,14 @@ class FirstBatch:
         self._first_step = 0
         self._again: list[int] = []
         self._batch: Any = None
+        self._last: Any = None  # of the step in progress, while a fit has a preflight
+        self._of_new: Any = None  # whose step did what none before did
 
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
         self._not_compared = False
+        self._last = self._of_new = None
         self._first_step = 0
         self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
@@ -56,9 +59,10 @@ class FirstBatch:
             self._first, self._first_step = True, step
 
     def expect_comparison(self, step: int) -> None:
-        """Try the batch of an optimizer step, or the next one behind it, once more, if this fit has a preflight and has tried its first."""
+        """Try the batch of the step in progress before an optimizer step, if this fit has a preflight and has tried its first."""
         if self._expected and not self._first:
             self._again, self._not_compared = sorted({*self._again, step}), True
+            self._of_new = self._last
 
     @property
     def lacks_comparison(self) -> bool:
@@ -76,9 +80,15 @@ class FirstBatch:
 
     def offer(self, batch: Any, *, training: bool, step: int) -> None:
         """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step."""
+        self._last = batch if training and self._expected else None
         first = self._first and step >= self._first_step
         if training and (first or (self._again and step >= self._again[0])):
             self._batch = batch
+
+    def tried(self, offered: Any) -> Any:
+        """Return the batch that is to be tried where one is offered: that one, or an earlier one once, of which that was asked for."""
+        kept, self._of_new = self._of_new, None
+        return offered if kept is None else kept
 
     def take(self, step: int) -> tuple[Any, int]:
         """Return the batch once, None where no preflight is due, and the optimizer steps before it, 0 for the first."""

@@ -198,13 +198,14 @@ class TriedSteps(CurrentSequence, ABC):
         if whole is None:
             return
         hook, before = "on_train_batch_start", self.sees_whole_sequences
+        batch = self._first_batch.tried(whole)
 
         def tried() -> dict[str, int]:
             first = not after or self.sees_whole_sequences != before
             options = replace(self._shard_options, infer_sequences=self._infers and first)
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
             with self._tried(step, *loops.batch_index(self._module, batch_idx)) as run:
-                trial = partial(try_first_batch, whole, self._steps, run, config=self.config, options=options)
+                trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
                 return trial(after=after, **self._trial_options())
 
         inferred = self._carried(tried, tried_after=False)
@@ -221,7 +222,7 @@ class TriedSteps(CurrentSequence, ABC):
             self._hand_again(whole, handed, hook, (batch_idx,))
 
     def _follow_operations(self) -> None:
-        """Have the next step's batch tried where the loss of this one is made of operations that none before was. Every rank must call it."""
+        """Have the batch in progress tried before the next step where its loss is made of new operations. Every rank must call it."""
         if not self.sees_whole_sequences and self._steps.has_new_operations:
             self._first_batch.expect_comparison(self._module.trainer.global_step + 1)
 

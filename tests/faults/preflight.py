@@ -167,7 +167,14 @@ PREFLIGHT = (
         "step/runner.py",
         "        return self._loss_check.last_has_new_operations()\n",
         "        return False\n",
-        "tests/preflight/test_new_operations.py::test_the_step_behind_one_of_new_operations_is_tried",
+        "tests/preflight/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[sums]",
+    ),
+    fault(
+        "another batch tried than the one whose step was new",
+        "preflight/first_batch.py",
+        "        return offered if kept is None else kept\n",
+        "        return offered\n",
+        "tests/preflight/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[long]",
     ),
     fault(
         "a number of a later validation that is each rank's own",

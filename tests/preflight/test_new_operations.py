@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lightning_sp.loss.operations import SeenOperations, pairs_of
@@ -20,8 +21,9 @@ def test_pairs_name_what_a_loss_is_made_of():
     assert not seen.add(x.exp().sum())
 
 
-def test_the_step_behind_one_of_new_operations_is_tried(pools):
-    for found in pools(2).run(ranks.fit, "sums", 7):
+@pytest.mark.parametrize("kind", ["sums", "long"])
+def test_before_the_step_behind_one_of_new_operations_its_batch_is_tried(pools, kind):
+    for found in pools(2).run(ranks.fit, kind, 7):
         assert "2 x 32 tokens after 5 optimizer steps gives another result" in found["error"]
         assert "cumulative sum" in found["error"]
 

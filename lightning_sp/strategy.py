@@ -262,6 +262,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._again = lambda: None
+        self._say_what_was_not_compared()
         self._steps.end_fit()
 
     @override
@@ -313,6 +314,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._run.update.check(self._groups.world)
         if self._module.automatic_optimization:
             self._steps.end_backward(self._again)
+            self._follow_operations()
 
     # ---- checkpoint
 

@@ -18,10 +18,11 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.operations import SeenOperations
 from lightning_sp.loss.targets import POOLED
 from lightning_sp.mesh import SequenceMesh
 
-_LOSS, _ROWS, _NOT_FINITE = range(3)
+_LOSS, _ROWS, _NOT_FINITE, _NEW = range(4)
 # In units of the loss' own precision: what two devices may make of the same numbers.
 _ROUNDINGS = 8
 # Of a batch without a sequence each rank makes the loss anew: more than devices make of the same numbers, less than other random numbers do.
@@ -29,7 +30,10 @@ _OF_WHOLE_ROWS = 1e-2
 
 
 class _Comparison(NamedTuple):
-    """A loss that is being compared between ranks. Its values: the loss, a sum over the losses of rows, and 1 where the loss is not finite."""
+    """A loss that is being compared between ranks.
+
+    Its values: the loss, a sum over the losses of rows, 1 where the loss is not finite, and 1 where it is made of new operations.
+    """
 
     spread: comm.Spread
     values: Tensor
@@ -42,9 +46,14 @@ class LossDiffersError(SequenceParallelError):
 
 
 class LossCheck:
-    """The check of one run's losses. A comparison is in flight from one step to the next."""
+    """The check of one run's losses. A comparison is in flight from one step to the next.
 
-    def __init__(self) -> None:
+    Args:
+        operations: of which the losses of steps on a rank's part of the sequence were made; the first loss' are known by its trial.
+    """
+
+    def __init__(self, operations: SeenOperations) -> None:
+        self._operations = operations
         self._first = True
         self._last: _Comparison | None = None
         self._pending: _Comparison | None = None
@@ -58,7 +67,7 @@ class LossCheck:
             mesh: which ranks share a sequence.
             group: the world, on a backend for host objects.
 
-        Communicates: one all_reduce of 48 bytes for each data-parallel group.
+        Communicates: one all_reduce of 64 bytes for each data-parallel group.
 
         Raises:
             SequenceParallelError: the losses of ranks that share a sequence differ.
@@ -71,7 +80,10 @@ class LossCheck:
         # Numbers that were computed on each rank from equal ones may be rounded otherwise.
         exact = self._first and not step.num_reductions
         tolerance = 0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps
-        compared = _compare(loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance)
+        is_new = not step.batch.is_whole and self._operations.add(loss) and not self._first
+        compared = _compare(
+            loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance, is_new=is_new
+        )
         self._last = compared
         if self._first:
             _judge(compared, mesh, group)
@@ -83,6 +95,10 @@ class LossCheck:
     def last_is_finite(self) -> bool:
         """Return whether no rank's last loss that was checked is nan or infinite; the same on all ranks. Waits for its comparison to arrive."""
         return self._last is None or self._last.spread.largest()[_NOT_FINITE] == 0
+
+    def last_has_new_operations(self) -> bool:
+        """Return whether some rank's last loss that was checked is made of operations that none before was; as `last_is_finite`."""
+        return self._last is not None and self._last.spread.largest()[_NEW] > 0
 
     def check_rows(self, step: Step, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
         """Check the losses over one target for each row of an evaluation step, which returns no loss. Every rank must call it.
@@ -124,13 +140,14 @@ def check_sums(step: Step, context: SequenceContext) -> None:
     )
 
 
-def _compare(loss: Tensor, step: Step, mesh: SequenceMesh, *, tolerance: float) -> _Comparison:
+def _compare(loss: Tensor, step: Step, mesh: SequenceMesh, *, tolerance: float, is_new: bool = False) -> _Comparison:
     """Begin to compare the loss, and the sums over one target for each row as one number, within each sequence's ranks."""
     rows = sum(
         (weight * each.double() for weight, each in enumerate(step.row_losses, 1)), torch.zeros_like(loss).double()
     )
     not_finite = 1.0 - torch.isfinite(loss.detach()).double()
-    values = torch.stack([each.detach().double().reshape(()) for each in (loss, rows, not_finite)])
+    new = torch.full_like(not_finite, float(is_new))
+    values = torch.stack([each.detach().double().reshape(()) for each in (loss, rows, not_finite, new)])
     spread = comm.Spread(values, tolerance, mesh.data_parallel_rank, mesh.data_parallel_size)
     return _Comparison(spread, values, step.num_losses, step.batch.is_whole)
 

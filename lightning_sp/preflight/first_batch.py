@@ -37,14 +37,18 @@ class FirstBatch:
     """Keeps the batches of a fit that are to be tried, as their loader gave them, until their step begins; a class because it waits for that."""
 
     def __init__(self) -> None:
-        self._first = self._expected = False
+        self._first = self._expected = self._not_compared = False
         self._first_step = 0
         self._again: list[int] = []
         self._batch: Any = None
+        self._last: Any = None  # of the step in progress, while a fit has a preflight
+        self._of_new: Any = None  # whose step did what none before did
 
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
+        self._not_compared = False
+        self._last = self._of_new = None
         self._first_step = 0
         self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
@@ -53,6 +57,17 @@ class FirstBatch:
         """Try the batch of an optimizer step, or the next one behind it, as the first, if this fit has a preflight and has tried its first."""
         if self._expected and not self._first:
             self._first, self._first_step = True, step
+
+    def expect_comparison(self, step: int) -> None:
+        """Try the batch of the step in progress before an optimizer step, if this fit has a preflight and has tried its first."""
+        if self._expected and not self._first:
+            self._again, self._not_compared = sorted({*self._again, step}), True
+            self._of_new = self._last
+
+    @property
+    def lacks_comparison(self) -> bool:
+        """Whether a trial that `expect_comparison` asked for has not come: the fit has ended."""
+        return self._not_compared
 
     def is_due(self, *, training: bool) -> bool:
         """Return whether a batch is the first to be tried."""
@@ -65,9 +80,15 @@ class FirstBatch:
 
     def offer(self, batch: Any, *, training: bool, step: int) -> None:
         """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step."""
+        self._last = batch if training and self._expected else None
         first = self._first and step >= self._first_step
         if training and (first or (self._again and step >= self._again[0])):
             self._batch = batch
+
+    def tried(self, offered: Any) -> Any:
+        """Return the batch that is to be tried where one is offered: that one, or an earlier one once, of which that was asked for."""
+        kept, self._of_new = self._of_new, None
+        return offered if kept is None else kept
 
     def take(self, step: int) -> tuple[Any, int]:
         """Return the batch once, None where no preflight is due, and the optimizer steps before it, 0 for the first."""
@@ -76,7 +97,7 @@ class FirstBatch:
         after = 0 if first else step
         if batch is not None:
             self._first = self._first and not first
-            self._again = [each for each in self._again if each > step]
+            self._again, self._not_compared = [each for each in self._again if each > step], False
         return batch, after
 
 

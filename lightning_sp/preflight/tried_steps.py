@@ -198,21 +198,41 @@ class TriedSteps(CurrentSequence, ABC):
         if whole is None:
             return
         hook, before = "on_train_batch_start", self.sees_whole_sequences
+        batch = self._first_batch.tried(whole)
 
         def tried() -> dict[str, int]:
             first = not after or self.sees_whole_sequences != before
             options = replace(self._shard_options, infer_sequences=self._infers and first)
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
             with self._tried(step, *loops.batch_index(self._module, batch_idx)) as run:
-                trial = partial(try_first_batch, whole, self._steps, run, config=self.config, options=options)
+                trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
                 return trial(after=after, **self._trial_options())
 
         inferred = self._carried(tried, tried_after=False)
         if not after or self.sees_whole_sequences != before:
             self._inferred[self.sees_whole_sequences] = inferred
             self._shard_options = replace(self._shard_options, inferred_dims=inferred)
+        if after and self.sees_whole_sequences and not before:
+            rank_zero_warn(
+                f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. Steps "
+                "before that did so, too, ran on each rank's part of the sequence, and were not one device's: begin again with "
+                "global_view=True, or from a checkpoint of before"
+            )
         if not self._is_handed:
             self._hand_again(whole, handed, hook, (batch_idx,))
+
+    def _follow_operations(self) -> None:
+        """Have the batch in progress tried before the next step where its loss is made of new operations. Every rank must call it."""
+        if not self.sees_whole_sequences and self._steps.has_new_operations:
+            self._first_batch.expect_comparison(self._module.trainer.global_step + 1)
+
+    def _say_what_was_not_compared(self) -> None:
+        """Warn where a fit ends with a step of new operations, which no step has followed in which they would be compared."""
+        if self._first_batch.lacks_comparison:
+            rank_zero_warn(
+                f"training_step's loss at the last of {self._module.trainer.global_step} optimizer steps is made of operations that none before "
+                "was: whether it is one device's was not compared; one more step would show it"
+            )
 
     @contextmanager
     def _tried(self, step: Callable[..., Any], *others: Any) -> Iterator[Callable[[Any, SequenceInfo], Any]]:

@@ -24,6 +24,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.batch import global_batch
 from lightning_sp.loss.check import LossCheck, check_sums
 from lightning_sp.loss.deferred_logits import is_deferred, make_logits
+from lightning_sp.loss.operations import SeenOperations
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import (
@@ -69,7 +70,8 @@ class StepRunner:
         self.device = device
         self._attention_reached = False
         self._counts_later_steps = True
-        self._loss_check = LossCheck()
+        self._operations = SeenOperations()
+        self._loss_check = LossCheck(self._operations)
         self._was_finite = True
         self._root_unit = RootUnit(module)
         self._of_whole_rows = ExitStack()  # of a step in progress that holds no sequence
@@ -99,7 +101,7 @@ class StepRunner:
 
     def start_run(self) -> None:
         """Compare the next loss as the first one, before its backward."""
-        self._loss_check = LossCheck()
+        self._loss_check = LossCheck(self._operations)
         # Compiled code counts no attention calls.
         self._counts_later_steps = not is_compiled(self.module)
 
@@ -209,6 +211,11 @@ class StepRunner:
         if self.context.step is not None:
             self.context.step.num_reductions += 1
         return unshard_tokens(tensor, batch, mesh, self.groups, dim=dim)
+
+    @property
+    def has_new_operations(self) -> bool:
+        """Whether the last training loss is made of operations that none before was, and nothing has compared; the same on all ranks."""
+        return self._loss_check.last_has_new_operations()
 
     def end_backward(self, run: Callable[[], Any]) -> None:
         """End a step after its backward; where its loss is nan or infinite and the last one was not, warn of the layer that made it.

@@ -33,11 +33,11 @@ def watch_numbers(trainer: Trainer, groups: comm.HostGroups) -> None:
 
 
 class AgreedNumbers(Callback):
-    """Compares the logged numbers of a validation over the ranks of a sequence: all of them once, monitored ones each time."""
+    """Compares the logged numbers of each validation over the ranks of a sequence; one that is not monitored is named once."""
 
     def __init__(self, groups: comm.HostGroups) -> None:
         self._groups = groups
-        self._all = True
+        self._named: set[str] = set()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare. Communicates: the numbers, over the ranks of the sequence."""
@@ -45,12 +45,11 @@ class AgreedNumbers(Callback):
             return
         monitored = monitored_names(trainer)
         # What training has logged stands beside it, a rank's own time say: the preflight compares that.
-        names = sorted(
-            {*monitored} & {*trainer.callback_metrics} | {*(names_of_evaluation(trainer) if self._all else ())}
-        )
-        self._all = False
+        names = sorted({*monitored} & {*trainer.callback_metrics} | {*names_of_evaluation(trainer)})
         values = {name: float(trainer.callback_metrics[name]) for name in names}
         found = differing(comm.gather_objects(values, self._groups.sequence))
+        found = {name: each for name, each in found.items() if name in monitored or name not in self._named}
+        self._named |= {*found}
         told = _text(found, [name for name in found if name in monitored])
         comm.agree(told if any(name in monitored for name in found) else None, self._groups.world)
         if found:

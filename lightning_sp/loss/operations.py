@@ -1,0 +1,45 @@
+"""Which operations losses are made of. One that no step before had may be one that looks along the sequence, and was compared with nothing.
+
+    loss <- NllLoss <- LogSoftmax <- Addmm <- ...       pairs: (NllLoss, LogSoftmax), (LogSoftmax, Addmm), ...
+
+Names alone are read, from the graph that the backward follows: no number, no tensor.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class SeenOperations:
+    """Pairs of operations, of which one's result goes into the other, of the steps so far; a class because each step may add to them.
+
+    What has no part in a gradient is not among them, nor what is in compiled code or in a checkpoint with `use_reentrant=True`.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: set[tuple[str, str]] = set()
+
+    def add(self, loss: Tensor) -> bool:
+        """Add those of a loss; return whether one was not there. It takes half a us for each node of the graph."""
+        found = pairs_of(loss)
+        is_new = not found <= self._pairs
+        self._pairs |= found
+        return is_new
+
+
+def pairs_of(loss: Tensor) -> set[tuple[str, str]]:
+    """Return the pairs of operations of a loss, by their names in autograd."""
+    if loss.grad_fn is None:
+        return set()
+    found, visited, left = set(), {loss.grad_fn}, [loss.grad_fn]
+    while left:
+        node = left.pop()
+        name = node.name()
+        for other, _ in node.next_functions:
+            if other is None:
+                continue
+            found.add((name, other.name()))
+            if other not in visited:
+                visited.add(other)
+                left.append(other)
+    return found

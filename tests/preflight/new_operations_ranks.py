@@ -1,0 +1,68 @@
+"""What runs in the ranks: steps that begin to look along the sequence between two trials."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+
+# Behind the trial of step 3, before that of step 10.
+BEGINS = 4
+
+
+class Late(Plain):
+    def __init__(self, kind: str) -> None:
+        super().__init__(tiny_llama)
+        self.kind = kind
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch)
+        if (self.global_step >= BEGINS and self.kind == "sums") or (self.kind == "long" and batch["lengths"][0] > 16):
+            logits = logits + 0.1 * logits.cumsum(1)
+        if self.global_step >= BEGINS and self.kind == "numbers":
+            logits = logits.sin() + logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self.logits(batch)
+        own = logits.detach().amax()
+        self.log("highest", own if self.current_epoch else own * 0)
+
+
+def rows(kind: str) -> list[dict[str, Tensor]]:
+    """Return rows for 8 steps; of "long" ones those of step 4 alone say so."""
+    made = list(TokenDataset(16))
+    lengths = [32 if kind != "long" or index // 2 == BEGINS else 16 for index in range(16)]
+    return [{**row, "lengths": torch.tensor(length)} for row, length in zip(made, lengths, strict=True)]
+
+
+def fit(kind: str, steps: int, global_view: bool | str = False) -> dict[str, Any]:
+    """Return what was refused, and the warnings."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(2, strategy={"ring_size": 2, "global_view": global_view}, max_steps=steps)
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(Late(kind), DataLoader(rows(kind), batch_size=2))
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+    said = [str(each.message) for each in caught if "training_step" in str(each.message)]
+    return {"error": error, "said": said, "whole": trainer.strategy.sees_whole_sequences}
+
+
+def validations() -> list[str]:
+    """Return what is said of a number that is a rank's own from the second validation on."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(2, strategy={"ring_size": 2}, max_epochs=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Late("none"), DataLoader(TokenDataset(2), batch_size=2), DataLoader(TokenDataset(2), batch_size=2))
+    return [str(each.message) for each in caught if "after a validation" in str(each.message)]

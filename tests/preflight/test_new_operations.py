@@ -1,0 +1,47 @@
+"""Steps that do what none before did, between two trials: the next one is tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sp.loss.operations import SeenOperations, pairs_of
+from tests.preflight import new_operations_ranks as ranks
+
+
+def test_pairs_name_what_a_loss_is_made_of():
+    x = torch.ones(3, requires_grad=True)
+    assert pairs_of(x.detach().sum()) == set()
+    found = pairs_of(x.exp().sum())
+    assert {("SumBackward0", "ExpBackward0"), ("ExpBackward0", "torch::autograd::AccumulateGrad")} == found
+    seen = SeenOperations()
+    assert seen.add(x.exp().sum())
+    assert not seen.add(x.exp().sum())
+    assert seen.add(x.exp().exp().sum())  # no operation that was not there, in another order
+    assert not seen.add(x.exp().sum())
+
+
+@pytest.mark.parametrize("kind", ["sums", "long"])
+def test_before_the_step_behind_one_of_new_operations_its_batch_is_tried(pools, kind):
+    for found in pools(2).run(ranks.fit, kind, 7):
+        assert "2 x 32 tokens after 5 optimizer steps gives another result" in found["error"]
+        assert "cumulative sum" in found["error"]
+
+
+def test_what_is_carried_after_all_says_that_steps_before_were_not(pools):
+    found, _ = pools(2).run(ranks.fit, "sums", 7, "auto")
+    assert found["error"] == ""
+    assert found["whole"]
+    assert ["in the global view from optimizer step 5 on" in each for each in found["said"]] == [True]
+
+
+def test_new_operations_that_are_exact_say_nothing_but_at_the_end_of_a_fit(pools):
+    for found in pools(2).run(ranks.fit, "numbers", 7):
+        assert (found["error"], found["said"], found["whole"]) == ("", [], False)
+    found, _ = pools(2).run(ranks.fit, "numbers", 5)
+    assert ["at the last of 5 optimizer steps is made of operations" in each for each in found["said"]] == [True]
+
+
+def test_a_number_that_becomes_a_ranks_own_in_a_later_validation_is_named_once(pools):
+    found, _ = pools(2).run(ranks.validations)
+    assert ["highest = " in each for each in found] == [True]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,13 +18,17 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.strategy import SequenceParallelStrategy
 from lightning_sp.trainer.features import given_checkpoint_io
 
+# What a metric's value is in a name.
+_NUMBER = r"(?:[-+.,_% \deE]+|-?nan|-?inf)"
+
 
 class CheckpointRetention(Callback):
     """Delete checkpoints that are older than the newest one by more than an age, whenever a newer one is complete.
 
-    It looks into the folders of the Trainer's ModelCheckpoint callbacks, at what lies in them itself, whoever wrote it. These stay in any
-    case: the newest complete one, what is being written, each ModelCheckpoint's best and last, and what a link leads to. With
-    ``ModelCheckpoint(save_top_k=-1)`` the age alone decides; with another number, whichever comes first.
+    It looks into the folders of the Trainer's ModelCheckpoint callbacks, at what lies in them itself and has a name that one of them gives, of
+    an earlier run too. These stay in any case: the newest complete one, what is being written, each ModelCheckpoint's best and last, the one
+    that the fit goes on from, and what a link leads to. With ``ModelCheckpoint(save_top_k=-1)`` the age alone decides; with another number,
+    whichever comes first.
 
     Args:
         max_age: ``timedelta(days=2)``, or its keywords: ``{"days": 2}``.
@@ -72,15 +78,37 @@ class CheckpointRetention(Callback):
         if not trainer.is_global_zero or self not in given.callbacks:
             return
         savers = _model_checkpoints(trainer)
-        keep = [path for each in savers for path in (each.best_model_path, each.last_model_path) if path]
+        keep = [
+            path for each in savers for path in (each.best_model_path, each.last_model_path, given.ckpt_path) if path
+        ]
         for folder in sorted({str(each.dirpath) for each in savers if each.dirpath}):
             try:
-                remove_expired(folder, self.max_age, keep)
+                remove_expired(folder, self.max_age, keep, partial(is_of, savers))
             except OSError as error:
                 rank_zero_warn(
                     f"CheckpointRetention: what is older than {self.max_age} in {folder} could not all be deleted: "
                     f"{type(error).__name__}: {error}"
                 )
+
+
+def is_of(savers: list[ModelCheckpoint], name: str) -> bool:
+    """Return whether a file or folder has a name that one of the callbacks gives: its template's or its last one's, with a version."""
+    templates = [(each, t) for each in savers for t in (each.filename or "{epoch}-{step}", each.CHECKPOINT_NAME_LAST)]
+    return any(
+        re.fullmatch(f"{_pattern(template, each)}(-v\\d+)?{re.escape(each.FILE_EXTENSION)}", name)
+        for each, template in templates
+    )
+
+
+def _pattern(template: str, saver: ModelCheckpoint) -> str:
+    parts = re.split(r"(\{[^}]*\})", template.rpartition("/")[2])
+    fields = [
+        f"{re.escape(re.split('[{:}]', each)[1])}=" if saver.auto_insert_metric_name else "" for each in parts[1::2]
+    ]
+    return "".join(
+        f"{re.escape(text)}{field}"
+        for text, field in zip(parts[::2], [*(f + _NUMBER for f in fields), ""], strict=True)
+    )
 
 
 def _model_checkpoints(trainer: Any) -> list[ModelCheckpoint]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from lightning_sp.checkpoint.folder import FILE_SUFFIX, MANIFEST, PARTIAL, REPLA
 from lightning_sp.checkpoint.latest import written_at
 
 
-def remove_expired(folder: str, max_age: timedelta, keep: Iterable[str]) -> list[str]:
+def remove_expired(
+    folder: str, max_age: timedelta, keep: Iterable[str], may_go: Callable[[str], bool] = lambda name: True
+) -> list[str]:
     """Remove the checkpoints that lie in a folder itself and are older than its newest complete one by more than an age.
 
     The newest complete one stays, whatever its age. What is half-written is neither counted nor touched: a save may be writing it. Ages are
@@ -23,6 +25,7 @@ def remove_expired(folder: str, max_age: timedelta, keep: Iterable[str]) -> list
         folder: a path, or an address (s3://...).
         max_age: of what stays, before the newest.
         keep: checkpoints that stay in any case.
+        may_go: whether one of a name may be removed.
 
     Returns:
         What went, the oldest first.
@@ -33,14 +36,16 @@ def remove_expired(folder: str, max_age: timedelta, keep: Iterable[str]) -> list
     place = located(folder)
     if isinstance(place, Path):
         kept = {Path(each).resolve() for each in keep}
-        expired = [path for path in _older(_complete(place), max_age) if path.resolve() not in kept]
+        expired = [
+            path for path in _older(_complete(place), max_age) if may_go(path.name) and path.resolve() not in kept
+        ]
         for path in expired:
             _remove(path)
         return [str(path) for path in expired]
     root = Address(place)
     stays = {Address(each) for each in keep}
     inside = {each: when for each, when in written_at(root).items() if each.parent == root}
-    gone = [each for each in _older(inside, max_age) if each not in stays]
+    gone = [each for each in _older(inside, max_age) if may_go(each.name) and each not in stays]
     for each in gone:
         (each / MANIFEST).remove()
         each.remove()

@@ -80,7 +80,9 @@ class LossCheck:
         # Numbers that were computed on each rank from equal ones may be rounded otherwise.
         exact = self._first and not step.num_reductions
         tolerance = 0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps
-        is_new = not step.batch.is_whole and self._operations.add(loss) and not self._first
+        # A batch with images runs towers, which a short crop of it may not let be told from the sequence.
+        is_followed = not step.batch.is_whole and not step.batch.other_inputs
+        is_new = is_followed and self._operations.add(loss) and not self._first
         compared = _compare(
             loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance, is_new=is_new
         )

@@ -54,6 +54,7 @@ class LossCheck:
 
     def __init__(self, operations: SeenOperations) -> None:
         self._operations = operations
+        self._with_others = False
         self._first = True
         self._last: _Comparison | None = None
         self._pending: _Comparison | None = None
@@ -80,8 +81,9 @@ class LossCheck:
         # Numbers that were computed on each rank from equal ones may be rounded otherwise.
         exact = self._first and not step.num_reductions
         tolerance = 0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps
-        # A batch with images runs towers, which a short crop of it may not let be told from the sequence.
-        is_followed = not step.batch.is_whole and not step.batch.other_inputs
+        # Batches with images run towers, which a short crop may not let be told from the sequence.
+        self._with_others |= bool(step.batch.other_inputs)
+        is_followed = not step.batch.is_whole and not self._with_others
         is_new = is_followed and self._operations.add(loss) and not self._first
         compared = _compare(
             loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance, is_new=is_new

@@ -53,7 +53,7 @@ def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str 
     every = [(case, form) for case in cases for form in forms_of(case.kind)]
     if precision is not None:
         chosen = [(case, form) for case, form in every if not words or case.model_type in words]
-        look_for_alarms(chosen, num_workers, limit_s, precision)
+        look_for_alarms(chosen, bool(words), num_workers, limit_s, precision)
         return
     work = [(c, form) for c, form in every if (c.model_type in words if words else answers.of(c, form) is None)]
     run(work, answer, answers.add, num_workers, limit_s)
@@ -61,22 +61,26 @@ def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str 
     print(f"wrote {PAGE}")
 
 
-def look_for_alarms(chosen: list[Work], num_workers: int, limit_s: float, precision: str) -> None:
-    """Run the cases that the page calls exact in another precision, and print which are refused there."""
+def look_for_alarms(chosen: list[Work], renewed: bool, num_workers: int, limit_s: float, precision: str) -> None:
+    """Run the cases that the page calls exact in another precision, and print which are refused there.
+
+    Answers are kept at once in a file of this precision; those that are there are asked again if renewed.
+    """
     known = exact()
-    work = [(case, form) for case, form in chosen if (case.model_type, case.kind, form) in known]
-    others: list[str] = []
-    num_compared = 0
-
-    def note(case: Case, form: str, found: dict[str, Any]) -> None:
-        nonlocal num_compared
-        num_compared += found["outcome"] != "not compared"
-        if found["outcome"] != "ran":
-            others.append(f"{case.name}, {form}: {found['outcome']}: {found['why']}")
-
-    run(work, partial(alarms, precision=precision), note, num_workers, limit_s)
-    print(f"{len(work)} cases that are exact in float64, in {precision}: {num_compared} compared")
-    print("\n".join(sorted(others)))
+    answers = Answers(FILE.with_name(f"models-{precision}.json"), package_version())
+    asked = [(case, form) for case, form in chosen if (case.model_type, case.kind, form) in known]
+    run(
+        [(case, form) for case, form in asked if renewed or answers.of(case, form) is None],
+        partial(alarms, precision=precision),
+        answers.add,
+        num_workers,
+        limit_s,
+    )
+    found = {f"{case.name}, {form}": answers.every[answers.version][f"{case.name}, {form}"] for case, form in asked}
+    others = {name: each for name, each in found.items() if each["outcome"] != "ran"}
+    num_compared = sum(each["outcome"] != "not compared" for each in found.values())
+    print(f"{len(found)} cases that are exact in float64, in {precision}: {num_compared} compared")
+    print("\n".join(f"{name}: {each['outcome']}: {each['why']}" for name, each in sorted(others.items())))
 
 
 def run(

@@ -35,6 +35,7 @@ from lightning_sp.parallelize import abandon_forward, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
+from lightning_sp.step.kept_values import KeptValues
 from lightning_sp.step.predictions import share_predictions, unsharded_output, whole_outputs
 from lightning_sp.step.prepare import attention_mesh, base_mesh, lay_out_model
 from lightning_sp.step.run_state import RunState
@@ -278,10 +279,11 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         return self._whole_output(self._evaluate(Strategy.predict_step, *args, **kwargs))
 
     @override
-    def _whole_output(self, output: Any) -> Any:
+    def _whole_output(self, output: Any, does: str = "predict_step returns") -> Any:
+        groups = self._groups.sequence, self._groups.world
         if self.sees_whole_sequences:
-            return whole_outputs(output)
-        return unsharded_output(output, self._info, self.unshard, self._groups.sequence, self._groups.world)
+            return whole_outputs(output, *groups, does)
+        return unsharded_output(output, self._info, self.unshard, *groups, does)
 
     @override
     def on_predict_end(self) -> None:
@@ -293,7 +295,11 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._compare_evaluation(run, *args)
         args = self._handed.of_step(args)
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
-        return self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs), filler=filler)
+        kept = KeptValues(self._module) if self._first_evaluations.keeps(run.__name__) else None
+        output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs), filler=filler)
+        if kept is not None:
+            kept.replace(partial(self._whole_output, does=f"{run.__name__} keeps"))
+        return output
 
     # ---- gradients
 

@@ -5,7 +5,7 @@ Of validation and test the numbers, of a prediction what the step returns. Autoc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,24 +18,20 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.comparison import has_16_bit_weights
-from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
-from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shared_crop import shared_crop
-from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
-from lightning_sp.preflight.explain.verdict import TOLERANCES
-from lightning_sp.preflight.numbers import RankNumbers, counted_once, described, differences
-from lightning_sp.preflight.other_tokens import CropCalls, modules_of_other_tokens
-from lightning_sp.preflight.outputs import leaves, output_differences, refuse_differences
-from lightning_sp.preflight.recording.logged import Number, recorded_numbers
-from lightning_sp.preflight.recording.watch import AttentionCall
-from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
-from lightning_sp.step.isolation import isolated
+from lightning_sp.preflight.crops.shorter import RunStep
+from lightning_sp.preflight.evaluation_runs import PartRun, WholeOutput, find_others, run_part, run_whole
+from lightning_sp.preflight.numbers import (
+    coarse_numbers,
+    counted_once,
+    described,
+    described_coarse,
+    differences,
+)
+from lightning_sp.preflight.outputs import describe_kept, refuse_differences
 from lightning_sp.step.runner import StepRunner
 
 InFloat32 = Callable[[], AbstractContextManager[None]]
-# Gives what a step on shards returned with whole sequences. Every rank must call it.
-WholeOutput = Callable[[Any], Any]
 
 
 class NotComparedError(SequenceParallelError):
@@ -45,11 +41,21 @@ class NotComparedError(SequenceParallelError):
         message: why.
         of_part: whether it runs whole, and not sharded.
         of_numbers: whether it runs, and shows other numbers, by which nothing is decided.
+        undecided: likewise, and shows numbers that may agree by chance.
+        keeps: then, what `compare_evaluation` would have returned.
     """
 
-    def __init__(self, message: str, *, of_part: bool = True, of_numbers: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        of_part: bool = True,
+        of_numbers: bool = False,
+        undecided: bool = False,
+        keeps: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.of_part, self.of_numbers = of_part, of_numbers
+        self.of_part, self.of_numbers, self.undecided, self.keeps = of_part, of_numbers, undecided, keeps
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,10 @@ def compare_evaluation(
     config: StrategyConfig,
     options: ShardOptions,
     monitored: Collection[str],
-    whole_output: WholeOutput | None = None,
+    whole_output: WholeOutput,
+    predicts: bool = False,
     strict: bool = False,
-) -> None:
+) -> bool:
     """Compare what an evaluation step shows on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
     Args:
@@ -82,8 +89,12 @@ def compare_evaluation(
         config: how long a crop is wanted.
         options: which tensors carry the sequence.
         monitored: names of numbers that decide about the run.
-        whole_output: of a step whose output is what counts, a prediction's.
+        whole_output: makes tensors of tokens whole.
+        predicts: the step's output is what counts.
         strict: other numbers are raised, and not only warned of, by which nothing is decided.
+
+    Returns:
+        Whether the step keeps values for later, in lists and dicts of the module: those of one device when their tokens are whole.
 
     Raises:
         NotComparedError: one of them does not run; or shows other numbers, where that is `strict`.
@@ -103,10 +114,10 @@ def compare_evaluation(
                 sequence_group=runner.groups.sequence,
                 control_group=runner.groups.world,
             )
-            _find_others(own, runner, run, options)
-            whole = _of_whole(own, runner, run, options, predicts=whole_output is not None)
+            find_others(own, runner, run, options)
+            whole = run_whole(own, runner, run, options, predicts=predicts)
             ran_whole = True
-            found, outputs = _of_part(own, runner, run, options, whole, whole_output)
+            part = run_part(own, runner, run, options, whole, whole_output, predicts=predicts)
     except (
         Exception
     ) as error:  # on all ranks: what is wrong with the step itself, and not with a crop, it will say itself
@@ -114,12 +125,27 @@ def compare_evaluation(
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
-    of_ranks: list[RankNumbers] = comm.gather_objects(found, runner.groups.world)
-    runner.context.logged_once.setdefault(name, {}).update(counted_once(of_ranks))
-    step = f"{name} on a crop of {own.rows} x {crop.tokens} tokens"
-    if differ := differences(of_ranks):
+    return _judge(part, runner, name, (own.rows, crop.tokens), monitored, strict=strict)
+
+
+def _judge(
+    part: PartRun, runner: StepRunner, name: str, crop: tuple[int, int], monitored: Collection[str], *, strict: bool
+) -> bool:
+    """Return whether the step keeps what one device would; raise, or warn of, what is not one device's. Every rank must call it."""
+    of_ranks: list[PartRun] = comm.gather_objects(part, runner.groups.world)
+    numbers = [each.numbers for each in of_ranks]
+    runner.context.logged_once.setdefault(name, {}).update(counted_once(numbers))
+    rows, tokens = crop
+    step = f"{name} on a crop of {rows} x {tokens} tokens"
+    if differ := differences(numbers):
         _tell(described(differ, step, monitored), strict)
-    refuse_differences(comm.gather_objects(outputs, runner.groups.world), step)
+    refuse_differences([each.outputs for each in of_ranks], step)
+    if kept := describe_kept([each.kept for each in of_ranks], step):
+        _tell(kept, strict)
+    keeps = part.keeps and not kept
+    if strict and not runner.context.global_view and (coarse := coarse_numbers(numbers, rows * tokens)):
+        raise NotComparedError(described_coarse(coarse, step), undecided=True, keeps=keeps)
+    return keeps
 
 
 def _not_compared(name: str, error: Exception, ran_whole: bool) -> NotComparedError:
@@ -131,105 +157,6 @@ def _tell(text: str, strict: bool) -> None:
     if strict:
         raise NotComparedError(text, of_numbers=True)
     rank_zero_warn(text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Whole:
-    """What a step shows of a whole crop of this rank's group.
-
-    Args:
-        numbers: that it logs.
-        again: likewise, of another run.
-        outputs: of a prediction.
-        other: likewise, of a run with another seed.
-    """
-
-    numbers: Mapping[str, Number]
-    again: Mapping[str, Number]
-    outputs: list[Any]
-    other: list[Any]
-
-
-def _find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> None:
-    """Before the first training step, or without one, what attends to images, say, is known by this alone."""
-    _, sharded = both_runs(own, own, options, runner.context.mesh, runner.device)
-    if sharded.info.other_inputs and not runner.context.unsharded.known:
-        with together():
-            others = modules_of_other_tokens(_calls(own, runner, run, options))
-        if others is not None:
-            runner.context.unsharded.set(*others)
-
-
-def _of_whole(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, *, predicts: bool) -> _Whole:
-    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
-
-    def shown(seed: int) -> tuple[Mapping[str, Number], list[Any]]:
-        part = untouched_run(own.batch, options, runner.device)
-        with (
-            together(),
-            alone(module, runner.context, part.info, device=runner.device, uneven=own.uneven_entries, seed=seed),
-            recorded_numbers(module) as found,
-        ):
-            output = run(part.batch, part.info)
-            found.returned(output)
-            found.attributes(module)
-            found.metrics(module, mesh.data_group, world)
-            kept = leaves(output) if predicts else []
-        runner.end_without_backward()
-        return found.numbers, kept
-
-    # Of numbers a time is told by two equal runs, of predictions what is drawn by two seeds.
-    (numbers, outputs), (again, other) = shown(SEED), shown(SEED + 1 if predicts else SEED)
-    return _Whole(numbers=numbers, again=again, outputs=outputs, other=other)
-
-
-def _of_part(
-    own: Crop,
-    runner: StepRunner,
-    run: RunStep,
-    options: ShardOptions,
-    whole: _Whole,
-    whole_output: WholeOutput | None,
-) -> tuple[RankNumbers, str]:
-    """Return the numbers of both runs, and in words what differs of their outputs where these count."""
-    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
-    _, sharded = both_runs(own, own, options, mesh, runner.device)
-    with together(), isolated(module, runner.device), recorded_numbers(module) as found:
-        output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
-        found.returned(output)
-        found.attributes(module)
-        found.metrics(module, None, world)
-        shown = [] if whole_output is None else leaves(whole_output(output))
-    in_16_bits = has_16_bit_weights(module)
-    tolerance = TOLERANCES[torch.bfloat16 if in_16_bits else torch.float32]
-    differ = output_differences(shown, whole.outputs, whole.other, tolerance=tolerance, in_16_bits=in_16_bits)
-    return RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, in_16_bits), "; ".join(differ)
-
-
-def _calls(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> CropCalls:
-    """Return an evaluation step's attention calls on crops of this rank's group."""
-
-    def calls(shorter: ShorterRun | None) -> tuple[AttentionCall, ...] | None:
-        if shorter is None:
-            return None
-        uneven = own.uneven_entries
-        return attention_calls(runner.module, runner.context, *shorter, device=runner.device, uneven=uneven)
-
-    part = untouched_run(own.batch, options, runner.device)
-    whole = calls((lambda: run(part.batch, part.info), part.info))
-    less, text = (make(own, options, run, runner.device) for make in (shorter_run, shorter_run_of_text))
-    shorter, is_text = calls(less), False
-    if shorter is None:
-        shorter, is_text = calls(text), True
-    batches = [part.info] if less is None else [part.info, less[1]]
-    return CropCalls(
-        module=runner.module,
-        crop=f"a crop of {own.rows} x {own.tokens} tokens",
-        whole=whole or (),
-        shorter=None if whole is None else shorter,
-        is_text=is_text,
-        lengths=[tuple(each.length for each in batch.sequences) for batch in batches],
-    )
 
 
 class FirstEvaluationBatches:
@@ -244,11 +171,17 @@ class FirstEvaluationBatches:
         self._due = False
         self._compared: set[tuple[str, int]] = set()
         self._first: FirstOfLoader | None = None
+        self._keeping: set[str] = set()
 
     def expect(self, *, sharded: bool) -> None:
         """Begin a run, on parts of sequences or on whole ones."""
         self._due = self._config.preflight and sharded
         self._compared, self._first = set(), None
+        self._keeping = set()
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a step keeps tensors for later that are one device's when they are whole; the same on all ranks."""
+        return name in self._keeping
 
     def offer(self, batch: Any, loader: tuple[str, int]) -> None:
         """Remember a loader's first batch; the loader is the step's name, empty in training, and its number."""
@@ -277,7 +210,8 @@ class FirstEvaluationBatches:
         options: ShardOptions,
         monitored: Collection[str],
         in_float32: InFloat32 | None,
-        whole_output: WholeOutput | None = None,
+        whole_output: WholeOutput,
+        predicts: bool,
         strict: bool = False,
     ) -> None:
         """Compare the step in progress, as `compare_evaluation`; a later one of this loader where that was not possible.
@@ -290,12 +224,13 @@ class FirstEvaluationBatches:
             options: which tensors carry the sequence.
             monitored: names of numbers that decide about the run.
             in_float32: switches autocast off; None where there is none.
-            whole_output: of a step whose output is what counts.
+            whole_output: makes tensors of tokens whole.
+            predicts: the step's output is what counts.
             strict: as of `compare_evaluation`.
         """
         try:
             with nullcontext() if in_float32 is None else in_float32():
-                compare_evaluation(
+                keeps = compare_evaluation(
                     first.batch,
                     runner,
                     run,
@@ -304,10 +239,15 @@ class FirstEvaluationBatches:
                     options=options,
                     monitored=monitored,
                     whole_output=whole_output,
+                    predicts=predicts,
                     strict=strict,
                 )
         except NotComparedError as error:
-            if not error.of_numbers:
+            if not (error.of_numbers or error.undecided):
                 self._compared.discard(first.loader)
+            if error.keeps:
+                self._keeping.add(name)
             raise
         self._compared.add(first.loader)
+        if keeps:
+            self._keeping.add(name)

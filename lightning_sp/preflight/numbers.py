@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -22,6 +23,8 @@ from lightning_sp.preflight.recording.logged import WEIGHT, Number
 
 # Of one number a step's rounding in float32 makes some 1e-7; parts of models compute in that under float64 too.
 TOLERANCE, TOLERANCE_IN_16_BITS = 1e-5, TOLERANCES[torch.bfloat16]
+# Of a share of tokens, in float32.
+_ROUNDING = 2e-7
 # What Lightning adds to a name under which a number is monitored.
 _SUFFIXES = ("_step", "_epoch", "/dataloader_idx_")
 _REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -100,6 +103,29 @@ def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None
     return None
 
 
+def coarse_numbers(of_ranks: Sequence[RankNumbers], tokens: int) -> dict[str, float]:
+    """Return logged numbers that agree, and may do so by chance: shares and counts of a crop's tokens, an untrained model's accuracy of 0. Pure.
+
+    Args:
+        of_ranks: of every rank of the world, in order.
+        tokens: of the crop.
+    """
+    found = {
+        name: number.value
+        for each in of_ranks
+        for name, number in each.sharded.items()
+        if name in each.whole and number.logged and number.reduced in ("", *_REDUCE)
+    }
+    return {name: value for name, value in found.items() if _is_coarse(value, tokens)}
+
+
+def _is_coarse(value: float, tokens: int) -> bool:
+    if not math.isfinite(value):
+        return False
+    nearest = Fraction(value).limit_denominator(tokens)
+    return abs(float(nearest) - value) <= _ROUNDING * max(abs(value), 1 / tokens)
+
+
 def counted_once(of_ranks: Sequence[RankNumbers]) -> dict[str, bool]:
     """Return which sums the ranks of each sequence have together, and which each rank has a part of; not those of which both may be. Pure.
 
@@ -167,6 +193,17 @@ def described(differ: Sequence[Difference], step: str, monitored: Collection[str
             "preflight=False switches this check off"
         )
     return text
+
+
+def described_coarse(coarse: Mapping[str, float], step: str) -> str:
+    """Return in words that numbers of `coarse_numbers` prove nothing.
+
+    Args:
+        coarse: of all ranks, alike on all.
+        step: in words, with the crop.
+    """
+    shown = ", ".join(f"{name} = {value:.6g}" for name, value in coarse.items())
+    return f"preflight: {step} shows {shown} whole and sharded, shares or counts of tokens that may agree by chance"
 
 
 def _is_of(monitored: str, name: str) -> bool:

@@ -69,6 +69,23 @@ def refuse_differences(of_ranks: Sequence[str], step: str) -> None:
         )
 
 
+def describe_kept(of_ranks: Sequence[str], step: str) -> str:
+    """Return in words that a step keeps other values than one device; empty where it does not.
+
+    Args:
+        of_ranks: what differs on each rank, in words; empty for nothing.
+        step: in words, with the crop.
+    """
+    told = [f"rank {rank}: {each}" for rank, each in enumerate(of_ranks) if each]
+    if not told:
+        return ""
+    return (
+        f"preflight: {step} keeps other values in lists or dicts of the module than one device: {told[0]}. It makes them from its part of "
+        "the tokens, and what a hook makes of them at the epoch's end is this rank's own: keep tensors of (rows, tokens, ...), which are "
+        "gathered, or make them from whole ones, self.trainer.strategy.unshard(tensor)"
+    )
+
+
 def _difference(a: Any, b: Any, tolerance: float, part: float) -> str | None:
     """Return how far an output is from another; None where they agree."""
     if isinstance(a, str) or isinstance(b, str):

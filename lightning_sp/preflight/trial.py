@@ -162,7 +162,7 @@ class Trial:
                 num_sums, num_over_groups = step.num_sums, step.num_over_groups
                 gradients = _backward(self.module, loss)
                 buffers = buffers_of(self.module)
-                found.attributes(self.module)
+                found.attributes(self.module, self.control_group)
                 found.metrics(self.module, None, self.control_group)
                 return Outcome(
                     loss=loss,
@@ -199,7 +199,7 @@ class Trial:
         """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""
         with together(), self._alone(self.batch, seed), recorded_numbers(self.module) as found:
             self.run_whole()
-            found.attributes(self.module)
+            found.attributes(self.module, self.control_group)
             found.metrics(self.module, self.context.mesh.data_group, self.control_group)
         return found.numbers
 

@@ -269,7 +269,7 @@ class TriedSteps(CurrentSequence, ABC):
             with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:
                 self._first_evaluations.compare(
                     first, self._steps, run, name=step.__name__, options=self._options(), strict=strict,
-                    whole_output=self._whole_output if trainer.predicting else None, **self._trial_options(),
+                    whole_output=self._whole_output, predicts=trainer.predicting, **self._trial_options(),
                 )  # fmt: skip
 
         try:
@@ -284,15 +284,15 @@ class TriedSteps(CurrentSequence, ABC):
         """Return what a trial is told of the run."""
 
     @abstractmethod
-    def _whole_output(self, output: Any) -> Any:
-        """Return a prediction with whole sequences. Every rank must call it."""
+    def _whole_output(self, output: Any, does: str = ...) -> Any:
+        """Return a prediction, or what a step keeps, with whole sequences. Every rank must call it."""
 
 
 def _with(error: SequenceParallelError, *lines: str) -> SequenceParallelError:
     """Return a refusal of the kind of another, with more lines."""
     text = "\n".join(lines)
     if isinstance(error, NotComparedError):
-        return NotComparedError(text, of_part=error.of_part, of_numbers=error.of_numbers)
+        return NotComparedError(text, of_part=error.of_part, of_numbers=error.of_numbers, undecided=error.undecided)
     return SequenceParallelError(text)
 
 

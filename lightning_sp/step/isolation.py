@@ -142,7 +142,7 @@ def _remember_all(values: list[Any], undo: list[Callable[[], object]], visited: 
         if id(value) in visited:
             continue
         visited.add(id(value))
-        is_object = _is_object(value)
+        is_object = is_object_of_user(value)
         children = _remember_attributes(value, undo) if is_object else _remember(value, undo, of_object=of_object)
         waiting += [(child, of_object or is_object) for child in children]
 
@@ -177,7 +177,7 @@ def _bytes(value: Tensor | np.ndarray[Any, Any]) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else value.numel() * value.element_size()
 
 
-def _is_object(value: Any) -> bool:
+def is_object_of_user(value: Any) -> bool:
     """Return whether a value is an object of the user's own, or a metric: one whose attributes a step may count in."""
     if isinstance(value, (Tensor, dict, list, set, deque, type, Dataset)) or not hasattr(value, "__dict__"):
         return False

@@ -1,4 +1,4 @@
-"""Predictions as one device would return them: whole sequences, of all samples, each once, in the order of the dataset."""
+"""Predictions, and what a step keeps for later, as of one device: whole sequences; predictions of all samples, in the dataset's order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def unsharded_output(
     unshard: Callable[[Tensor], Tensor],
     sequence_group: ProcessGroup,
     control_group: ProcessGroup | None,
+    does: str = "predict_step returns",
 ) -> Any:
-    """Return what a predict step returned, with every tensor whole that carries this rank's tokens. Every rank must call it.
+    """Return what a step returned or kept, with every tensor whole that carries this rank's tokens. Every rank must call it.
 
     A tensor that all ranks of a sequence hold alike is whole already, unless it may be a constant for each token.
 
@@ -46,6 +47,7 @@ def unsharded_output(
         unshard: gathers the tokens of a tensor of shape (rows, tokens of this rank, ...).
         sequence_group: the ranks that share the sequence, on a backend for host objects.
         control_group: the world, on such a backend.
+        does: what the step does with them, for a message.
 
     Communicates: shapes and digests of all tensors over the sequence's ranks; one all_gather for each tensor of tokens.
 
@@ -60,7 +62,7 @@ def unsharded_output(
     gathered = comm.gather_objects([tuple(_digest(each)) for each in tensors], sequence_group)
     digests = [[TensorDigest(*each) for each in of_rank] for of_rank in gathered]
     tokens = {(batch.rows, each.padded_length // size) for each in batch.sequences}
-    comm.agree(_fault(digests, tokens), control_group)
+    comm.agree(_fault(digests, tokens, does), control_group)
     alike = iter([all(other[index] == own for other in digests) for index, own in enumerate(digests[0])])
 
     def whole(tensor: Tensor) -> Tensor:
@@ -70,12 +72,34 @@ def unsharded_output(
     return apply_to_collection(output, Tensor, whole)
 
 
-def whole_outputs(output: Any) -> Any:
+def whole_outputs(
+    output: Any,
+    sequence_group: ProcessGroup,
+    control_group: ProcessGroup | None,
+    does: str = "predict_step returns",
+) -> Any:
     """Return what a step in the global view gave with whole sequences. Every rank must call it.
 
-    Communicates: one all_gather for each tensor of the sequence.
+    Args:
+        output: tensors in any nest of tuples, lists and dicts.
+        sequence_group: the ranks that share the sequence, on a backend for host objects.
+        control_group: the world, on such a backend.
+        does: what the step does with them, for a message.
+
+    Communicates: numbers of tensors over the sequence's ranks; one all_gather for each tensor of the sequence.
+
+    Raises:
+        SequenceParallelError: a rank of a sequence has more of them than another.
     """
+    tensors: list[Tensor] = []
+    apply_to_collection(output, SequenceTensor, tensors.append)
+    counts = comm.gather_objects(len(tensors), sequence_group)
+    comm.agree(None if len(set(counts)) == 1 else _other_counts(counts, does), control_group)
     return apply_to_collection(output, SequenceTensor, SequenceTensor.whole)
+
+
+def _other_counts(counts: list[int], does: str) -> str:
+    return f"{does} {counts} tensors on the {len(counts)} ranks of one sequence: there must be as many on each"
 
 
 def _digest(tensor: Tensor) -> TensorDigest:
@@ -83,17 +107,17 @@ def _digest(tensor: Tensor) -> TensorDigest:
     return TensorDigest(tuple(tensor.shape), tuple(digest(part) for part in torch.split(flat, DIGEST_ELEMENTS)))
 
 
-def _fault(digests: list[list[TensorDigest]], tokens: set[tuple[int, int]]) -> str | None:
+def _fault(digests: list[list[TensorDigest]], tokens: set[tuple[int, int]], does: str) -> str | None:
     """Return what cannot be made whole, the same on all ranks of the sequence; None where all can."""
     counts = [len(each) for each in digests]
     if len(set(counts)) > 1:
-        return f"predict_step returns {counts} tensors on the {len(digests)} ranks of one sequence: it must return as many on each"
+        return _other_counts(counts, does)
     for index, parts in enumerate(zip(*digests, strict=True)):
         shapes = [part.shape for part in parts]
         if len(set(parts)) > 1 and any(shape[:2] not in tokens or shape[2:] != shapes[0][2:] for shape in shapes):
             described = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
             return (
-                f"predict_step returns as tensor {index} of {counts[0]} one of shape {described} that differs between the "
+                f"{does} as tensor {index} of {counts[0]} one of shape {described} that differs between the "
                 f"{len(digests)} ranks of one sequence: it was computed from each rank's part of the tokens, and only "
                 f"tensors of shape (rows, tokens, ...), here {' or '.join(map(str, sorted(tokens)))}, can be "
                 "gathered; make the tensor that has the tokens whole first, self.trainer.strategy.unshard(tensor), and compute from that"

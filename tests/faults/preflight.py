@@ -60,7 +60,7 @@ PREFLIGHT = (
     fault(
         "what a step keeps in attributes, not compared",
         "preflight/trial.py",
-        "                found.attributes(self.module)\n                found.metrics",
+        "                found.attributes(self.module, self.control_group)\n                found.metrics",
         "                found.metrics",
         "tests/preflight/test_training_numbers.py::test_what_a_step_keeps_of_a_shard_is_named_in_a_warning[2-{'ulysses_size': 2}]",
     ),
@@ -73,10 +73,24 @@ PREFLIGHT = (
     ),
     fault(
         "what an evaluation keeps in attributes, not compared",
-        "preflight/evaluation.py",
-        "        found.attributes(module)\n        found.metrics(module, None, world)\n",
+        "preflight/evaluation_runs.py",
+        "        found.attributes(module, world, evaluates=True)\n        found.metrics(module, None, world)\n",
         "        found.metrics(module, None, world)\n",
         "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
+    ),
+    fault(
+        "what an evaluation keeps for later, not made whole",
+        "strategy.py",
+        "        if kept is not None:\n",
+        "        if kept is None:\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[kept_for_the_end]",
+    ),
+    fault(
+        "a number that agrees by chance, taken for proof",
+        "preflight/evaluation.py",
+        "    if strict and not runner.context.global_view and (coarse",
+        "    if not strict and (coarse",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[accuracy_from_zero]",
     ),
     fault(
         "an evaluation's hook that changes the batch, not tried",

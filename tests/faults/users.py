@@ -206,7 +206,7 @@ USERS = (
     fault(
         "a trial that stays in the user's own objects",
         "step/isolation.py",
-        "        is_object = _is_object(value)\n",
+        "        is_object = is_object_of_user(value)\n",
         "        is_object = False\n",
         "tests/step/test_isolation.py::test_the_users_own_objects_are_put_back",
     ),
@@ -241,7 +241,7 @@ USERS = (
     ),
     fault(
         "a tower that nothing tells before the first training step",
-        "preflight/evaluation.py",
+        "preflight/evaluation_runs.py",
         "            runner.context.unsharded.set(*others)\n",
         "            pass\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[idefics_images]",

@@ -59,7 +59,8 @@ class Shown(Plain):
         logits, targets = self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten()
         loss, hit = F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).double()
         self.evaluator.losses.append(float(loss))
-        self.hits.append(hit)
+        if "gathered" in self.kinds:
+            self.hits.append(hit)
         if "kept" in self.kinds:
             self.of_rows.append((batch["shift_labels"] < 30).double().mean(1))
         if "masked" in self.kinds:

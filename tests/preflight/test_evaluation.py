@@ -77,14 +77,16 @@ def test_what_is_gathered_until_the_end_of_an_epoch_is_refused_where_it_is_monit
 
 def test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared(pools: Any):
     found, _ = pools(2).run(ranks.shown, 2, "validate", ("kept", "masked"), dict(ring_size=2))
-    (said,) = found["said"]
+    said, kept = found["said"]
     listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
     assert [each.partition(" =")[0] for each in listed] == [
         "masked_loss",
         "loss (returned)",
         "self.of_rows[0] of shape (2,) (attribute)",
+        "self.evaluator.losses[0] (attribute)",
     ]
     assert "What a step leaves in an attribute is this rank's own: a later step, or the end of the epoch" in said
+    assert "keeps other values in lists or dicts of the module than one device: rank 0: " in kept
 
 
 def test_a_metric_that_one_rank_alone_updates_is_left_out(pools: Any):

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from lightning_sp import comm
+from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
-from lightning_sp.step.isolation import MAX_VISITED, OF_THE_FRAMEWORK
+from lightning_sp.step.isolation import MAX_VISITED, OF_THE_FRAMEWORK, is_object_of_user
 
 # Behind a name, in messages.
 ATTRIBUTE = " (attribute)"
@@ -46,15 +49,25 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str, float]:
-    """Return what has changed since, each as one number: a tensor's norm, its shape in the name.
+def changed_attributes(
+    module: nn.Module, before: Mapping[str, Any], control_group: ProcessGroup | None, *, evaluates: bool
+) -> dict[str, float]:
+    """Return what has changed since, each as one number: a tensor's norm, its shape in the name. Every rank must call it.
 
     Args:
         module: the same.
         before: of `attributes_of`.
+        control_group: the world, on a backend for host objects: a tensor of the global view that some ranks do not have is left out.
+        evaluates: a tensor of the LightningModule is named without its shape, and so compared where that is a part's: a hook at the
+            epoch's end may read it. What layers keep of their tokens is their own.
     """
     found = {}
-    for name, value in chain(_attributes(module), _entries(module)):
+    now_there = dict(chain(_attributes(module), _entries(module)))
+    shown = {name for name, value in now_there.items() if isinstance(value, GlobalTensor)}
+    of_all = set.intersection(*comm.gather_objects(shown, control_group))
+    for name, value in now_there.items():
+        if isinstance(value, GlobalTensor) and name not in of_all:
+            continue  # its norm is all ranks' work
         old = before.get(name)
         if isinstance(old, _TensorVersion):
             now = _without_copy(value)
@@ -63,7 +76,8 @@ def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str
             old = None
         if isinstance(value, Tensor):
             if not isinstance(old, Tensor) or value.shape != old.shape or not torch.equal(value, old):
-                shape = f" of shape {tuple(value.shape)}" if value.dim() else ""
+                for_hooks = evaluates and name.count(".") == 1 and "[" not in name
+                shape = f" of shape {tuple(value.shape)}" if value.dim() and not for_hooks else ""
                 found[f"{name}{shape}{ATTRIBUTE}"] = (
                     float(value.detach().double().norm()) if value.numel() != 1 else float(value.detach())
                 )
@@ -99,6 +113,8 @@ def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(each).items():
             if name not in OF_THE_FRAMEWORK and name != "_buffers":
                 yield f"{prefix}.{name}", value
+                if not isinstance(value, (Metric, nn.Module)) and is_object_of_user(value):
+                    yield from ((f"{prefix}.{name}.{n}", v) for n, v in vars(value).items())
 
 
 def _is_number(value: Any) -> bool:

@@ -28,10 +28,12 @@ class Number:
     Args:
         value: of the step on this rank.
         reduced: over the ranks by which function when it is shown: "mean", "sum", "min" or "max"; empty where each rank shows its own.
+        logged: whether the step has made it of its tensors and logged it.
     """
 
     value: float
     reduced: str = ""
+    logged: bool = False
 
 
 class StepNumbers:
@@ -70,9 +72,15 @@ class StepNumbers:
             if isinstance(value, Tensor) and value.numel() == 1 and str(name) not in self.numbers:
                 self.numbers[f"{name} (returned)"] = Number(_plain(value))
 
-    def attributes(self, module: nn.Module) -> None:
-        """Take what the step has left in attributes of the user's modules."""
-        changed = changed_attributes(module, self._attributes)
+    def attributes(self, module: nn.Module, control_group: ProcessGroup | None, *, evaluates: bool = False) -> None:
+        """Take what the step has left in attributes of the user's modules. Every rank must call it.
+
+        Args:
+            module: that holds them.
+            control_group: the world, on a backend for host objects.
+            evaluates: whether the step is none of training.
+        """
+        changed = changed_attributes(module, self._attributes, control_group, evaluates=evaluates)
         self.numbers |= {name: Number(value) for name, value in changed.items()}
 
     def metrics(self, module: nn.Module, group: ProcessGroup | None, control_group: ProcessGroup | None) -> None:
@@ -108,7 +116,7 @@ class StepNumbers:
             # Whoever names the ranks has decided which of them add up.
             decided = options.get("sync_dist") and options.get("sync_dist_group") not in (None, dist.group.WORLD)
             if not decided and (not isinstance(value, Tensor) or value.numel() == 1):
-                self.numbers[name] = Number(_plain(value), {"avg": "mean"}.get(by, by))
+                self.numbers[name] = Number(_plain(value), {"avg": "mean"}.get(by, by), logged=True)
                 if options.get("batch_size") is not None and not options.get("sync_dist"):
                     self.numbers[name + WEIGHT] = Number(_plain(options["batch_size"]))
 

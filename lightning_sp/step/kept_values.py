@@ -1,0 +1,99 @@
+"""What a step leaves in lists and dicts of the LightningModule for a hook at the epoch's end: found, and made whole as predictions are.
+
+    self.outputs.append((logits.argmax(-1), batch["labels"]))      in validation_step; read in on_validation_epoch_end
+
+An attribute that is one tensor is no such place: a cache of the step's own is one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_sp.step.isolation import OF_THE_FRAMEWORK
+
+# Lists and dicts within one are looked into where it holds no more: one for each loader, or for each kind of output.
+MAX_NESTED = 100
+
+
+class _Place(NamedTuple):
+    """Where a value is kept."""
+
+    container: Any
+    key: Any
+
+
+class KeptValues:
+    """Lists and dicts in attributes of a module as they were; a class because a step comes between.
+
+    Args:
+        module: the user's LightningModule. What its layers hold is their own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._held = list(_containers(module))  # while they are held, no other object has their number
+        self._before = {id(each): _content(each) for each in self._held}
+
+    def new(self) -> list[Any]:
+        """Return what has been added since, in the order of the attributes."""
+        return [place.container[place.key] for place in self._places()]
+
+    def replace(self, change: Callable[[list[Any]], list[Any]]) -> None:
+        """Put other values in the places of those that were added.
+
+        Args:
+            change: gives one for each.
+        """
+        places = self._places()
+        for place, value in zip(places, change(self.new()), strict=True):
+            place.container[place.key] = value
+
+    def _places(self) -> list[_Place]:
+        attributes = vars(self._module)
+        own = [
+            n for n, value in _own_attributes(self._module) if id(value) not in self._before and _is_container(value)
+        ]
+        places = [_Place(attributes, name) for name in own]
+        for each in _containers(self._module):
+            if id(each) in self._before:
+                places += _added(each, self._before[id(each)])
+        return places
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((n, value) for n, value in vars(module).items() if n not in OF_THE_FRAMEWORK and n != "_buffers")
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, deque, dict))
+
+
+def _containers(module: nn.Module) -> Iterator[Any]:
+    """Yield the lists and dicts that attributes hold, and those that they hold, each once."""
+    waiting = [value for _, value in _own_attributes(module)]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop(0)
+        if not _is_container(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if len(value) <= MAX_NESTED:
+            waiting += value.values() if isinstance(value, dict) else value
+
+
+def _content(container: Any) -> Any:
+    """Return what tells later what was added: a dict's entries, a list's length."""
+    return dict(container) if isinstance(container, dict) else len(container)
+
+
+def _added(container: Any, before: Any) -> Iterator[_Place]:
+    """Yield the places of values that were not there. A list that is shorter than it was has none that are known."""
+    if isinstance(container, dict):
+        yield from (_Place(container, k) for k, v in container.items() if k not in before or before[k] is not v)
+    else:
+        yield from (_Place(container, index) for index in range(before, len(container)))

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.resident import peak_growth
+from benchmarks.resident import map_tensors, peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, step_bytes
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, peak_bytes
 from lightning_sp.parallelize.model_bytes import model_bytes
 from lightning_sp.testing import RankPool
 
@@ -43,7 +43,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Measured(pl.LightningModule):
-    """Steps of one policy after the other; notes the peak above what is resident before a step, and the seconds."""
+    """Steps of one policy after the other; notes the peak above what is resident before a step but for gradients, and the seconds."""
 
     def __init__(self, model: LlamaConfig, policies: tuple[str, ...]) -> None:
         super().__init__()
@@ -52,6 +52,7 @@ class Measured(pl.LightningModule):
         self.seconds: dict[str, list[float]] = {policy: [] for policy in policies}
         self.predicted: dict[str, int] = {}
         self.growth: Any = None
+        self.gradients = 0
 
     def configure_model(self) -> None:
         self.model = Llama(self.config)
@@ -65,6 +66,9 @@ class Measured(pl.LightningModule):
 
     def on_train_batch_start(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         checkpoints = block_checkpoints(self)
+        # Those of the step before are freed within this one: they are in what is resident before it, and no prediction's base.
+        there: list[Any] = [each.grad for each in self.parameters() if each.grad is not None]
+        self.gradients = sum(each.to_local().nbytes for each in there)
         if batch_idx == 1:  # the first step was measured, and has made the optimizer's state
             step = checkpoints.activations.step
             assert step is not None
@@ -72,7 +76,7 @@ class Measured(pl.LightningModule):
             model = model_bytes(self, checkpoints.blocks, optimizers, torch.device("cpu"))
             tokens = batch["input_ids"].shape[1]
             for policy in self.policies:
-                self.predicted[policy] = model.fixed - model.base + step_bytes(policy, step, tokens)
+                self.predicted[policy] = peak_bytes(policy, step, model, tokens) - model.base
         if batch_idx:
             checkpoints.use(self.policies[batch_idx % len(self.policies)])
             self._block = peak_growth()
@@ -83,13 +87,13 @@ class Measured(pl.LightningModule):
             policy = self.policies[batch_idx % len(self.policies)]
             self.seconds[policy].append(time.process_time() - self.begin)
             self._block.__exit__(None, None, None)
-            self.peaks[policy].append(self.growth.peak_bytes)
+            self.peaks[policy].append(self.growth.peak_bytes + self.gradients)
 
 
 def measure(
     degrees: dict[str, int], tokens: int, rounds: int, config: LlamaConfig, precision: Any = "32-true"
 ) -> dict[str, tuple[int, int, float]]:
-    """Return of each policy the predicted and the measured peak above what is resident before a step, in bytes, and CPU seconds of a step.
+    """Return of each policy the predicted and the measured peak above what is resident but for gradients, in bytes, and CPU seconds of a step.
 
     Args:
         degrees: options of the strategy.
@@ -98,6 +102,7 @@ def measure(
         config: of the Llama.
         precision: of the Trainer.
     """
+    map_tensors()
     world = int(os.environ["WORLD_SIZE"])
     module = Measured(config, CANDIDATES)
     strategy = SequenceParallelStrategy(

@@ -22,7 +22,7 @@ from lightning_sp.callbacks import AttentionShape
 from lightning_sp.callbacks.flops import model_flops, num_matrix_parameters, peak_flops
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_prediction import GIB, step_bytes
+from lightning_sp.parallelize.memory_prediction import GIB, peak_bytes
 from lightning_sp.parallelize.model_bytes import model_bytes
 
 _LLAMA_8B = dict(dim=4096, num_heads=32, num_kv_heads=8, hidden_dim=14336, vocab_size=32_000, rope_theta=500_000.0)
@@ -80,7 +80,7 @@ class _Meter(pl.Callback):
         self.policy, step = checkpoints.policy, checkpoints.activations.step
         if index == _STEPS - 1 and step is not None:
             held = model_bytes(module, checkpoints.blocks, trainer.optimizers, trainer.strategy.root_device)
-            self.predicted = held.fixed + step_bytes(self.policy, step, batch["input_ids"].numel())
+            self.predicted = peak_bytes(self.policy, step, held, batch["input_ids"].numel())
         self.setting.wait()
         if self.setting.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

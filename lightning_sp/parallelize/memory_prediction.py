@@ -1,16 +1,17 @@
 """The peak of a rank's memory under each checkpoint policy, and the cheapest policy that a budget allows: pure functions of numbers.
 
-    peak(policy, s) = base + gradients + optimizer + gathered                 `ModelBytes.fixed`
-                      + casts of weights that blocks keep, and those outside + of the largest block that is computed again
-                             + gradients of the largest block's              `cast_bytes`
-                      + s x (sum of what blocks keep + twice the largest block that is computed again + the gradients of the largest block
-                             + what is outside of blocks) / s_0
+    peak(policy, s) = base + optimizer + gathered + the most of three moments           s tokens of a rank in a step
 
-A block that is computed again is there as it keeps it, and what it computes on the way. Casts are copies of weights in another dtype, those
-that autocast makes: their gradients are in it, too, and they are as large in a step of any length.
+    forward's end      gradients of the step before       + what blocks keep + what is outside of blocks
+    backward's begin   what blocks keep + outside of them + one block as it is computed again, its gradients
+    backward's end     this step's gradients              + one block as it is computed again, its gradients
 
-s tokens of a rank in a step, s_0 those of the step that was measured. All terms are taken as if they were there at once, so that what is left
-out (buffers of messages, kernels' workspaces, an allocator's gaps) has room.
+Each is a fixed number and one for each token. Casts are copies of weights in another dtype, those that autocast makes: their gradients are in
+it, too, and they are as large in a step of any length. Gradients of a block's activations are half of what it keeps: they come as what was
+saved goes. Of six kinds of blocks that were looked at the most was 0.37 (docs/log/memory.md).
+
+What is left out (buffers of messages, kernels' workspaces, an allocator's gaps) has room in that the largest blocks are taken for all, and all
+that FSDP has whole for each moment.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CANDIDATES = ("none", "every_4", "every_2", "selective", "full")
 GIB = 2**30
 # Of what is estimated and not measured: more than any block of the models that were measured.
 _ESTIMATE = 1.25
+# Of what a block keeps, gradients that its backward has at once beside it.
+_GRADIENTS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +74,9 @@ class ModelBytes:
     """What a rank holds whatever the step's length.
 
     Args:
-        base: resident before the step: shards, buffers, what is there of the optimizer.
-        gradients: this rank's shards of them, as far as they are not there.
-        optimizer: of its state, likewise.
+        base: resident before the step, but for gradients: shards, buffers, what is there of the optimizer.
+        gradients: this rank's shards of them.
+        optimizer: of its state, as far as it is not there.
         gathered: parameters and gradients that FSDP has whole at a time.
     """
 
@@ -82,10 +85,22 @@ class ModelBytes:
     optimizer: int
     gathered: int
 
-    @property
-    def fixed(self) -> int:
-        """All of it."""
-        return self.base + self.gradients + self.optimizer + self.gathered
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a rank holds at one moment of a step of any length, in bytes.
+
+    Args:
+        fixed: whatever the tokens.
+        per_token: for each token of the rank.
+    """
+
+    fixed: int
+    per_token: int
+
+    def at(self, tokens: int) -> int:
+        """Return all of it, in a step of some tokens of a rank."""
+        return self.fixed + self.per_token * tokens
 
 
 def of_each_block(policy: str, num_blocks: int) -> list[str]:
@@ -101,27 +116,48 @@ def _run_blocks(policy: str, step: StepBytes) -> list[tuple[BlockBytes, str]]:
 
 
 def bytes_per_token(policy: str, step: StepBytes) -> int:
-    """Return what each token of a rank adds to the peak of a step under a policy."""
+    """Return what each token of a rank adds under a policy when the backward begins."""
     pairs = _run_blocks(policy, step)
     kept = sum(block.under(how) for block, how in pairs)
-    again = 2 * max((block.kept for block, how in pairs if how != "none"), default=0)
-    gradients = max((block.kept for block, _ in pairs), default=0)
+    again = max((block.kept - block.under(how) for block, how in pairs), default=0)
+    gradients = _GRADIENTS * max((block.kept for block, _ in pairs), default=0)
     return math.ceil((kept + again + gradients + step.outside) / step.tokens)
 
 
 def cast_bytes(policy: str, step: StepBytes) -> int:
-    """Return what casts of weights add to the peak of a step under a policy, whatever its tokens."""
+    """Return what casts of weights add under a policy when the backward begins, whatever its tokens."""
     pairs = _run_blocks(policy, step)
-    kept = sum(block.casts for block, how in pairs if how == "none")
     again = max((block.casts for block, how in pairs if how != "none"), default=0)
     # The backward is in one block at a time, or outside of them.
     gradients = max((block.casts for block, _ in pairs), default=0)
-    return kept + step.outside_casts + again + max(gradients, step.outside_casts)
+    return _kept_casts(policy, step) + again + max(gradients, step.outside_casts)
+
+
+def _kept_casts(policy: str, step: StepBytes) -> int:
+    return sum(block.casts for block, how in _run_blocks(policy, step) if how == "none") + step.outside_casts
 
 
 def step_bytes(policy: str, step: StepBytes, tokens: int) -> int:
-    """Return what a step of some tokens of a rank adds to what the rank holds whatever the step's length, casts of weights included."""
+    """Return what the activations of a step of some tokens of a rank add to what it holds, casts of weights included."""
     return cast_bytes(policy, step) + tokens * bytes_per_token(policy, step)
+
+
+def moments(policy: str, step: StepBytes, model: ModelBytes) -> tuple[Moment, Moment, Moment]:
+    """Return what a rank holds under a policy at the forward's end, and at the backward's begin and end."""
+    stays = model.base + model.optimizer + model.gathered
+    pairs = _run_blocks(policy, step)
+    kept = sum(block.under(how) for block, how in pairs) + step.outside
+    one = max((block.kept for block, _ in pairs), default=0) * (1 + _GRADIENTS)
+    one_of_casts = 2 * max(max((block.casts for block, _ in pairs), default=0), step.outside_casts)
+    forward = Moment(fixed=stays + model.gradients + _kept_casts(policy, step), per_token=math.ceil(kept / step.tokens))
+    begin = Moment(fixed=stays + cast_bytes(policy, step), per_token=bytes_per_token(policy, step))
+    end = Moment(fixed=stays + model.gradients + one_of_casts, per_token=math.ceil(one / step.tokens))
+    return forward, begin, end
+
+
+def peak_bytes(policy: str, step: StepBytes, model: ModelBytes, tokens: int) -> int:
+    """Return the peak of a step of some tokens of a rank under a policy."""
+    return max(moment.at(tokens) for moment in moments(policy, step, model))
 
 
 def cheapest_policy(peaks: Sequence[int], budget: int) -> str | None:

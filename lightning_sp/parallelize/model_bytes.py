@@ -14,9 +14,10 @@ from lightning_sp.parallelize.memory_prediction import ModelBytes, StepBytes, es
 
 # What an optimizer keeps for each element of a parameter, by the name of its class; others are taken for Adam.
 _STATES = {"SGD": 1, "Adagrad": 1, "Adafactor": 1, "Lion": 1}
-# FSDP has a block's parameters while it runs, those of the next one already and as they arrived, its gradients whole, as they leave and as
-# those of the others arrive. Outside of blocks nothing is fetched ahead.
-_BLOCKS_AT_A_TIME, _OUTSIDE_AT_A_TIME = 6, 2
+# FSDP has a block's parameters while its backward runs, those of the next one already, its gradients whole, and as they leave, those of the
+# block behind it. When its own leave, its parameters are gone, and those of the other ranks arrive. That is four; a device is done with one
+# later than the host. Outside of blocks nothing is fetched ahead.
+_BLOCKS_AT_A_TIME, _OUTSIDE_AT_A_TIME = 5, 2
 
 
 def model_bytes(
@@ -35,13 +36,14 @@ def model_bytes(
         per_element = _STATES.get(type(getattr(optimizer, "optimizer", optimizer)).__name__, 2)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         state += per_element * sum(_local_bytes(each) for each in parameters if not optimizer.state.get(each))
-    of_blocks = [sum(map(_whole_bytes, block.parameters())) for block in blocks]
+    largest = max((sum(map(_whole_bytes, block.parameters())) for block in blocks), default=0)
     outside = sum(map(_whole_bytes, _outside(module, blocks)))
+    there = sum(_local_bytes(each.grad) for each in module.parameters() if each.grad is not None)
     return ModelBytes(
-        base=used_bytes(device),
-        gradients=sum(_local_bytes(each) for each in module.parameters() if each.requires_grad and each.grad is None),
+        base=max(0, used_bytes(device) - there),
+        gradients=sum(_local_bytes(each) for each in module.parameters() if each.requires_grad),
         optimizer=state,
-        gathered=_BLOCKS_AT_A_TIME * max(of_blocks, default=0) + _OUTSIDE_AT_A_TIME * outside,
+        gathered=_BLOCKS_AT_A_TIME * largest + _OUTSIDE_AT_A_TIME * outside,
     )
 
 

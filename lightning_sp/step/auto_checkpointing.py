@@ -18,7 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory_budget import budget_bytes
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, bytes_per_token, cast_bytes, cheapest_policy
+from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, Moment, cheapest_policy, moments
 from lightning_sp.parallelize.model_bytes import model_bytes, step_of_shapes
 from lightning_sp.step.runner import StepRunner
 
@@ -38,7 +38,7 @@ class AutoCheckpointing:
     ) -> None:
         """Choose a policy if the batch is longer than those before, on some rank. Every rank must call it.
 
-        Communicates: then one all_reduce of 96 bytes on the host.
+        Communicates: then one all_reduce of 256 bytes on the host.
 
         Raises:
             SequenceParallelError: the user's budget is smaller than every predicted peak.
@@ -55,18 +55,21 @@ class AutoCheckpointing:
         model = model_bytes(module, checkpoints.blocks, optimizers, device)
         step = measured or step_of_shapes(module, checkpoints.blocks)
         budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)
-        slopes = [bytes_per_token(policy, step) for policy in CANDIDATES]
-        fixed = [model.fixed + cast_bytes(policy, step) for policy in CANDIDATES]
-        numbers = torch.tensor([-budget, batch.local_tokens, *fixed, *slopes])
-        budget, tokens, *numbers_of_policies = comm.largest(numbers, runner.groups.world).tolist()
-        fixed, slopes = numbers_of_policies[: len(CANDIDATES)], numbers_of_policies[len(CANDIDATES) :]
-        budget, peaks = -budget, [base + slope * tokens for base, slope in zip(fixed, slopes, strict=True)]
+        own = [each for policy in CANDIDATES for each in moments(policy, step, model)]
+        numbers = [-budget, batch.local_tokens, *(number for each in own for number in (each.fixed, each.per_token))]
+        budget, tokens, *numbers = comm.largest(torch.tensor(numbers), runner.groups.world).tolist()
+        of_all = [Moment(fixed=a, per_token=b) for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+        num = len(of_all) // len(CANDIDATES)
+        policies = [of_all[first : first + num] for first in range(0, len(of_all), num)]
+        budget, peaks = -budget, [max(each.at(tokens) for each in policy) for policy in policies]
         policy = cheapest_policy(peaks, budget)
         if policy is None:
             self._nothing_fits(peaks, budget, tokens)
             policy = CANDIDATES[peaks.index(min(peaks))]
         chosen, before = CANDIDATES.index(policy), checkpoints.policy
-        self.most_tokens = max(tokens, (budget - fixed[chosen]) // max(1, slopes[chosen]))
+        self.most_tokens = max(
+            tokens, min((budget - each.fixed) // max(1, each.per_token) for each in policies[chosen])
+        )
         # Without a preflight this step is measured, and the next one is chosen for anew.
         self._waits = measured is None and policy == "none"
         checkpoints.use("auto" if self._waits else policy)

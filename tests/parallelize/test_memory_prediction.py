@@ -20,7 +20,9 @@ from lightning_sp.parallelize.memory_prediction import (
     cast_bytes,
     cheapest_policy,
     estimated_step,
+    moments,
     of_each_block,
+    peak_bytes,
     step_bytes,
 )
 from lightning_sp.testing import RankPool
@@ -41,18 +43,31 @@ def test_a_policy_says_how_each_block_recomputes_itself(policy, expected):
 
 
 def test_a_token_adds_what_blocks_keep_one_that_is_computed_again_its_gradients_and_the_rest():
-    # Of 10 tokens: eight blocks; or some of them by 200 each, and one of 1000, twice, at a time; or by their inputs. Then gradients
-    # of 1000, and 200.
-    blocks = [8000, 2 * 200 + 6000 + 2000, 4 * 200 + 4000 + 2000, 8 * 200 + 2000, 8 * 50 + 2000]
-    expected = [each + 1000 + 200 for each in blocks]
+    # Of 10 tokens: eight blocks; or some of them by 200 each, and one of 1000 at a time; or by their inputs. Then gradients of 500, and 200.
+    blocks = [8000, 2 * 200 + 6000 + 800, 4 * 200 + 4000 + 800, 8 * 200 + 800, 8 * 50 + 950]
+    expected = [each + 500 + 200 for each in blocks]
     assert [bytes_per_token(policy, STEP) for policy in CANDIDATES] == [each / 10 for each in expected]
 
 
 def test_blocks_that_did_not_run_and_those_of_other_sizes_count_as_they_are():
     step = StepBytes(tokens=1, blocks=(None, BLOCK, BlockBytes(kept=10, attention=1, inputs=2)), outside=0)
-    assert bytes_per_token("none", step) == 1010 + 1000
-    assert bytes_per_token("selective", step) == 203 + 2000 + 1000
-    assert bytes_per_token("every_2", step) == 1000 + 3 + 20 + 1000  # the last one alone is computed again
+    assert bytes_per_token("none", step) == 1010 + 500
+    assert bytes_per_token("selective", step) == 203 + 800 + 500
+    assert bytes_per_token("every_2", step) == 1000 + 3 + 7 + 500  # the last one alone is computed again
+
+
+def test_the_peak_is_the_most_of_the_forwards_end_and_the_backwards_begin_and_end():
+    block = BlockBytes(kept=1000, attention=150, inputs=50, casts=70)
+    step = StepBytes(tokens=10, blocks=(block,) * 8, outside=200, outside_casts=30)
+    for gradients in (0, 900, 9_000):
+        model = ModelBytes(base=10_000, gradients=gradients, optimizer=500, gathered=50)
+        for policy, kept in (("none", 8000), ("selective", 8 * 200), ("full", 8 * 50)):
+            casts = 8 * 70 if policy == "none" else 0
+            forward = 10_550 + gradients + casts + 30 + 20 * (kept + 200) // 10
+            begin = 10_550 + cast_bytes(policy, step) + 20 * bytes_per_token(policy, step)
+            end = 10_550 + gradients + 2 * 70 + 20 * 1500 // 10
+            assert [each.at(20) for each in moments(policy, step, model)] == [forward, begin, end]
+            assert peak_bytes(policy, step, model, 20) == max(forward, begin, end)
 
 
 def test_casts_are_kept_by_blocks_that_do_not_recompute_themselves_and_do_not_grow():
@@ -76,12 +91,14 @@ def test_gradients_of_casts_are_those_of_a_block_or_of_what_is_outside():
 
 @pytest.mark.parametrize(
     ("budget", "policy"),
-    [(10_000, "none"), (9_200, "none"), (9_199, "every_2"), (8_000, "every_2"), (7_999, "selective"), (4_799, "full"), (3_000, None)],
+    [
+        (10_000, "none"), (8_700, "none"), (8_699, "every_4"), (7_900, "every_4"), (7_899, "every_2"), (6_300, "every_2"), (6_299, "selective"),
+        (3_100, "selective"), (3_099, "full"), (2_050, "full"), (2_049, None),
+    ],
 )  # fmt: skip
 def test_the_cheapest_policy_that_fits_is_chosen(budget, policy):
-    # Of eight blocks a fourth saves less than the one costs that is there twice.
     model = ModelBytes(base=0, gradients=0, optimizer=0, gathered=0)
-    peaks = [model.fixed + 10 * bytes_per_token(each, STEP) for each in CANDIDATES]
+    peaks = [peak_bytes(each, STEP, model, 10) for each in CANDIDATES]
     assert cheapest_policy(peaks, budget) == policy
 
 

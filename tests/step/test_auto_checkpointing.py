@@ -56,8 +56,8 @@ def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
         assert of_crop == pytest.approx(of_step, rel=0.03)
         none, *_, selective, full = of_step
         assert none > selective > full
-        # Eight blocks and the gradients of one.
-        assert none == pytest.approx(9 * 16.6 * 1024, rel=0.15)
+        # Eight blocks and half of one for its gradients.
+        assert none == pytest.approx(8.5 * 16.6 * 1024, rel=0.15)
 
 
 def test_under_autocast_a_crop_leaves_what_a_step_does_and_casts_of_weights_once(pools):
@@ -88,7 +88,7 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
     assert len(messages) == 1
     (message,) = messages
     found = re.fullmatch(
-        r"128 tokens of a rank are predicted to need (.*) GiB at least, with activation_checkpointing='full', of a budget of (.*)",
+        r"128 tokens of a rank are predicted to need (.*) GiB at least, with activation_checkpointing='\w+', of a budget of (.*)",
         message,
     )
     assert found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_sp.autocast_weight import AutocastWeight
 from lightning_sp.context.step import SequenceContext
@@ -75,6 +76,7 @@ class DeferredHeads(AbstractContextManager[None]):
             and context.defers_logits
             and not torch.compiler.is_compiling()
             and type(hidden) is Tensor
+            and not is_parametrized(head)  # each look at its weight computes that anew, and spectral_norm moves on
             and type(head.weight) in (Tensor, nn.Parameter, AutocastWeight)
             and hidden.ndim > 1
             and hidden.shape[-1] == head.in_features

@@ -45,13 +45,23 @@ def check_parameters(root: nn.Module) -> None:
             raise SequenceParallelError(
                 f"{user_name(name)} is a single number of shape (): FSDP2 splits along the first dim, and it has none; make it one of shape (1,)"
             )
+    _check_embeddings(root)
+    check_hooks(root, "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _check_embeddings(root: nn.Module) -> None:
     for name, module in root.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.sparse:
+            raise SequenceParallelError(
+                f"{user_name(name)} has sparse=True: FSDP2 splits and adds up dense gradients alone; leave sparse out, and SparseAdam with it"
+            )
+        if module.max_norm is not None:
             raise SequenceParallelError(
                 f"{user_name(name)} has max_norm={module.max_norm}: its forward scales the rows of its tokens down, each rank those of its own "
                 "tokens, in a copy that FSDP2 frees; scale the weight in on_train_batch_start, or leave max_norm out"
             )
-    check_hooks(root, "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager

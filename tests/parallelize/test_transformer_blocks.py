@@ -87,6 +87,10 @@ def test_hooks_of_shards_are_refused_where_they_would_not_be_one_devices():
 def test_embeddings_that_scale_their_own_rows_are_refused(kind):
     with pytest.raises(SequenceParallelError, match=r"^0 has max_norm=1\.0: its forward scales the rows"):
         check_parameters(nn.Sequential(kind(4, 2, max_norm=1.0)))
+    with pytest.raises(
+        SequenceParallelError, match=r"^0 has sparse=True: FSDP2 splits and adds up dense gradients alone"
+    ):
+        check_parameters(nn.Sequential(kind(4, 2, sparse=True)))
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -114,6 +114,7 @@ class SequenceContext:
         self._of_other_view: tuple[bool | None, bool, tuple[AttentionPattern, ...]] = (None, False, ())
         # Whether output heads may give logits that are made when they are read.
         self.defers_logits = True
+        self.trial_seed: int | None = None
 
     def show(self, *, whole: bool) -> None:
         """Show steps whole sequences, or this rank's part. What was learned of a model in one view is no matter of the other."""
@@ -233,6 +234,15 @@ class SequenceContext:
             yield
         finally:
             self._record = None
+
+    @contextmanager
+    def drawn_from(self, seed: int) -> Iterator[None]:
+        """Draw in the global view what one device draws from a seed: a trial is compared with it."""
+        self.trial_seed = seed
+        try:
+            yield
+        finally:
+            self.trial_seed = None
 
     @contextmanager
     def logits_made_at_once(self) -> Iterator[None]:

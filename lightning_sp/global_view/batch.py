@@ -25,6 +25,7 @@ def global_batch(
     note_reduction: Callable[[], None],
     agree: Callable[[str | None], None],
     own_draws: Callable[[], AbstractContextManager[None]],
+    draws_whole: bool = False,
 ) -> Any:
     """Return a batch whose tensors of the sequence show the whole.
 
@@ -37,6 +38,7 @@ def global_batch(
         note_reduction: likewise.
         agree: likewise.
         own_draws: likewise.
+        draws_whole: likewise.
     """
     placements: dict[str, Placement] = {}
     for each in info.sequences:
@@ -51,6 +53,7 @@ def global_batch(
             sequence=each,
             agree=agree,
             own_draws=own_draws,
+            draws_whole=draws_whole,
         )
         placements |= {name: Placement(storage=storage, dim=dim, length=each.length) for name, dim in each.dims.items()}
     if isinstance(batch, Tensor):

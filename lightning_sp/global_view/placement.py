@@ -41,6 +41,8 @@ class Storage:
         sequence: what is known of the whole.
         plans: of the moves of tokens that the step has made.
         own_draws: while it is entered this rank draws numbers of its own; else the ranks of a sequence draw alike.
+        draws_whole: random numbers of the sequence's shape are drawn whole, alike on all its ranks, of which each takes its part: a trial's,
+            which is compared with one device's from the same seed.
         agree: raises an error that a rank has on all ranks of the step; every rank must call it.
         places: the positions of each rank's tokens, where they are not those of the layout; on the CPU, (ranks, s).
         block: tokens of the batch's sequence that each of this one's stands for; 0 where they are not blocks.
@@ -57,6 +59,7 @@ class Storage:
     sequence: SequenceInfo
     agree: Callable[[str | None], None]
     own_draws: Callable[[], AbstractContextManager[None]]
+    draws_whole: bool = False
     places: Tensor | None = None
     block: int = 0
     root: Storage | None = None

@@ -62,7 +62,12 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
     with _eager():
         whole = _run_whole(trial)
         _refuse_writes(counts, write_counts(trial.module))
-        if trial.context.mesh.layout.size > 1:
+        if trial.context.global_view and trial.context.mesh.layout.size > 1:
+            if trial.context.mesh.data_parallel_size > 1 and random_step(trial, whole) is not None:
+                # Each group draws for its own rows.
+                trial = trial_of_groups(trial, *trial.of_group)
+                whole = _run_whole(trial)
+        elif trial.context.mesh.layout.size > 1:
             check_random_draws(trial, whole)
         elif told := random_step(trial, whole):
             _say_as_with_ddp(told)

@@ -153,6 +153,7 @@ class Trial:
                 together(),
                 isolated(self.module, self.device),
                 gathered(self.module, self.own.uneven_entries),
+                self.context.drawn_from(SEED),
                 recorded_numbers(self.module) as found,
             ):
                 with self._named():

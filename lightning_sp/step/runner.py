@@ -84,6 +84,7 @@ class StepRunner:
         return global_batch(
             batch, info, rank=mesh.sequence_rank, group=mesh.sequence_group, attend=WholeAttention(self.context),
             note_reduction=self._note_reduction, agree=self._agree, own_draws=self._own_draws,
+            draws_whole=self.context.trial_seed is not None,
         )  # fmt: skip
 
     def _note_reduction(self) -> None:
@@ -273,7 +274,8 @@ class StepRunner:
             self._run_whole(batch)
         elif self.context.global_view and batch.layout.size > 1:
             self._of_whole_rows.close()
-            self._of_whole_rows.enter_context(streams_from(batch.seed, self.device))
+            seed = batch.seed if self.context.trial_seed is None else self.context.trial_seed
+            self._of_whole_rows.enter_context(streams_from(seed, self.device))
         return step
 
     def _run_whole(self, batch: SequenceInfo) -> None:

@@ -81,6 +81,8 @@ def pointwise(call: Call) -> Any:
     if found is NO_RULE:
         return NO_RULE
     local, placement = found
+    if call.name in RANDOM and placement.storage.draws_whole:
+        return _drawn_whole(call, placement, written)
     # Of the whole tensors that a step draws every rank needs the same numbers; of tokens that each has for itself, its own.
     with placement.storage.own_draws() if call.name in RANDOM else nullcontext():
         result = local.on_locals()
@@ -89,6 +91,13 @@ def pointwise(call: Call) -> Any:
     if written is not None:
         return written.renew(result if isinstance(result, Tensor) else written.local)
     return placed(result, placement)
+
+
+def _drawn_whole(call: Call, placement: Placement, written: Any) -> Any:
+    """Draw as one device does, and take this rank's part."""
+    whole = call.changed(lambda each: each.whole() if is_sequence(each) else each)
+    part = part_of(whole, placement)
+    return placed(part, placement) if written is None else written.renew(written.local.copy_(part))
 
 
 def _has_single_token(call: Call, written: Any) -> bool:

@@ -175,7 +175,8 @@ GLOBAL_VIEW = (
     fault(
         "whole numbers that each rank draws for itself",
         "step/runner.py",
-        "            self._of_whole_rows.enter_context(streams_from(batch.seed, self.device))\n",
+        "            seed = batch.seed if self.context.trial_seed is None else self.context.trial_seed\n            self._of_whole_rows"
+        ".enter_context(streams_from(seed, self.device))\n",
         "            pass\n",
         f"{TRAINING}::test_whole_numbers_are_drawn_alike_and_those_of_tokens_are_not",
     ),

@@ -76,7 +76,7 @@ class LossCheck:
         self.finish(mesh, group)
         self._last = None
         loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
-        if mesh.layout.size == 1 or not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not mesh.splits_samples or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         # Numbers that were computed on each rank from equal ones may be rounded otherwise.
         exact = self._first and not step.num_reductions
@@ -110,7 +110,7 @@ class LossCheck:
         Raises:
             SequenceParallelError: they differ between ranks that share a sequence.
         """
-        if mesh.layout.size == 1 or not step.row_losses:
+        if not mesh.splits_samples or not step.row_losses:
             return
         first = step.row_losses[0]
         tolerance = _ROUNDINGS * torch.finfo(first.dtype).eps
@@ -183,5 +183,5 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
 
 def _grouped(every: list[list[float]], index: int, mesh: SequenceMesh) -> list[Any]:
     """Return one of the compared numbers of all ranks, those of a sequence together."""
-    numbers, size = [values[index] for values in every], mesh.layout.size
+    numbers, size = [values[index] for values in every], mesh.layout.size * mesh.tensor_parallel_size
     return [numbers[first : first + size] for first in range(0, len(numbers), size)] if len(numbers) > size else numbers

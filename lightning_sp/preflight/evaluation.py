@@ -99,7 +99,7 @@ def compare_evaluation(
                 wanted=None if config.preflight_tokens == "auto" else config.preflight_tokens,
                 hand_sharded=not config.shard_batch or is_sharded(batch),
                 data_parallel_rank=mesh.data_parallel_rank,
-                sequence_rank=mesh.sequence_rank,
+                sample_rank=mesh.sample_rank,
                 sequence_group=runner.groups.sequence,
                 control_group=runner.groups.world,
             )
@@ -173,7 +173,7 @@ def _of_whole(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions
             output = run(part.batch, part.info)
             found.returned(output)
             found.attributes(module)
-            found.metrics(module, mesh.data_group, world)
+            found.metrics(module, mesh.data_group, world, mesh.token_group)
             kept = leaves(output) if predicts else []
         runner.end_without_backward()
         return found.numbers, kept
@@ -198,7 +198,7 @@ def _of_part(
         output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
         found.attributes(module)
-        found.metrics(module, None, world)
+        found.metrics(module, None, world, mesh.token_group)
         shown = [] if whole_output is None else leaves(whole_output(output))
     in_16_bits = has_16_bit_weights(module)
     tolerance = TOLERANCES[torch.bfloat16 if in_16_bits else torch.float32]

@@ -62,7 +62,7 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
     with _eager():
         whole = _run_whole(trial)
         _refuse_writes(counts, write_counts(trial.module))
-        if trial.context.mesh.layout.size > 1:
+        if trial.context.mesh.splits_samples:
             check_random_draws(trial, whole)
         elif told := random_step(trial, whole):
             _say_as_with_ddp(told)
@@ -159,7 +159,7 @@ def _judged(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> A
                 try:
                     check_repeats(trial, whole)
                 except SequenceParallelError as error:
-                    if trial.context.mesh.layout.size == 1:
+                    if not trial.context.mesh.splits_samples:
                         _say_as_with_ddp(str(error))
                         return None
                     raise

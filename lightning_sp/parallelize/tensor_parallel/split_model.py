@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,9 @@ from lightning_sp.parallelize.tensor_parallel.parameters import check_divides, s
 from lightning_sp.parallelize.tensor_parallel.plan import SplitLayer, split_layers
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.quantized_weights import quantized_parameters
+
+# torch's logger that says, of each mesh once, that to make a tensor of two axes whole takes a message on each. So it is meant.
+_REDISTRIBUTION = "torch.distributed.tensor._redistribute"
 
 
 def check_split(root: nn.Module, given: Mapping[str, str] | None, size: int, heads: Mapping[str, int]) -> bool:
@@ -73,6 +77,7 @@ def split_model(root: nn.Module, given: Mapping[str, str] | None, axis: DeviceMe
         dims.update({(layer.module, name): dim for name, dim in of_layer.of.items()})
         split_forward(layer.module, layer.style, of_layer, state, user_name(layer.inside))
     split_parameters(root, axis, dims)
+    logging.getLogger(_REDISTRIBUTION).addFilter(_is_no_advice)
     remember(root, state)
     rank_zero_info(
         f"sequence_parallel: {len(leaves)} layers are split over {axis.size()} ranks; embeddings and heads are whole on each"
@@ -82,6 +87,10 @@ def split_model(root: nn.Module, given: Mapping[str, str] | None, axis: DeviceMe
             f"tensor parallelism: of the model's plan {len(found.whole)} entries are not carried, or stand beside such: {shown(found.whole)}. "
             "These layers are whole on every rank: exact, without a gain in memory or time"
         )
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("While redistributing from")
 
 
 def _leaves(layers: tuple[SplitLayer, ...]) -> list[SplitLayer]:

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_sp.testing import max_error
 from tests.parallelize.tensor_parallel import tensor_parallel_ranks
+from tests.trainer import optimizer_ranks
 
 TENSOR = {"tensor_parallel_size": 2}
 # Uneven targets, accumulation with a short last window, clipping.
@@ -87,3 +88,13 @@ def test_models_of_other_forms(pools: Any, name: str) -> None:
     """Biases, a shared table, norms of each head, layers that gather, LoRA."""
     [found] = hold(pools, name, [TENSOR])
     assert found["split"]
+
+
+def test_an_optimizer_that_looks_at_its_part_alone_steps_whole_weights(pools: Any) -> None:
+    """Of copies on each rank a norm of the part is right: it is tried on parts, too."""
+    options: dict[str, Any] = dict(name="norm of shards", max_epochs=1)
+    [whole] = pools(1).run(optimizer_ranks.fits, [dict(world=1, strategy={}, **options)])[0]
+    [split] = pools(2).run(optimizer_ranks.fits, [dict(world=2, strategy=TENSOR, **options)])[0]
+    assert "NormOfShards cannot step sharded weights" in split["said"][0]
+    for name, weight in whole["weights"].items():
+        assert max_error(split["weights"][name], weight) < 1e-10, name

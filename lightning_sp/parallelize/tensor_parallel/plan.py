@@ -112,7 +112,9 @@ def split_layers(root: nn.Module, given: Mapping[str, str] | None) -> SplitLayer
             f"are not carried ({shown([f'{name}: {plan[name]}' for name in whole])}), or stand beside such; give a tensor_parallel_plan of "
             f"{', '.join(TENSOR_PARALLEL_STYLES)}, or use sequence_parallel_size alone"
         )
-    return SplitLayers(ordered, tuple(f"{each} ({plan[each]})" for each in whole))
+    # A model inside of one that has a plan says the same, by shorter names.
+    said = [each for each in whole if not any(other.endswith(f".{each}") for other in whole)]
+    return SplitLayers(ordered, tuple(f"{each} ({plan[each]})" for each in said))
 
 
 def _own_plan(root: nn.Module) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from functools import partial
 from typing import Any, ClassVar
 
@@ -101,6 +102,7 @@ MODELS = {
     "olmo2": partial(HuggingFace, "olmo2"),
     "qwen2": partial(HuggingFace, "qwen2"),
     "phi3": partial(HuggingFace, "phi3"),
+    "mixtral": partial(HuggingFace, "mixtral", num_local_experts=2, experts_implementation="eager"),
     "lora": partial(HuggingFace, "llama", lora={}),
     "lora dropout": partial(HuggingFace, "llama", lora={"lora_dropout": 0.5}),
     "dora": partial(HuggingFace, "llama", lora={"use_dora": True}),
@@ -151,7 +153,10 @@ def fit(
     module, strategy = Noted(name), strategy or {}
     trainer = quiet_trainer(world, strategy=strategy, **{"max_epochs": 1, **options})
     micro = rows // strategy.get("data_parallel_size", 1)
-    trainer.fit(module, DataLoader(TokenDataset(12), batch_size=micro), ckpt_path=resume or None, weights_only=True)
+    data = DataLoader(TokenDataset(12), batch_size=micro)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data, ckpt_path=resume or None, weights_only=True)
     if save:
         trainer.save_checkpoint(save)
     split = [
@@ -165,6 +170,7 @@ def fit(
         "grads": module.raw_grads,
         "weights": {each: _full(parameter.detach()).clone() for each, parameter in module.named_parameters()},
         "split": split,
+        "warned": [str(each.message) for each in caught],
         "mesh": trainer.strategy.sequence_mesh.describe(),
     }
 

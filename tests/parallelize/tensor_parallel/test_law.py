@@ -90,6 +90,14 @@ def test_models_of_other_forms(pools: Any, name: str) -> None:
     assert found["split"]
 
 
+@pytest.mark.slow
+def test_layers_of_other_styles_are_whole_with_a_warning(pools: Any) -> None:
+    [found] = hold(pools, "mixtral", [TENSOR])
+    assert {each.split(".")[-2] for each in found["split"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    [said] = [each for each in found["warned"] if "tensor parallelism" in each]
+    assert "of the model's plan 3 entries are not carried, or stand beside such: model.layers.*.mlp.experts" in said
+
+
 def test_an_optimizer_that_looks_at_its_part_alone_steps_whole_weights(pools: Any) -> None:
     """Of copies on each rank a norm of the part is right: it is tried on parts, too."""
     options: dict[str, Any] = dict(name="norm of shards", max_epochs=1)

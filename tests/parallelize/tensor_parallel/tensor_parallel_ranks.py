@@ -116,8 +116,13 @@ MODELS = {
 class Noted(Plain):
     """Notes what a fit made of the parameters."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, adds_rank: bool = False) -> None:
         super().__init__(MODELS[name])
+        self.adds_rank = adds_rank
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + dist.get_rank() if self.adds_rank else loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.lr)
@@ -136,6 +141,7 @@ def fit(
     save: str = "",
     resume: str = "",
     rows: int = 4,
+    adds_rank: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit a model; return losses, raw gradients, weights, and which parameters are split over ranks.
@@ -147,10 +153,11 @@ def fit(
         save: path of a checkpoint at the end.
         resume: path of one to begin with.
         rows: of each optimizer step's micro-batches.
+        adds_rank: to each loss.
         options: of the Trainer.
     """
     torch.manual_seed(3)
-    module, strategy = Noted(name), strategy or {}
+    module, strategy = Noted(name, adds_rank), strategy or {}
     trainer = quiet_trainer(world, strategy=strategy, **{"max_epochs": 1, **options})
     micro = rows // strategy.get("data_parallel_size", 1)
     data = DataLoader(TokenDataset(12), batch_size=micro)

@@ -65,6 +65,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         dict(name="llama", strategy={"tensor_parallel_plan": {"layers.*.feed_forward.down": "rowwise"}}),
         ("fails on shards",),
     ),
+    "a loss of its own": (
+        dict(name="llama", adds_rank=True, strategy={"preflight": False}),
+        ("training_step's loss differs between ranks that split weights: [", "its number, its clock or its own random numbers"),
+    ),
     "lora dropout": (
         dict(name="lora dropout"),
         ("o_proj has lora_dropout=0.5 on inputs of which each rank has a part",),

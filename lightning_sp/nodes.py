@@ -18,18 +18,42 @@ from dataclasses import dataclass
 Blocks = tuple[tuple[int, ...], ...]  # a partition of the world into groups of ranks
 
 
-def ulysses_blocks(world_size: int, ulysses_size: int) -> Blocks:
-    """Return the groups that exchange heads: neighbours."""
-    return tuple(tuple(range(first, first + ulysses_size)) for first in range(0, world_size, ulysses_size))
+def ulysses_blocks(world_size: int, ulysses_size: int, tensor_parallel_size: int = 1) -> Blocks:
+    """Return the groups that exchange heads: neighbours, but for the ranks that split their weights."""
+    return _spread(_blocks(world_size // tensor_parallel_size, ulysses_size), tensor_parallel_size)
 
 
-def ring_blocks(world_size: int, sequence_parallel_size: int, ulysses_size: int) -> Blocks:
+def ring_blocks(
+    world_size: int, sequence_parallel_size: int, ulysses_size: int, tensor_parallel_size: int = 1
+) -> Blocks:
     """Return the groups that pass keys and values on: one rank of each Ulysses group of a sequence."""
-    return tuple(
+    rings = tuple(
         tuple(range(first + ulysses_rank, first + sequence_parallel_size, ulysses_size))
-        for first in range(0, world_size, sequence_parallel_size)
+        for first in range(0, world_size // tensor_parallel_size, sequence_parallel_size)
         for ulysses_rank in range(ulysses_size)
     )
+    return _spread(rings, tensor_parallel_size)
+
+
+def sample_blocks(world_size: int, sequence_parallel_size: int, tensor_parallel_size: int = 1) -> Blocks:
+    """Return the groups that read the same samples: the ranks of a sequence, with those that split the weights of each."""
+    return _blocks(world_size, sequence_parallel_size * tensor_parallel_size)
+
+
+def token_blocks(world_size: int, tensor_parallel_size: int) -> Blocks:
+    """Return the groups that hold each token of the global batch once: the ranks with the same part of every split weight."""
+    return _spread(
+        _blocks(world_size // tensor_parallel_size, world_size // tensor_parallel_size), tensor_parallel_size
+    )
+
+
+def _blocks(world_size: int, size: int) -> Blocks:
+    return tuple(tuple(range(first, first + size)) for first in range(0, world_size, size))
+
+
+def _spread(blocks: Blocks, stride: int) -> Blocks:
+    """Put `stride` ranks in the place of each one, and return the blocks of the first ones, the second ones, ..."""
+    return tuple(tuple(rank * stride + offset for rank in block) for block in blocks for offset in range(stride))
 
 
 def ranks_per_node(world_size: int, *, num_nodes: int, environment: Mapping[str, str]) -> int:
@@ -65,6 +89,7 @@ class Placement:
         ranks_per_node: neighbours that share a node; divides the world.
         num_heads: H, query heads.
         num_kv_heads: K, key-value heads.
+        tensor_parallel_size: neighbours that have the same tokens, and H and K of the heads each.
     """
 
     world_size: int
@@ -72,10 +97,11 @@ class Placement:
     ranks_per_node: int
     num_heads: int
     num_kv_heads: int
+    tensor_parallel_size: int = 1
 
     def exchanges_across_nodes(self, ulysses_size: int) -> bool:
         """Return whether some Ulysses group has ranks on several nodes."""
-        return self._peers_elsewhere(ulysses_blocks(self.world_size, ulysses_size)) > 0
+        return self._peers_elsewhere(self._ulysses_blocks(ulysses_size)) > 0
 
     def bytes_across_nodes(self, ulysses_size: int) -> float:
         """Return what a rank sends to other nodes in a layer's forward and backward, for each of its tokens and of a head's D elements.
@@ -90,8 +116,10 @@ class Placement:
         2 nodes x 8, H = 32: K = 32, ring 2 x ulysses 8: 384 bytes, ulysses 16: 256. K = 4: 96, against 192.
         """
         keys = self._keys_of_all_ranks(ulysses_size)
-        exchanged = self._peers_elsewhere(ulysses_blocks(self.world_size, ulysses_size))
-        passed = self._peers_elsewhere(ring_blocks(self.world_size, self.sequence_parallel_size, ulysses_size))
+        exchanged = self._peers_elsewhere(self._ulysses_blocks(ulysses_size))
+        passed = self._peers_elsewhere(
+            ring_blocks(self.world_size, self.sequence_parallel_size, ulysses_size, self.tensor_parallel_size)
+        )
         return (8 * exchanged * (self.num_heads + keys) / ulysses_size + 12 * passed * keys) / self.world_size
 
     def best_ulysses_size(self, sizes: Iterable[int]) -> int:
@@ -105,6 +133,9 @@ class Placement:
             return self.bytes_across_nodes(size), across, size if across else -size
 
         return min(sizes, key=order)
+
+    def _ulysses_blocks(self, ulysses_size: int) -> Blocks:
+        return ulysses_blocks(self.world_size, ulysses_size, self.tensor_parallel_size)
 
     def _peers_elsewhere(self, blocks: Blocks) -> int:
         """Return the number of pairs (rank, peer of its group on another node)."""

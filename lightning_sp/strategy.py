@@ -67,6 +67,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         ulysses_size: int | Literal["auto"] = "auto",
         ring_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
         shard_size: int | Literal["auto"] = "auto",
         reshard_after_forward: bool | Literal["auto"] = "auto",
         prefetch_blocks: int | Literal["auto"] = "auto",
@@ -127,7 +129,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._setup_distributed()
         if self._device_mesh is None:
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
-            self._host_groups = comm.host_groups(self._device_mesh.get_group("sequence_parallel"), self._start_timeout)
+            self._host_groups = comm.host_groups(
+                self._device_mesh.get_group("sequence_parallel"), self._start_timeout, self.config.tensor_parallel_size
+            )
         check_same_options(self._module.trainer, self.config, self._groups.world)
         self._module._device_mesh = self.device_mesh
 
@@ -198,7 +202,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         else:
             self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
             self._first_evaluations.offer(batch, (loops.evaluated_step(trainer), dataloader_idx))
-        self._row_metrics.follow(self._module, self.data_parallel_group if whole else None)
+        self._row_metrics.follow(self._module, self.data_parallel_group if whole else self.sequence_mesh.token_group)
         self._evaluated.advance(trainer, dataloader_idx)
         self._before_hooks()
         # What the module makes of whole rows on their way it draws alike.

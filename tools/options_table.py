@@ -73,8 +73,15 @@ def type_of(name: str, hint: Any) -> str:
     if hint == Size | None:
         return '`int`, `"auto"` or `None`'
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
-    shown = ["dict[str, int]" if typing.get_origin(kind) is Mapping else kind.__name__ for kind in kinds]
+    shown = [_name_of(kind) for kind in kinds]
     return " or ".join(f"`{kind}`" for kind in [*shown, *(["None"] if kinds != [hint] else [])])
+
+
+def _name_of(kind: Any) -> str:
+    if typing.get_origin(kind) is Mapping:
+        return f"dict[{', '.join(each.__name__ for each in typing.get_args(kind))}]"
+    name: str = kind.__name__
+    return name
 
 
 def page() -> str:

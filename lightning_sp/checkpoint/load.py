@@ -31,6 +31,7 @@ from lightning_sp.checkpoint.read import read_by, read_file, read_folder
 from lightning_sp.checkpoint.replace import recover
 from lightning_sp.checkpoint.state import model_state
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parameter_names import by_user_name, user_name
 
 
@@ -140,7 +141,9 @@ def _read_tensors(
                     if is_stored_elsewhere(value) and name in parameters:
                         key = value[STORED_AS]
                         values[entry] = wanted[key] = _empty_like(parameters[name], stored[key])
-    like = next((each for each in module.parameters() if isinstance(each, DTensor)), None)
+    # What is sharded in other entries has any shape: split as what tensor parallelism leaves whole.
+    shards = (each for each in module.parameters() if isinstance(each, DTensor))
+    like = next((each for each in shards if tensor_parallel_part(each)[1] is None), None)
     rest = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
     checkpoint.update(_with_sharded(rest, stored, like, wanted))
     with warnings.catch_warnings():

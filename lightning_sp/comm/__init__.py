@@ -38,6 +38,7 @@ from lightning_sp.comm.groups import (
 from lightning_sp.comm.hangs import end_run, leave_run, watch_run
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
+from lightning_sp.comm.tensor_parallel import copy_to_ranks, gather_parts, own_part, sum_of_ranks
 
 __all__ = [
     "ALL_PAIRS_TAG",
@@ -56,6 +57,7 @@ __all__ = [
     "cached_per_world",
     "check_same_batch",
     "connection_error",
+    "copy_to_ranks",
     "end_run",
     "exchange",
     "failures_of_all",
@@ -63,6 +65,7 @@ __all__ = [
     "gather",
     "gather_objects",
     "gather_over_ranks",
+    "gather_parts",
     "group_by_name",
     "group_name",
     "group_of",
@@ -75,12 +78,14 @@ __all__ = [
     "make_group",
     "next_pass",
     "num_passes",
+    "own_part",
     "own_timeouts",
     "rank_in",
     "reduce_sum",
     "set_timeouts",
     "set_world_timeout",
     "size_of",
+    "sum_of_ranks",
     "sum_over_ranks",
     "tell_failure",
     "timeout_s",

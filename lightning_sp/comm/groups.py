@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
+from lightning_sp.nodes import sample_blocks, token_blocks, ulysses_blocks
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -95,29 +97,44 @@ class HostGroups:
     Args:
         world: all ranks; None is torch's default group.
         sequence: the ranks that share this rank's sequence.
+        samples: the ranks that read this rank's samples: those of a sequence, with those that split the weights of each.
+        tokens: the ranks that together hold each token of the global batch once; None is the world.
     """
 
     world: ProcessGroup | None
     sequence: ProcessGroup
+    samples: ProcessGroup
+    tokens: ProcessGroup | None = None
 
 
-def host_groups(sequence: ProcessGroup, timeout: timedelta) -> HostGroups:
+def host_groups(sequence: ProcessGroup, timeout: timedelta, tensor_parallel_size: int = 1) -> HostGroups:
     """Return the device's own groups where those take values on the host, else new ones. Every rank must call it.
 
     Args:
-        sequence: this rank's block of a partition of the world into blocks of consecutive ranks, on the device's backend.
+        sequence: this rank's block of a partition of the world, on the device's backend: neighbours, but for the ranks that split their weights.
         timeout: of the new groups' collectives.
+        tensor_parallel_size: how many neighbours split the weights of each layer.
     """
-    if takes_host_tensors(sequence):
-        return HostGroups(None, sequence)
-    world = dist.new_group(backend="gloo", timeout=timeout)
-    size, own = dist.get_world_size(sequence), sequence
-    for first in range(0, dist.get_world_size(), size):
-        ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+    world_size, size = dist.get_world_size(), dist.get_world_size(sequence)
+    on_host = takes_host_tensors(sequence)
+    world = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
+    make = partial(_host_group, timeout=timeout)
+    own = sequence if on_host else make(ulysses_blocks(world_size, size, tensor_parallel_size))
+    if tensor_parallel_size == 1:
+        return HostGroups(world, own, own)
+    samples = make(sample_blocks(world_size, size, tensor_parallel_size))
+    return HostGroups(world, own, samples, make(token_blocks(world_size, tensor_parallel_size)))
+
+
+def _host_group(blocks: tuple[tuple[int, ...], ...], *, timeout: timedelta) -> ProcessGroup:
+    """Make the groups of a partition of the world, on a backend for values on the host, and return this rank's."""
+    own: ProcessGroup | None = None
+    for ranks in blocks:
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
         if dist.get_rank() in ranks:
             own = group
-    return HostGroups(world, own)
+    assert own is not None
+    return own
 
 
 def is_registered(group: ProcessGroup) -> bool:

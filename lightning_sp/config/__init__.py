@@ -31,6 +31,7 @@ from lightning_sp.config.memory import (
     every_nth,
 )
 from lightning_sp.config.strategy import BALANCES, StrategyConfig
+from lightning_sp.config.tensor_parallel import TENSOR_PARALLEL_STYLES
 
 __all__ = [
     "ATTENTION_OPTIONS",
@@ -43,6 +44,7 @@ __all__ = [
     "RING_METHODS",
     "RING_TRANSPORTS",
     "STAGE_INPUTS",
+    "TENSOR_PARALLEL_STYLES",
     "AttentionKeywords",
     "AttentionOptions",
     "Degrees",

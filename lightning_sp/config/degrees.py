@@ -1,4 +1,4 @@
-"""From the degrees that were given to those of a world: data, sequence = ring x ulysses, and the shards of parameters."""
+"""From the degrees that were given to those of a world: data, sequence = ring x ulysses, tensor, and the shards of parameters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from lightning_sp.nodes import Placement
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of dp x sp, and of sp = ring x ulysses where already given (0 = decided later from the heads)."""
+    """Sizes of dp x sp x tp, and of sp = ring x ulysses where already given (0 = decided later from the heads)."""
 
     data_parallel_size: int
     sequence_parallel_size: int
+    tensor_parallel_size: int = 1
 
 
 def resolve_degrees(config: StrategyConfig, world_size: int) -> Degrees:
-    """Fix dp and sp for a world, never altering a degree that was given.
+    """Fix dp and sp for a world, never altering a degree that was given. The ranks that split weights count as one.
 
     Raises:
         SequenceParallelError: the given degrees do not multiply to the world.
     """
+    tensor, world_size = config.tensor_parallel_size, _without_tensor_parallel(config, world_size)
     sp, dp = config.sequence_parallel_size, config.data_parallel_size
     ulysses, ring = config.ulysses_size, config.ring_size
     if sp == "auto" and ulysses != "auto" and ring != "auto":
@@ -38,7 +40,7 @@ def resolve_degrees(config: StrategyConfig, world_size: int) -> Degrees:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
         raise SequenceParallelError(
             f"data_parallel_size={config.data_parallel_size} x sequence_parallel_size={config.sequence_parallel_size} "
-            f"(ulysses_size={ulysses}, ring_size={ring}) do not multiply to the world of {world_size} ranks; "
+            f"(ulysses_size={ulysses}, ring_size={ring}) do not multiply to the world of {_ranks(world_size, tensor)}; "
             f"sequence_parallel_size can be one of {divisors} here, with data_parallel_size = {world_size} / sequence_parallel_size"
         )
     for name, part in (("ulysses_size", ulysses), ("ring_size", ring)):
@@ -46,7 +48,23 @@ def resolve_degrees(config: StrategyConfig, world_size: int) -> Degrees:
             raise SequenceParallelError(
                 f"{name}={part} does not divide sequence_parallel_size={sp}; it can be one of {[d for d in range(1, sp + 1) if sp % d == 0]}"
             )
-    return Degrees(dp, sp)
+    return Degrees(dp, sp, tensor)
+
+
+def _without_tensor_parallel(config: StrategyConfig, world_size: int) -> int:
+    """Return how many ranks there would be with whole weights."""
+    tensor = config.tensor_parallel_size
+    if world_size % tensor:
+        raise SequenceParallelError(
+            f"tensor_parallel_size={tensor} does not divide the world of {world_size} ranks; "
+            f"it can be one of {[d for d in range(1, world_size + 1) if world_size % d == 0]}"
+        )
+    return world_size // tensor
+
+
+def _ranks(number: int, tensor: int) -> str:
+    """Return the number of ranks with whole weights, in words."""
+    return f"{number} ranks" if tensor == 1 else f"{number * tensor} ranks / tensor_parallel_size={tensor} = {number}"
 
 
 def resolve_split(
@@ -101,11 +119,12 @@ def needless_exchange(config: StrategyConfig, ulysses: int, placement: Placement
 
 
 def resolve_shard_size(config: StrategyConfig, world_size: int) -> int:
-    """Return over how many ranks FSDP2 splits the parameters."""
+    """Return over how many ranks FSDP2 splits the parameters, or this rank's part of them."""
+    world_size, tensor = _without_tensor_parallel(config, world_size), config.tensor_parallel_size
     size = world_size if config.shard_size == "auto" else config.shard_size
     if world_size % size:
         raise SequenceParallelError(
-            f"shard_size={size} does not divide the world of {world_size} ranks; "
+            f"shard_size={size} does not divide the world of {_ranks(world_size, tensor)}; "
             f"it can be one of {[d for d in range(1, world_size + 1) if world_size % d == 0]}"
         )
     return size

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning_sp.config.attention import AttentionOptions
 from lightning_sp.config.checks import Size, check_name, check_seconds, check_size
 from lightning_sp.config.memory import MemoryOptions
+from lightning_sp.config.tensor_parallel import check_tensor_parallel
 from lightning_sp.errors import SequenceParallelError, closest
 
 BALANCES = ("auto", "zigzag", "documents")
@@ -24,6 +25,9 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         ulysses_size: Part of sequence_parallel_size that exchanges heads. "auto": as far as the model's query heads allow;
             over several nodes, what sends the fewest bytes between them (`nodes.Placement.bytes_across_nodes`).
         ring_size: Part of sequence_parallel_size that passes keys and values on. "auto": what Ulysses leaves.
+        tensor_parallel_size: Ranks that split the weights of each layer, and its heads, before Ulysses does. They have the same tokens.
+        tensor_parallel_plan: Which layers are split, and how, as Hugging Face writes it: ``{"layers.*.mlp.up_proj": "colwise"}``. None: what
+            the model says itself, in an attribute ``tp_plan``.
         compile: Compile each transformer block with torch.compile.
         preflight: Before the first step, compare loss and every gradient of a crop, whole against sharded; and what a step logs or predicts.
         preflight_tokens: Length of the preflight's crop, rounded up to what the degrees divide; "auto" chooses.
@@ -58,6 +62,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
     data_parallel_size: Size = "auto"
     ulysses_size: Size = "auto"
     ring_size: Size = "auto"
+    tensor_parallel_size: int = 1
+    tensor_parallel_plan: Mapping[str, str] | None = None
     compile: bool = False
     preflight: bool = True
     preflight_tokens: Size = "auto"
@@ -103,6 +109,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             )
         self._check_stage_inputs()
         self._check_global_view()
+        check_tensor_parallel(self.tensor_parallel_size, self.tensor_parallel_plan, self._against_tensor_parallel())
         self._check_asynchronous()
         if self.compile and self.activation_offload != "none":
             raise SequenceParallelError(
@@ -149,6 +156,27 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                     f"{name} with global_view=True: {why}; leave it out, or use global_view=False"
                 )
 
+    def _against_tensor_parallel(self) -> dict[str, str]:
+        """Return the options that split weights do not go with, and why."""
+        others = {
+            "global_view=True": (
+                self.global_view is True,
+                "its rules do not know layers of which each rank has a part",
+            ),
+            "compile=True": (self.compile, "a compiled block is one graph, in which ranks do not add up"),
+            "stage_inputs='recomputed'": (self.recomputed_stages > 1, "it projects with whole weights"),
+            "gather_dtype='auto'": (
+                self.gather_dtype == "auto",
+                "the preflight reads a rank's part of a weight to make it whole",
+            ),
+            "cpu_offload=True": (self.cpu_offload, "parts of split layers in the host's memory were never tried"),
+            "exclude_frozen_parameters=True": (
+                self.exclude_frozen_parameters,
+                "a digest is known of rows that a rank has whole",
+            ),
+        }
+        return {name: why for name, (given, why) in others.items() if given}
+
     @property
     def tries_global_view(self) -> bool:
         """Whether a refused step is tried in the global view: where the preflight is its judge, and no other option stands against it."""
@@ -158,7 +186,9 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
 
     def _against_global_view(self) -> dict[str, str]:
         """Return the options that steps on whole sequences would ignore, and why."""
+        split = self.tensor_parallel_size
         others = {
+            f"tensor_parallel_size={split}": (split > 1, "its rules do not know layers of which each rank has a part"),
             "compile=True": (self.compile, "compiled code does not reach the rules"),
             "shard_batch=False": (not self.shard_batch, "a batch that is sharded by hand shows this rank's part"),
             f"labels_shifted={self.labels_shifted}": (

@@ -31,7 +31,8 @@ class Step:
 
     Args:
         batch: the sharded batch.
-        loss_group: ranks over which the loss is a mean: the world (None) in training, the sequence's ranks in evaluation.
+        loss_group: ranks over which the loss is a mean in evaluation: the sequence's; None in training, where it is over `token_group`.
+        token_group: ranks that together hold each token of the global batch once; None is the world.
         num_attention_calls: attention calls that reached the sequence-parallel operator.
         num_losses: intercepted losses.
         num_sums: of those, sums.
@@ -39,7 +40,7 @@ class Step:
         num_reductions: reductions that were called.
         num_over_groups: of those, over the rows of all data-parallel groups.
         row_losses: of those over one target for each row, this rank's sums: equal on all ranks of a sequence, or made from a shard.
-        token_counts: valid tokens of each intercepted mean, over `loss_group`, as scalar tensors.
+        token_counts: valid tokens of each intercepted mean, over `summed_over`, as scalar tensors.
         requested_causal: whether the masks that a Hugging Face model asked for were causal.
         attention_patterns: of the attention calls, one after the other.
         checked_padding_masks: explicit masks, with their versions, that were found equal to the batch's padding mask.
@@ -50,6 +51,7 @@ class Step:
 
     batch: SequenceInfo
     loss_group: ProcessGroup | None = None
+    token_group: ProcessGroup | None = None
     num_attention_calls: int = 0
     num_losses: int = 0
     num_sums: int = 0
@@ -73,6 +75,11 @@ class Step:
             for j, keys in numbered
             for causal in (True, False)
         }
+
+    @property
+    def summed_over(self) -> ProcessGroup | None:
+        """The ranks over which losses and reductions of tokens are made; None is the world."""
+        return self.token_group if self.loss_group is None else self.loss_group
 
     def mask(self, queries: SequenceInfo, keys: SequenceInfo, causal: bool) -> AttentionMask:
         """Return the mask of an attention that has none of its own: causal or full, within the batch's documents."""
@@ -112,6 +119,8 @@ class SequenceContext:
         # Whether the step sees whole sequences, in tensors that hold this rank's part.
         self.global_view = global_view
         self._of_other_view: tuple[bool | None, bool, tuple[AttentionPattern, ...]] = (None, False, ())
+        # The name of the module inside of which tensors are this rank's part of a split layer's outputs; empty outside of one.
+        self.inside_split_layers: Callable[[], str] = str
         # Whether output heads may give logits that are made when they are read.
         self.defers_logits = True
         self.trial_seed: int | None = None

@@ -76,10 +76,10 @@ class LossCheck:
         self.finish(mesh, group)
         self._last = None
         loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
-        if mesh.layout.size == 1 or not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not mesh.splits_samples or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        # Numbers that were computed on each rank from equal ones may be rounded otherwise.
-        exact = self._first and not step.num_reductions
+        # Numbers that were computed on each rank from equal ones may be rounded otherwise: all of them where ranks split weights.
+        exact = self._first and not step.num_reductions and mesh.tensor_parallel_size == 1
         tolerance = 0.0 if exact else _ROUNDINGS * torch.finfo(loss.dtype).eps
         # Batches with images run towers, which a short crop may not let be told from the sequence.
         self._with_others |= bool(step.batch.other_inputs)
@@ -110,7 +110,7 @@ class LossCheck:
         Raises:
             SequenceParallelError: they differ between ranks that share a sequence.
         """
-        if mesh.layout.size == 1 or not step.row_losses:
+        if not mesh.splits_samples or not step.row_losses:
             return
         first = step.row_losses[0]
         tolerance = _ROUNDINGS * torch.finfo(first.dtype).eps
@@ -173,6 +173,12 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
             "streams of torch, Python or numpy, or from a generator that has one seed on all ranks of a sequence; not in "
             "on_train_batch_start"
         )
+    if mesh.layout.size == 1:
+        raise LossDiffersError(
+            f"training_step's loss differs between ranks that split weights: {_grouped(every, _LOSS, mesh)}; they have the same samples, and "
+            "all but their parts of layers is the same on each: a part of the loss was made of what one rank alone knows, its number, its clock "
+            "or its own random numbers; make it of the batch, or draw it from the global streams, which are alike on these ranks"
+        )
     raise LossDiffersError(
         f"training_step's loss differs between ranks that share a sequence: {_grouped(every, _LOSS, mesh)}; a part of it was computed from "
         f"this rank's tokens alone (an auxiliary term, an MSE, a pooled head; {compared.num_losses} cross entropies were seen). Two lines "
@@ -183,5 +189,5 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
 
 def _grouped(every: list[list[float]], index: int, mesh: SequenceMesh) -> list[Any]:
     """Return one of the compared numbers of all ranks, those of a sequence together."""
-    numbers, size = [values[index] for values in every], mesh.layout.size
+    numbers, size = [values[index] for values in every], mesh.layout.size * mesh.tensor_parallel_size
     return [numbers[first : first + size] for first in range(0, len(numbers), size)] if len(numbers) > size else numbers

@@ -57,7 +57,7 @@ def sharded_cross_entropy(
         step = interception.context.loss_step
         if reduction == "sum" and step is not None and group is None:
             step.num_over_groups += 1
-            group = step.loss_group or comm.world()
+            group = step.summed_over or comm.world()
         return interception.reduce(logits, target, group, ignore_index=ignore_index, reduction=reduction)
     total, count = sum_and_count(F.cross_entropy, logits, target, None, ignore_index)
     return reduce_loss(total, count, group, reduction)

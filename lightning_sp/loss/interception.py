@@ -205,7 +205,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             group = mesh.sequence_group
         elif kind == "rows" and mesh.layout.size > 1:
             step.row_losses.append(total.detach())
-        both = comm.sum_over_ranks(torch.stack([total, count]), step.loss_group if group is None else group)
+        both = comm.sum_over_ranks(torch.stack([total, count]), step.summed_over if group is None else group)
         if kind != "row":
             step.token_counts.append(both[1].detach())
         return both[0] / nonzero_count(both[1].detach())

@@ -9,6 +9,7 @@ Legend: B batch, S tokens, H heads, D head dim, E model dim, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -102,7 +103,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The decoder: token ids and their positions in, logits out."""
+    """The decoder: token ids and their positions in, logits out.
+
+    Attributes:
+        tp_plan: which layers tensor parallelism splits, and how. The one projection for q, k and v is whole.
+    """
+
+    tp_plan: ClassVar[dict[str, str]] = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ Legend: B batch, S tokens, H query heads, K key-value heads, D head dim, E model
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +150,21 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder: token ids and their positions in, logits out."""
+    """The decoder: token ids and their positions in, logits out.
+
+    Attributes:
+        tp_plan: which layers tensor parallelism splits, and how.
+    """
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "layers.*.attention.query": "colwise",
+        "layers.*.attention.key": "colwise",
+        "layers.*.attention.value": "colwise",
+        "layers.*.attention.output": "rowwise",
+        "layers.*.feed_forward.gate": "colwise",
+        "layers.*.feed_forward.up": "colwise",
+        "layers.*.feed_forward.down": "rowwise",
+    }
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -46,6 +46,13 @@ from lightning_sp.parallelize.initial_weights import (
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
 from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters, undistributed
+from lightning_sp.parallelize.tensor_parallel import (
+    check_split,
+    gather_plain_parts,
+    split_model,
+    tensor_parallel,
+    with_whole_weights,
+)
 from lightning_sp.parallelize.tiled_mlp import tile_mlps, without_tiles
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
@@ -65,11 +72,13 @@ __all__ = [
     "check_layout",
     "check_optimized",
     "check_parameters",
+    "check_split",
     "check_unsharded",
     "checkpoint_blocks",
     "compile_blocks",
     "compiled_modules",
     "compiles_weights",
+    "gather_plain_parts",
     "gathered",
     "is_compiled",
     "is_freed_after_forward",
@@ -88,7 +97,9 @@ __all__ = [
     "reshard",
     "run_with_whole_parameters",
     "shard_model",
+    "split_model",
     "take_over_checkpointing",
+    "tensor_parallel",
     "tied_parameters",
     "tile_mlps",
     "transformer_blocks",
@@ -97,6 +108,7 @@ __all__ = [
     "used_parameters",
     "whole_bytes_elsewhere",
     "whole_state",
+    "with_whole_weights",
     "without_checkpoints",
     "without_gradient_sync",
     "without_tiles",

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torchmetrics import Metric
 
 from lightning_sp import comm
@@ -210,13 +211,11 @@ def _receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None
 
 
 def _part(whole: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's part of a whole that it has, in the whole's memory where each placement is a split into equal parts."""
-    if any(type(placement) not in (Shard, Replicate) for placement in like.placements):
-        # src_data_rank=None: every rank holds the whole and keeps its part.
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    """Return this rank's part of a whole that it has, in the whole's memory."""
     part = whole
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
+    # What FSDP2 shards of a layer that is split along the same dim is a part of that part: `_StridedShard`.
+    for axis, placement in sorted(enumerate(like.placements), key=lambda each: isinstance(each[1], _StridedShard)):
+        if isinstance(placement, (Shard, _StridedShard)):
             parts = part.chunk(like.device_mesh.size(axis), dim=placement.dim)
             rank = like.device_mesh.get_local_rank(axis)
             part = parts[rank] if rank < len(parts) else part.narrow(placement.dim, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.memory_budget import used_bytes
 from lightning_sp.parallelize.memory_prediction import ModelBytes, StepBytes, estimated_step
 
@@ -49,7 +51,7 @@ def model_bytes(
 
 def step_of_shapes(module: nn.Module, blocks: Sequence[nn.Module]) -> StepBytes:
     """Return what one token leaves, by the shapes of parameters alone."""
-    widths = [sum(sum(each.shape[-2:]) for each in block.parameters() if each.dim() > 1) for block in blocks]
+    widths = [sum(sum(gathered_shape(each)[-2:]) for each in block.parameters() if each.dim() > 1) for block in blocks]
     tables = [each.shape[0] for each in _outside(module, blocks) if each.dim() == 2]
     element = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
     return estimated_step(widths, max(tables, default=0), element)
@@ -61,8 +63,9 @@ def _outside(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _whole_bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+    return math.prod(gathered_shape(parameter)) * parameter.element_size()
 
 
 def _local_bytes(parameter: Tensor) -> int:
-    return _whole_bytes(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()

@@ -110,7 +110,7 @@ def compare_evaluation(
                 wanted=None if config.preflight_tokens == "auto" else config.preflight_tokens,
                 hand_sharded=not config.shard_batch or is_sharded(batch),
                 data_parallel_rank=mesh.data_parallel_rank,
-                sequence_rank=mesh.sequence_rank,
+                sample_rank=mesh.sample_rank,
                 sequence_group=runner.groups.sequence,
                 control_group=runner.groups.world,
             )

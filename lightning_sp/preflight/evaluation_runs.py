@@ -97,7 +97,7 @@ def run_whole(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions
             output = run(part.batch, part.info)
             found.returned(output)
             found.attributes(module, world, evaluates=True)
-            found.metrics(module, mesh.data_group, world)
+            found.metrics(module, mesh.data_group, world, mesh.token_group)
             outputs, kept = leaves(output) if predicts else [], leaves(before.new())
         runner.end_without_backward()
         return found.numbers, outputs, kept
@@ -125,7 +125,7 @@ def run_part(
         output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
         found.attributes(module, world, evaluates=True)
-        found.metrics(module, None, world)
+        found.metrics(module, None, world, mesh.token_group)
         shown = leaves(whole_output(output)) if predicts else []
         keeps = any(comm.gather_objects(bool(before.new()), world))
         kept, why = _whole_values(before, whole_output) if keeps else ([], "")

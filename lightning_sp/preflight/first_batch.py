@@ -215,7 +215,7 @@ def _crops(
         mesh.layout,
         hand_sharded=not config.shard_batch or is_sharded(batch),
         data_parallel_rank=mesh.data_parallel_rank,
-        sequence_rank=mesh.sequence_rank,
+        sample_rank=mesh.sample_rank,
         sequence_group=runner.groups.sequence,
         control_group=runner.groups.world,
         **sizes,

@@ -95,7 +95,10 @@ def trial_of_groups(trial: Trial, run: Callable[[], Any], batch: SequenceInfo) -
 def _groups_apart(context: SequenceContext, batch: SequenceInfo) -> Iterator[None]:
     """Let losses and reductions see a step of whole sequences, whose data-parallel groups are those of the run."""
     mesh = context.mesh
-    context.mesh, context.whole_step = replace(mesh, layout=SequenceLayout()), Step(batch=batch)
+    context.mesh, context.whole_step = (
+        replace(mesh, layout=SequenceLayout()),
+        Step(batch=batch, token_group=mesh.token_group),
+    )
     try:
         yield
     finally:

@@ -67,7 +67,7 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
                 # Each group draws for its own rows.
                 trial = trial_of_groups(trial, *trial.of_group)
                 whole = _run_whole(trial)
-        elif trial.context.mesh.layout.size > 1:
+        elif trial.context.mesh.splits_samples:
             check_random_draws(trial, whole)
         elif told := random_step(trial, whole):
             _say_as_with_ddp(told)
@@ -164,7 +164,7 @@ def _judged(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> A
                 try:
                     check_repeats(trial, whole)
                 except SequenceParallelError as error:
-                    if trial.context.mesh.layout.size == 1:
+                    if not trial.context.mesh.splits_samples:
                         _say_as_with_ddp(str(error))
                         return None
                     raise

@@ -18,7 +18,14 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
-from lightning_sp.parallelize import gathered, optional_units, reduce_dtypes, without_checkpoints, without_tiles
+from lightning_sp.parallelize import (
+    gathered,
+    optional_units,
+    reduce_dtypes,
+    with_whole_weights,
+    without_checkpoints,
+    without_tiles,
+)
 from lightning_sp.preflight.comparison import buffers_of, plain_name
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
@@ -164,7 +171,7 @@ class Trial:
                 gradients = _backward(self.module, loss)
                 buffers = buffers_of(self.module)
                 found.attributes(self.module, self.control_group)
-                found.metrics(self.module, None, self.control_group)
+                found.metrics(self.module, None, self.control_group, self.context.mesh.token_group)
                 return Outcome(
                     loss=loss,
                     gradients=gradients,
@@ -201,7 +208,8 @@ class Trial:
         with together(), self._alone(self.batch, seed), recorded_numbers(self.module) as found:
             self.run_whole()
             found.attributes(self.module, self.control_group)
-            found.metrics(self.module, self.context.mesh.data_group, self.control_group)
+            mesh = self.context.mesh
+            found.metrics(self.module, mesh.data_group, self.control_group, mesh.token_group)
         return found.numbers
 
     def traced_whole(self, trace: Trace) -> float | None:
@@ -295,6 +303,7 @@ def alone(
         context.inactive(batch),
         without_checkpoints(module),
         without_tiles(module),
+        with_whole_weights(module),
         streams_from(seed, device),
     ):
         yield

@@ -44,7 +44,7 @@ def batch_mean(x: Tensor, mask: Tensor | None = None, *, of: Literal["tokens", "
     total, count = values.sum(), weight.to(values.dtype).expand_as(values).sum()
     if scope is not None:
         scope.step.num_over_groups += 1
-        group = scope.step.loss_group
+        group = scope.step.summed_over
         total, count = comm.sum_over_ranks(torch.stack([total, count]), group).unbind()
     return total / torch.where(count == 0, torch.ones_like(count), count)
 
@@ -72,7 +72,7 @@ def batch_sum(x: Tensor, mask: Tensor | None = None, *, of: Literal["tokens", "r
         return total
     scope.step.num_over_groups += 1
     if kind == "tokens" and scope.size > 1:
-        return comm.sum_over_ranks(total, scope.step.loss_group)
+        return comm.sum_over_ranks(total, scope.step.summed_over)
     return total if scope.data_group is None else comm.sum_over_ranks(total, scope.data_group)
 
 

@@ -34,5 +34,20 @@ def attention_dropout(context: SequenceContext, probability: float) -> Attention
         )
     if batch.dropout.off:
         return None
+    refuse_split_dropout(context, f"attention dropout {probability}")
     drawn, number = batch.dropout, context.dropout_calls.number()
     return AttentionDropout(probability, drawn.seed, (drawn.step << _CALLS_BITS) + number, drawn.samples)
+
+
+def refuse_split_dropout(context: SequenceContext, what: str) -> None:
+    """Refuse dropout between the layers that tensor parallelism splits. Equal on all ranks.
+
+    Raises:
+        SequenceParallelError: tensors are this rank's part there, and its random numbers are those of the other parts.
+    """
+    if (inside := context.inside_split_layers()) and not context.dropout_is_off:
+        raise SequenceParallelError(
+            f"{what} in {inside}, whose layers tensor_parallel_size={context.mesh.tensor_parallel_size} splits: each rank has other heads or "
+            "features there, and would drop the same places of each, for ranks that split weights draw alike; set it to 0, or leave "
+            f"{inside} out of tensor_parallel_plan"
+        )

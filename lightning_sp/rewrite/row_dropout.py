@@ -21,7 +21,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.reductions.scope import has_tokens
-from lightning_sp.rewrite.dropout import attention_dropout
+from lightning_sp.rewrite.dropout import attention_dropout, refuse_split_dropout
 from lightning_sp.rewrite.rebind import BoundNames
 
 # Of a batch's rows, one behind the other, in what a step puts through a model at once: chosen and rejected answers.
@@ -53,6 +53,7 @@ class RowDropoutInterception(AbstractContextManager[None]):
         if torch.compiler.is_compiling() or not training or not 0 < p < 1 or isinstance(input, GlobalTensor):
             return self._original(input, p, training, inplace)
         step = self.context.step
+        refuse_split_dropout(self.context, f"dropout {p}")
         if step is None or self.context.mesh.layout.size == 1 or not (repeats := self._repeats(input, step)):
             return self._original(input, p, training, inplace)
         if step.batch.dropout is None:

@@ -61,7 +61,7 @@ class CurrentSequence:
 
     @property
     def _shard_size(self) -> int:
-        return resolve_shard_size(self.config, 1 if self._device_mesh is None else self._device_mesh.size())
+        return 1 if self._device_mesh is None else resolve_shard_size(self.config, self._device_mesh.size())
 
     @property
     def last_batch_shape(self) -> tuple[int, int, int] | None:
@@ -88,6 +88,8 @@ class CurrentSequence:
                 group = self._mesh.data_group
             elif logged and self._mesh.layout.size > 1 and isinstance(tensor, Tensor) and tensor.numel() == 1:
                 return self._add_up(tensor)
+            else:
+                group = self._mesh.token_group
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
     def _add_up(self, number: Tensor) -> Tensor:

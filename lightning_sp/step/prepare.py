@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -35,7 +35,14 @@ from lightning_sp.global_view.autograd_functions import watched_functions
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
 from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
-from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh, check_ring_transport
+from lightning_sp.mesh import (
+    SequenceMesh,
+    build_device_mesh,
+    build_fsdp_mesh,
+    check_ring_transport,
+    fsdp_axes,
+    tensor_axis,
+)
 from lightning_sp.nodes import Placement, common_ranks_per_node
 from lightning_sp.parallelize import (
     DelayedWeights,
@@ -51,6 +58,7 @@ from lightning_sp.parallelize import (
     compile_blocks,
     compiled_modules,
     compiles_weights,
+    gather_plain_parts,
     is_freed_after_forward,
     make_fsdp_root,
     materialize_meta,
@@ -60,7 +68,9 @@ from lightning_sp.parallelize import (
     refuse_live_saves,
     remember_layout,
     shard_model,
+    split_model,
     take_over_checkpointing,
+    tensor_parallel,
     tied_parameters,
     tile_mlps,
     transformer_blocks,
@@ -86,12 +96,8 @@ from lightning_sp.rewrite import (
     source_of_decoder_inputs,
     why_unreachable,
 )
-from lightning_sp.rewrite.query_heads import named_kv_heads, named_query_heads, tried_query_heads
 from lightning_sp.rewrite.rebind import BoundNames
-from lightning_sp.step.isolation import isolated
-
-# The attribute of a module whose query heads a forward without data has shown.
-_TRIED_HEADS = "_lightning_sp_tried_heads"
+from lightning_sp.step.rank_heads import heads_of_rank
 
 
 def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> DeviceMesh:
@@ -109,6 +115,7 @@ def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> 
         device.type,
         data_parallel_size=degrees.data_parallel_size,
         sequence_parallel_size=degrees.sequence_parallel_size,
+        tensor_parallel_size=degrees.tensor_parallel_size,
     )
 
 
@@ -140,8 +147,8 @@ def attention_mesh(
     size = int(base["sequence_parallel"].size())
     if size > 1:
         check_virtual_tokens(module)
-    heads = _query_heads(module, config, size, device)
-    placement = None if heads is None or size == 1 else _placement(module, base, heads, ranks_per_node)
+    heads, kv_heads = heads_of_rank(module, config, size, device)
+    placement = None if heads is None or size == 1 else _placement(base, heads, kv_heads, ranks_per_node)
     ulysses, ring = resolve_split(config, size, heads, placement)
     if placement is not None and (line := needless_exchange(config, ulysses, placement)):
         rank_zero_info(f"sequence_parallel: {line}")
@@ -150,39 +157,17 @@ def attention_mesh(
     return mesh
 
 
-def _placement(module: nn.Module, base: DeviceMesh, heads: int, ranks_per_node: int | None) -> Placement:
-    """Return the ranks on their nodes: the same on all, for all choose by it."""
+def _placement(base: DeviceMesh, heads: int, kv_heads: int | None, ranks_per_node: int | None) -> Placement:
+    """Return the ranks on their nodes, with the heads of each part of the weights: the same on all, for all choose by it."""
     world = int(base.size())
     return Placement(
         world_size=world,
         sequence_parallel_size=int(base["sequence_parallel"].size()),
         ranks_per_node=common_ranks_per_node(world, comm.gather_objects(ranks_per_node or world)),
         num_heads=heads,
-        num_kv_heads=min(named_kv_heads(module) or heads, heads),
+        num_kv_heads=min(kv_heads or heads, heads),
+        tensor_parallel_size=int(base["tensor_parallel"].size()),
     )
-
-
-def _query_heads(
-    module: nn.Module, config: StrategyConfig, sequence_parallel_size: int, device: torch.device
-) -> int | None:
-    """Return what limits Ulysses: the heads that the model names, or those that reach attention in a forward without data."""
-    heads = named_query_heads(module)
-    if heads is not None or sequence_parallel_size == 1:
-        return heads
-    found: tuple[int | None, str] = (None, "")
-    if _TRIED_HEADS in vars(module):  # by an earlier Trainer: a sharded model cannot be tried
-        return cast(int | None, vars(module)[_TRIED_HEADS])
-    if comm.rank_in(comm.world()) == 0:
-        with isolated(module, device):
-            found = tried_query_heads(module)
-    heads, reason = comm.broadcast_object(found, None)
-    setattr(module, _TRIED_HEADS, heads)
-    if heads is None and (config.ulysses_size, config.ring_size) == ("auto", "auto"):
-        rank_zero_info(
-            f"sequence_parallel: how many heads the model has is not known ({reason}), so the sequence is split by ring alone, which serves "
-            "any number; ulysses_size chooses otherwise"
-        )
-    return heads
 
 
 def lay_out_model(
@@ -218,6 +203,11 @@ def lay_out_model(
             "in __init__ or setup, or read from files that are no safetensors; of what configure_model builds no rank holds more than its shard"
         )
     source = _initial_state(module, rank, delayed)
+    parameter_mesh = build_fsdp_mesh(
+        device.type, world_size=world, shard_size=shard_size, tensor_parallel_size=config.tensor_parallel_size
+    )
+    if (axis := tensor_axis(parameter_mesh)) is not None:
+        split_model(module, config.tensor_parallel_plan, axis, mesh.tensor_group)
     blocks = transformer_blocks(module)
     if config.mlp_tile_tokens is not None:
         _tile(blocks, config.mlp_tile_tokens)
@@ -227,8 +217,9 @@ def lay_out_model(
     take_over_checkpointing(module)
     if config.compile and (left := compile_blocks(module, blocks)):
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
-    fsdp_mesh = build_fsdp_mesh(device.type, world_size=world, shard_size=shard_size)
-    shard_model(module, blocks, fsdp_mesh, with_gathers(module, config))
+    shard_model(module, blocks, fsdp_axes(parameter_mesh), with_gathers(module, config))
+    if axis is not None:
+        gather_plain_parts(module)
     shards_on = torch.device("cpu") if config.cpu_offload else device
     broadcast_initial_weights(module, source, tied_parameters(module), device, shards_on=shards_on)
     _to_device(module, device, shards_on)
@@ -358,6 +349,8 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     names, whole_view = BoundNames(module), context.global_view
     if whole_view:
         hide_from_fsdp(module)
+    if (split := tensor_parallel(module)) is not None:
+        context.inside_split_layers = split.inside_now
     blocks = [] if config.recomputed_stages == 1 or whole_view else transformer_blocks(module)
     entered: list[AbstractContextManager[Any]] = [
         used_as_whole(module),

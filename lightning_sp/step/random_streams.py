@@ -129,9 +129,10 @@ def _described(degrees: dict[str, int]) -> str:
 
 
 def _degrees(mesh: SequenceMesh) -> dict[str, int]:
-    layout = mesh.layout
+    layout, tensor = mesh.layout, mesh.tensor_parallel_size
     return {
         "data_parallel_size": mesh.data_parallel_size,
         "ring_size": layout.ring_size,
         "ulysses_size": layout.ulysses_size,
+        **({"tensor_parallel_size": tensor} if tensor > 1 else {}),
     }

@@ -3,6 +3,8 @@
     shard_size 2 of 4 ranks          rank 0: shard 0          rank 1: shard 1
                                      rank 2: shard 0          rank 3: shard 1
 
+With tensor parallelism neighbours hold parts of split layers, and the same shard of what is whole on each.
+
 All of them make the same update, so a shard stays the same to the bit. A hook that writes what one rank alone knows ends that without a word:
 each replica trains a model of its own, and a checkpoint has one of them.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -20,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
+from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parameter_names import shown, user_name
 
 # Optimizer steps from one comparison to the next; a checkpoint is compared before it is written.
@@ -64,24 +68,34 @@ def difference(root: nn.Module, step: int, shard_size: int, group: ProcessGroup 
         shard_size: ranks over which parameters are split.
         group: the world, on a backend for host tensors.
 
-    Communicates: one gather of 8 bytes from each rank; where they differ, one of 8 bytes for each parameter.
+    Communicates: one gather of 16 bytes from each rank; where they differ, one of 8 bytes for each parameter.
     """
     if comm.size_of(group or comm.world()) == shard_size:
         return None
-    hashes = _hashes(root)
-    digests = [int(each) for each in comm.gather(_digest(hashes), group)]
-    if all(len(set(digests[first::shard_size])) == 1 for first in range(shard_size)):
+    hashes, split = _hashes(root), _split_parameters(root)
+    tensor = max(split.values(), default=1)
+    parts = [{name: each for name, each in hashes.items() if (name in split) == of_split} for of_split in (True, False)]
+    digests = [each.tolist() for each in comm.gather(torch.stack([*map(_digest, parts)]), group or comm.world())]
+
+    def holder(rank: int, is_split: bool) -> tuple[int, int]:
+        """Return which shard a rank holds, and of which part."""
+        return rank // tensor % shard_size, rank % tensor if is_split else 0
+
+    alike: dict[tuple[bool, tuple[int, int]], set[int]] = defaultdict(set)
+    for rank, numbers in enumerate(digests):
+        for is_split, number in zip((True, False), numbers, strict=True):
+            alike[is_split, holder(rank, is_split)].add(number)
+    if all(len(each) == 1 for each in alike.values()):
         return None
     every = comm.gather_objects(hashes, group)
     differing: dict[str, list[list[int]]] = {}
-    for first in range(shard_size):
-        ranks = range(first, len(every), shard_size)
-        for name in hashes:
-            holders: Mapping[int, list[int]] = defaultdict(list)
-            for rank in ranks:
-                holders[every[rank][name]].append(rank)
-            if len(holders) > 1:
-                differing.setdefault(name, list(holders.values()))
+    for name in hashes:
+        holders: Mapping[Any, Mapping[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, of_rank in enumerate(every):
+            holders[holder(rank, name in split)][of_rank[name]].append(rank)
+        for found in holders.values():
+            if len(found) > 1:
+                differing.setdefault(name, list(found.values()))
     name, ranks_of = next(iter(differing.items()))
     return (
         f"after {step} optimizer steps {len(differing)} of {len(hashes)} parameters are no longer the same on ranks that hold the same shard "
@@ -89,6 +103,12 @@ def difference(root: nn.Module, step: int, shard_size: int, group: ProcessGroup 
         "numbers. Every rank must make the same update: a hook or an optimizer that writes what one rank alone knows (its own batch, its random "
         "numbers, a clock) has to compute it for all, by torch.distributed or lightning_sp.reductions, or to draw it from one seed"
     )
+
+
+def _split_parameters(root: nn.Module) -> dict[str, int]:
+    """Return the parameters of which tensor-parallel ranks hold parts, each with the number of these."""
+    parts = {user_name(name): tensor_parallel_part(value) for name, value in root.named_parameters()}
+    return {name: size for name, (size, dim) in parts.items() if dim is not None}
 
 
 def _hashes(root: nn.Module) -> dict[str, int]:

@@ -154,7 +154,7 @@ class StepRunner:
         if (offload := activation_offload(self.module)) is not None:
             offload.check_room(self.groups.world)
         self._check_reached(step)
-        output, counts = mean_of_returned_sum(output, None)
+        output, counts = mean_of_returned_sum(output, step.summed_over)
         if counts is not None:
             step.token_counts = counts
         self._check_loss(step, output)
@@ -268,7 +268,7 @@ class StepRunner:
 
     def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
         self._root_unit = RootUnit(self.module)
-        step = Step(batch=batch, loss_group=loss_group)
+        step = Step(batch=batch, loss_group=loss_group, token_group=self.context.run_mesh.token_group)
         self.context.begin(step)
         if batch.is_whole:
             self._run_whole(batch)

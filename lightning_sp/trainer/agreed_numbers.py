@@ -28,7 +28,7 @@ def watch_numbers(trainer: Trainer, groups: comm.HostGroups) -> None:
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [each for each in callbacks if not isinstance(each, AgreedNumbers)]
-    if comm.size_of(groups.sequence) > 1:
+    if comm.size_of(groups.samples) > 1:
         callbacks.insert(0, AgreedNumbers(groups))
 
 
@@ -47,7 +47,7 @@ class AgreedNumbers(Callback):
         # What training has logged stands beside it, a rank's own time say: the preflight compares that.
         names = sorted({*monitored} & {*trainer.callback_metrics} | {*names_of_evaluation(trainer)})
         values = {name: float(trainer.callback_metrics[name]) for name in names}
-        found = differing(comm.gather_objects(values, self._groups.sequence))
+        found = differing(comm.gather_objects(values, self._groups.samples))
         found = {name: each for name, each in found.items() if name in monitored or name not in self._named}
         self._named |= {*found}
         told = _text(found, [name for name in found if name in monitored])

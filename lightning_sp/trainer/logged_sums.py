@@ -83,9 +83,9 @@ class LoggedSums:
 
         Communicates: the value of each rank.
         """
-        of_ranks = torch.tensor(comm.gather_objects(float(value), world), dtype=torch.float64).view(
-            -1, mesh.layout.size
-        )
+        # Ranks that split weights log the same.
+        numbers = comm.gather_objects(float(value), world)[:: mesh.tensor_parallel_size]
+        of_ranks = torch.tensor(numbers, dtype=torch.float64).view(-1, mesh.layout.size)
         alike = bool((of_ranks == of_ranks[:, :1]).all()) and bool(of_ranks.any())
         if not alike or self._is_told(names):
             return of_ranks.sum().to(value)

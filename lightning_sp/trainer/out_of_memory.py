@@ -81,8 +81,9 @@ def explain_out_of_memory(
     policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
     left = checkpoints.activations.step or step_of_shapes(module, checkpoints.blocks)
     activations = step_bytes(policy, left, tokens)
+    most_shards = int(mesh.base.size()) // mesh.tensor_parallel_size
     known = remedies(
-        held, left, tokens, policy, config, ranks=mesh.layout.size, world=int(mesh.base.size()), shard_size=shard_size,
+        held, left, tokens, policy, config, ranks=mesh.layout.size, world=most_shards, shard_size=shard_size,
         on_gpu=device.type == "cuda",
     )  # fmt: skip
     least = _LEAST * activations

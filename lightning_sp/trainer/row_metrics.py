@@ -14,22 +14,25 @@ class RowMetrics:
     """The ranks over which a run's metrics add up; a class because they follow the batches."""
 
     def __init__(self) -> None:
-        self._changed: list[Metric] | None = None
+        self._changed: list[Metric] = []
+        self._group: ProcessGroup | None = None
 
     def follow(self, module: nn.Module, group: ProcessGroup | None) -> None:
-        """Let metrics that name no ranks add up over one rank of each data-parallel group, or over the world again.
+        """Let metrics that name no ranks add up over one rank of each data-parallel group, over those of all tokens, or over the world again.
 
         Args:
             module: that holds them.
-            group: the ranks with other rows, in a batch of rows; None in one of tokens, or at the end of a run.
+            group: the ranks with other rows, in a batch of rows; in one of tokens those that hold each token once, None where these are all;
+                None at the end of a run.
         """
-        if (group is None) == (self._changed is None):
+        if group is self._group:
             return
-        if self._changed is not None:
-            for each in self._changed:
-                each.process_group = None
-            self._changed = None
-            return
-        self._changed = [each for each in module.modules() if isinstance(each, Metric) and each.process_group is None]
+        for each in self._changed:
+            each.process_group = None
+        self._changed, self._group = [], group
+        if group is not None:
+            self._changed = [
+                each for each in module.modules() if isinstance(each, Metric) and each.process_group is None
+            ]
         for each in self._changed:
             each.process_group = group

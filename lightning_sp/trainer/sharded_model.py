@@ -126,7 +126,7 @@ class ShardedModelStrategy(ProcessStrategy):
         return DataCoordinates(
             dp_rank=self.data_parallel_rank,
             dp_size=self.data_parallel_size,
-            sequence_group=self._groups.sequence,
+            sequence_group=self._groups.samples,
             control_group=self._groups.world,
         )
 

@@ -31,10 +31,12 @@ from tests.faults.memory import MEMORY
 from tests.faults.preflight import PREFLIGHT
 from tests.faults.reductions import REDUCTIONS
 from tests.faults.scores import SCORES
+from tests.faults.tensor_parallel import TENSOR_PARALLEL
 from tests.faults.users import USERS
 
 FAULTS = (
     *LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *CHECKPOINTS, *DATA, *GROUPS, *GLOBAL_VIEW, *HANGS, *MEMORY, *USERS, *PREFLIGHT,
+    *TENSOR_PARALLEL,
 )  # fmt: skip
 # How the line of a test that noticed ends.
 NOTICED = " | ok"

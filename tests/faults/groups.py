@@ -57,15 +57,16 @@ GROUPS = (
     fault(
         "FSDP's gathers on the group of the world",
         "mesh.py",
-        'shard = make_group(_blocks(rows), "fsdp_shard")',
-        'shard = torch.distributed.group.WORLD if shard_size == world_size else make_group(_blocks(rows), "fsdp_shard")',
+        'groups = [make_group(_blocks(ranks, axis), name.replace("dp", "fsdp")) for name, axis in axes.items()]',
+        "blocks = [_blocks(ranks, axis) for axis in axes.values()]\n"
+        '    groups = [torch.distributed.group.WORLD if len(b) == 1 else make_group(b, "fsdp") for b in blocks]',
         "tests/comm/test_comm.py::test_fsdp_shares_no_group_with_the_attention",
     ),
     fault(
         "FSDP's groups of ranks that are not neighbours",
         "mesh.py",
-        'make_group(_blocks(rows.t()), "fsdp_replicate"), shard]',
-        'shard, make_group(_blocks(rows.t()), "fsdp_replicate")]',
+        'name.replace("dp", "fsdp")) for name, axis in axes.items()]',
+        'name.replace("dp", "fsdp")) for name, axis in reversed(axes.items())]',
         "tests/comm/test_comm.py::test_fsdp_shares_no_group_with_the_attention",
     ),
     fault(

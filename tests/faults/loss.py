@@ -85,9 +85,9 @@ LOSS = (
     fault(
         "the mean of the ranks' means",
         "loss/interception.py",
-        "        both = comm.sum_over_ranks(torch.stack([total, count]), step.loss_group if group is None else group)\n",
+        "        both = comm.sum_over_ranks(torch.stack([total, count]), step.summed_over if group is None else group)\n",
         "        both = torch.stack([total / nonzero_count(count), torch.ones_like(count)])\n"
-        "        both = comm.sum_over_ranks(both, step.loss_group if group is None else group)\n",
+        "        both = comm.sum_over_ranks(both, step.summed_over if group is None else group)\n",
         LOSSES,
     ),
     fault(

@@ -74,8 +74,8 @@ PREFLIGHT = (
     fault(
         "what an evaluation keeps in attributes, not compared",
         "preflight/evaluation_runs.py",
-        "        found.attributes(module, world, evaluates=True)\n        found.metrics(module, None, world)\n",
-        "        found.metrics(module, None, world)\n",
+        "        found.attributes(module, world, evaluates=True)\n        found.metrics(module, None, world, mesh.token_group)\n",
+        "        found.metrics(module, None, world, mesh.token_group)\n",
         "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
     ),
     fault(

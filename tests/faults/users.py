@@ -220,7 +220,7 @@ USERS = (
     fault(
         "replicas that come apart without a word",
         "step/replicas.py",
-        "    if all(len(set(digests[first::shard_size])) == 1 for first in range(shard_size)):",
+        "    if all(len(each) == 1 for each in alike.values()):",
         "    if digests:",
         "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[while training]",
         "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",

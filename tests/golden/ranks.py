@@ -117,7 +117,8 @@ def train(
     )
     config = LlamaConfig(vocab_size=data.vocab_size, **chosen["model"])
     module = Recorded(model=config, lr=chosen["lr"], warmup_steps=chosen["warmup_steps"], max_steps=NUM_STEPS)
-    place = trainer_of_ranks(1 if layout is None else dp * ring * ulysses)
+    tensor = (strategy or {}).get("tensor_parallel_size", 1)
+    place = trainer_of_ranks(1 if layout is None else dp * ring * ulysses * tensor)
     if num_nodes > 1:
         place |= {"devices": dp * ring * ulysses // num_nodes, "num_nodes": num_nodes}
     trainer = pl.Trainer(

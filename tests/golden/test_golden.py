@@ -22,6 +22,8 @@ MORE_RINGS = [(1, 4, 1), (2, 2, 1)]
 RESUMES = [((1, 1, 4), (2, 2, 1)), ((1, 2, 2), (1, 1, 1))]
 # Every window full and one document: the only data on which a plain model and a mean over micro-batches are right without the strategy.
 PLAIN = {"packing": "document", "last_batch": "drop"}
+# Tensor parallelism x Ulysses or ring x hybrid sharding; a checkpoint of it goes on without, and back.
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2, "shard_size": 1}
 Results = Callable[[Any], dict[str, Any]]
 
 
@@ -41,7 +43,14 @@ def all_runs(folder: Path) -> list[tuple[int, dict[Any, dict[str, Any]]]]:
     goes_on: dict[Any, dict[str, Any]] = {
         (first, second): {"layout": second, "resume": f"{folder}/{n}"} for n, (first, second) in enumerate(RESUMES)
     }
+    tensor = [
+        (4, {"split 4": {"layout": (1, 1, 2), "strategy": TENSOR, "until": STOP, "save": f"{folder}/split"}}),
+        (2, {"without": {"layout": (1, 2, 1), "resume": f"{folder}/split", "save": f"{folder}/whole", "until": 15}}),
+        (4, {"back": {"layout": (1, 2, 1), "strategy": TENSOR, "resume": f"{folder}/whole"}}),
+        (8, {"split 8": {"layout": (2, 2, 1), "strategy": {**TENSOR, "shard_size": 2}}}),
+    ]
     return [
+        *tensor,
         (4, {**stops, **{key: run for key, run in goes_on.items() if size(key[1]) == 4}}),
         (4, {"document": {"layout": (2, 1, 2), "options": PLAIN}}),
         (4, {"shard 2": {"layout": (2, 1, 2), "strategy": {"shard_size": 2}}}),
@@ -97,6 +106,15 @@ def test_a_resume_on_other_degrees_goes_on_with_the_golden_losses(results: Resul
     assert sorted(stopped) == list(range(STOP))
     assert_equal({**stopped, **results(change)["losses"]}, golden())
     assert min(results(change)["losses"]) == STOP
+
+
+@pytest.mark.slow
+def test_split_layers_give_the_golden_losses_and_resume_without_and_back(results: Results) -> None:
+    parts = [results(name)["losses"] for name in ("split 4", "without", "back")]
+    assert [min(each) for each in parts] == [0, STOP, 15]
+    assert_equal({step: loss for each in parts for step, loss in each.items()}, golden())
+    assert_equal(results("split 8")["losses"], golden())
+    assert results("split 8")["initial"] == results((1, 1, 1))["initial"]
 
 
 def test_the_run_crosses_an_epoch_after_the_stop(results: Results) -> None:

@@ -74,6 +74,10 @@ PLANTED = {
         "parallelize/delayed_init/recipes.py",
         "from lightning_sp.parallelize.delayed_init import recorder",
     ),
+    "Inside parallelize.tensor_parallel": (
+        "parallelize/tensor_parallel/plan.py",
+        "from lightning_sp.parallelize.tensor_parallel import split_model",
+    ),
     "Inside parallelize": ("parallelize/compilation.py", "from lightning_sp.parallelize import fsdp"),
     "Inside parallelize.activation_offload": (
         "parallelize/activation_offload/disk.py",

@@ -26,6 +26,17 @@ def test_replicas_of_a_right_fit_are_the_same_to_the_bit(pools, shard_size):
         assert answer == {"said": []}
 
 
+def test_a_right_fit_of_two_shards_on_four_ranks_is_compared_and_ends(pools):
+    for answer in pools(4).run(_drift, None, dict(ulysses_size=2, ring_size=2, shard_size=2), True):
+        assert answer == {"said": []}
+
+
+def test_whole_copies_that_come_apart_are_named(pools):
+    first, *_ = pools(2).run(_drift, 1, dict(ring_size=2, shard_size=1), True)
+    (said,) = first["said"]
+    assert "(shard_size=1 of 2 ranks): model.layers.0.attention_norm.weight;" in said
+
+
 def test_shards_that_one_rank_alone_holds_have_no_replica(pools):
     for answer in pools(2).run(_drift, 1, dict(ring_size=2), True):
         assert answer["said"] == []

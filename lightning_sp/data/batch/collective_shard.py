@@ -58,7 +58,8 @@ def collective_shard(
     named = fault is None or isinstance(fault, SequenceParallelError)
     error = str(fault) if named else f"{type(fault).__name__}: {fault}"
     # A batch that runs whole must be the same on all ranks, too.
-    compared = local is not batch or (info is not None and info.is_whole and mesh.layout.size > 1)
+    compared = local is not batch or (info is not None and info.is_whole and mesh.splits_samples)
+    compared = compared or (mesh.tensor_parallel_size > 1 and not (by_hand or is_sharded(batch)))
     whole = digest(batch) if fault is None and compared else 0
     try:
         agreed = comm.check_same_batch(

@@ -82,22 +82,33 @@ class ParameterLayout:
         world_size: ranks.
         memory: where parameters lie and what of the activations is kept, the shard size in ranks.
         compile: whether the strategy compiled the blocks.
+        tensor_parallel_size: ranks that split the weights of layers.
+        tensor_parallel_plan: which, if not the model's own plan says.
     """
 
     world_size: int
     memory: MemoryOptions
     compile: bool
+    tensor_parallel_size: int = 1
+    tensor_parallel_plan: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, config: StrategyConfig, world_size: int) -> ParameterLayout:
         """Return the layout that options ask for in a world."""
         shard_size = resolve_shard_size(config, world_size)
-        return cls(world_size=world_size, memory=replace(config.memory, shard_size=shard_size), compile=config.compile)
+        return cls(
+            world_size=world_size,
+            memory=replace(config.memory, shard_size=shard_size),
+            compile=config.compile,
+            tensor_parallel_size=config.tensor_parallel_size,
+            tensor_parallel_plan=config.tensor_parallel_plan,
+        )
 
     def values(self) -> dict[str, Any]:
         """Return what another Trainer must ask for too, by the options' names."""
         memory = {name: value for name, value in asdict(self.memory).items() if name not in _OF_EACH_RUN}
-        return {"world_size": self.world_size, **memory, "compile": self.compile}
+        split = {name: getattr(self, name) for name in ("tensor_parallel_size", "tensor_parallel_plan")}
+        return {"world_size": self.world_size, **memory, "compile": self.compile, **split}
 
 
 def parameter_layout(root: nn.Module) -> ParameterLayout | None:

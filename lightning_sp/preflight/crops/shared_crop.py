@@ -56,7 +56,7 @@ def shared_crop(
     wanted: int | None,
     hand_sharded: bool,
     data_parallel_rank: int,
-    sequence_rank: int,
+    sample_rank: int,
     sequence_group: ProcessGroup,
     control_group: ProcessGroup | None,
     longer: bool = False,
@@ -71,7 +71,7 @@ def shared_crop(
         wanted: see `crop_tokens`.
         hand_sharded: whether the parts must be merged first.
         data_parallel_rank: of this rank.
-        sequence_rank: of this rank, within its sequence's group.
+        sample_rank: of this rank, among those that compute its samples.
         sequence_group: ranks that share the sequence.
         control_group: the world. Both on a backend for the host.
         longer: whether as many tokens are wanted as a step can afford, of one row if the entries let it.
@@ -98,7 +98,7 @@ def shared_crop(
         control_group,
     )
     own = crop_batch(batch, options, common_extent(*zip(*extents, strict=True)))
-    gathered = comm.gather_objects(own if sequence_rank == 0 else None, control_group)
+    gathered = comm.gather_objects(own if sample_rank == 0 else None, control_group)
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
     # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
     num_groups = max(k for k in range(1, MOST_GROUPS + 1) if len(crops) % k == 0)

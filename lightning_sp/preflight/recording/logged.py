@@ -83,13 +83,20 @@ class StepNumbers:
         changed = changed_attributes(module, self._attributes, control_group, evaluates=evaluates)
         self.numbers |= {name: Number(value) for name, value in changed.items()}
 
-    def metrics(self, module: nn.Module, group: ProcessGroup | None, control_group: ProcessGroup | None) -> None:
+    def metrics(
+        self,
+        module: nn.Module,
+        group: ProcessGroup | None,
+        control_group: ProcessGroup | None,
+        of_tokens: ProcessGroup | None = None,
+    ) -> None:
         """Take what the module's metrics say of the step. Every rank must call it.
 
         Args:
             module: that holds them.
             group: over which they add up, but for those that name their own ranks.
             control_group: the world, on a backend for host objects: a metric that some ranks left out is left out.
+            of_tokens: what metrics that name no ranks were given in steps on parts of sequences.
         """
         held = dict(_outermost_metrics(module))
         updated = {name for name, metric in held.items() if _was_updated(metric)}
@@ -97,7 +104,8 @@ class StepNumbers:
             metric = held[name]
             for each in metric.modules():
                 if isinstance(each, Metric):
-                    each.process_group = each.process_group or group
+                    named = None if each.process_group is of_tokens else each.process_group
+                    each.process_group = named or group or of_tokens
                     each._computed = None
             with suppress(Exception):  # a metric that a crop is too short for
                 found = metric.compute()

@@ -32,6 +32,7 @@ from torch.optim import (
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import sharded_like
+from lightning_sp.mesh import tensor_parallel_part
 
 # Each element's step is made of its own gradients alone.
 ELEMENTWISE = {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, ASGD, Adadelta}
@@ -89,15 +90,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _trial_parameters(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-    """Return small parameters for each group, whole and sharded, of the dims that the group's own have; with gradients for each step."""
+    """Return small parameters for each group, whole and sharded, of the dims and placements of the group's own; with gradients for each step."""
     generator = torch.Generator().manual_seed(_SEED)
     wholes, shards = [], []
     for group in optimizer.param_groups:
         own, split = [], []
-        for like in {p.dim(): p for p in group["params"] if isinstance(p, DTensor) and p.dim()}.values():
-            ranks = like.device_mesh.size()
-            for rows in (2 * ranks, 2 * ranks + 1):
-                value = torch.randn(rows, *(3,) * (like.dim() - 1), generator=generator).to(like.device, like.dtype)
+        found = {(p.dim(), p.placements): p for p in group["params"] if isinstance(p, DTensor) and p.dim()}
+        for like in found.values():
+            ranks, (parts, dim) = like.device_mesh.size(), tensor_parallel_part(like)
+            # Of a split layer each part has equally many rows or columns.
+            of_rows, of_columns = (parts if dim == 0 else 1), (2 * parts if dim else 3)
+            for rows in (2 * ranks * of_rows, (2 * ranks + 1) * of_rows):
+                shape = (rows, *(of_columns,) * (like.dim() - 1))
+                value = torch.randn(shape, generator=generator).to(like.device, like.dtype)
                 own.append(nn.Parameter(value))
                 split.append(nn.Parameter(sharded_like(value, _of_shape(like, value))))
         wholes.append(own)

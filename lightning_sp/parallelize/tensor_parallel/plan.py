@@ -1,0 +1,148 @@
+"""Which layers of a model are split over ranks, and how: by a plan of names that is given, or that the model itself has.
+
+    {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}        * is one part of a name
+
+A name is the end of a module's: a plan of a model is one of whatever holds the model. A plan of Hugging Face's may hold styles that are not
+carried; what stands beside such a layer in one module stays whole with it, for a split layer's neighbours have parts of its numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_sp.config import TENSOR_PARALLEL_STYLES
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parameter_names import shown, user_name
+
+# Tables of the vocabulary: whole on every rank.
+_VOCABULARY = ("embedding_rowwise", "embedding_colwise")
+_ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """A layer of a plan.
+
+    Args:
+        name: of the module.
+        module: itself.
+        style: one of `TENSOR_PARALLEL_STYLES`.
+        inside: name of the module in whose forward its outputs, or inputs, are this rank's part.
+    """
+
+    name: str
+    module: nn.Module
+    style: str
+    inside: str
+
+    @property
+    def is_of_attention(self) -> bool:
+        """Whether it is part of an attention, whose heads it splits then."""
+        return bool(_ATTENTION.search(self.name))
+
+
+@dataclass(frozen=True)
+class SplitLayers:
+    """What a plan splits of a model.
+
+    Args:
+        layers: in the order of the model's modules.
+        whole: patterns of the plan that are not carried or stand beside such, with their styles: these layers stay whole.
+    """
+
+    layers: tuple[SplitLayer, ...]
+    whole: tuple[str, ...]
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether each rank has heads of its own."""
+        return any(each.is_of_attention and each.style == "colwise" for each in self.layers)
+
+
+def split_layers(root: nn.Module, given: Mapping[str, str] | None) -> SplitLayers:
+    """Return which layers a plan splits. Equal on all ranks.
+
+    Args:
+        root: the LightningModule.
+        given: the plan; None for what the models inside say.
+
+    Raises:
+        SequenceParallelError: there is no plan, or it names no layer of the model.
+    """
+    plan = dict(given) if given is not None else _own_plan(root)
+    if not plan:
+        raise SequenceParallelError(
+            "tensor_parallel_size above 1, and no model here says which of its layers to split: none has a tp_plan, as Hugging Face's models "
+            "do; give one, tensor_parallel_plan={'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}, or use "
+            "sequence_parallel_size alone"
+        )
+    names = [name for name, _ in root.named_modules(remove_duplicate=False)]
+    modules = dict(root.named_modules(remove_duplicate=False))
+    found = {pattern: [name for name in names if _matches(pattern, user_name(name))] for pattern in plan}
+    if given is not None and (unknown := [pattern for pattern, each in found.items() if not each]):
+        raise SequenceParallelError(
+            f"tensor_parallel_plan: {len(unknown)} names are of no module of the model: {shown(unknown)}; of its modules "
+            f"{shown([user_name(name) for name in names if name][:50])}"
+        )
+    heads = [pattern for pattern in plan if _is_head(root, [modules[name] for name in found[pattern]])]
+    if given is not None and heads:
+        raise SequenceParallelError(
+            f"tensor_parallel_plan[{heads[0]!r}]={plan[heads[0]]!r}: an output head stays whole on every rank, for a loss reads its weights "
+            "without a call, a part of the tokens at a time; leave it out of the plan"
+        )
+    tables = {pattern for pattern, style in plan.items() if style in _VOCABULARY} | {*heads}
+    refused = {pattern for pattern, style in plan.items() if style not in TENSOR_PARALLEL_STYLES} - tables
+    apart = {_parent(pattern) for pattern in refused}
+    whole = [each for each in plan if each not in tables and (each in refused or _parent(each) in apart)]
+    layers = {
+        name: SplitLayer(name, modules[name], plan[pattern], _parent(name))
+        for pattern, each in found.items()
+        if pattern not in tables and pattern not in whole
+        for name in each
+    }
+    ordered = tuple(layers[name] for name in names if name in layers)
+    if not any(each.style != "replicated_with_grad_allreduce" for each in ordered):
+        raise SequenceParallelError(
+            f"tensor_parallel_size above 1, and the plan splits no layer of this model: of {len(plan)} names {len(whole)} are of styles that "
+            f"are not carried ({shown([f'{name}: {plan[name]}' for name in whole])}), or stand beside such; give a tensor_parallel_plan of "
+            f"{', '.join(TENSOR_PARALLEL_STYLES)}, or use sequence_parallel_size alone"
+        )
+    # A model inside of one that has a plan says the same, by shorter names.
+    said = [each for each in whole if not any(other.endswith(f".{each}") for other in whole)]
+    return SplitLayers(ordered, tuple(f"{each} ({plan[each]})" for each in said))
+
+
+def _own_plan(root: nn.Module) -> dict[str, str]:
+    """Return what the models inside say, the outermost first."""
+    plan: dict[str, str] = {}
+    for each in root.modules():
+        own: Any = getattr(type(each), "tp_plan", None)
+        if own is not None and isinstance(own := getattr(each, "tp_plan", None), Mapping):
+            plan = {**own, **plan}
+    return plan
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.search(rf"(^|\.){re.escape(pattern).replace(re.escape('*'), '[^.]+')}$", name) is not None
+
+
+def _parent(pattern: str) -> str:
+    return pattern.rpartition(".")[0]
+
+
+def _is_head(root: nn.Module, modules: list[nn.Module]) -> bool:
+    """Return whether layers are output heads, which a loss may read without a call."""
+    heads = {head for head in _heads(root) if head is not None}
+    return any(each in heads for each in modules)
+
+
+def _heads(root: nn.Module) -> Iterator[nn.Module | None]:
+    for each in root.modules():
+        get = getattr(each, "get_output_embeddings", None)
+        if callable(get):
+            yield get()

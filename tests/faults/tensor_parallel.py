@@ -1,0 +1,59 @@
+"""Faults of layers that are split over ranks: gradients in part, biases that count twice, tokens and samples that do."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+TESTS = "tests/parallelize/tensor_parallel"
+
+TENSOR_PARALLEL = (
+    fault(
+        "gradients of a split layer's input in part",
+        "comm/tensor_parallel.py",
+        "        return reduce_sum(grad_outputs[0].contiguous(), ctx.group), None\n",
+        "        return grad_outputs[0], None\n",
+        f"{TESTS}/test_law.py::test_two_ranks_with_half_of_each_layer_train_as_one",
+    ),
+    fault(
+        "a bias added by each rank",
+        "parallelize/tensor_parallel/layers.py",
+        "    return out if bias is None else out + bias.to(out.dtype)\n",
+        "    return out if bias is None else out + 2 * bias.to(out.dtype)\n",
+        f"{TESTS}/test_law.py::test_models_of_other_forms[parallel]",
+    ),
+    fault(
+        "a reference run with split layers",
+        "preflight/trial.py",
+        "        with_whole_weights(module),\n",
+        "",
+        f"{TESTS}/test_refusals.py::test_what_is_refused_names_its_numbers[forgotten norms]",
+    ),
+    fault(
+        "dropout between split layers",
+        "rewrite/row_dropout.py",
+        '        refuse_split_dropout(self.context, f"dropout {p}")\n',
+        "",
+        f"{TESTS}/test_refusals.py::test_what_is_refused_names_its_numbers[dropout]",
+    ),
+    fault(
+        "tokens counted by each rank that splits weights",
+        "mesh.py",
+        "        tokens = None if tensor == 1 else make_token_group(base.size(), tensor)\n",
+        "        tokens = None\n",
+        f"{TESTS}/test_counts.py::test_sums_metrics_and_losses_over_rows_are_those_of_one_process",
+    ),
+    fault(
+        "a stream read by each rank that splits weights",
+        "trainer/sharded_model.py",
+        "            sequence_group=self._groups.samples,\n",
+        "            sequence_group=self._groups.sequence,\n",
+        f"{TESTS}/test_counts.py::test_a_stream_without_a_seed_is_read_by_one_rank_of_all_that_share_its_samples",
+    ),
+    fault(
+        "random states of another number of ranks",
+        "step/random_streams.py",
+        '        **({"tensor_parallel_size": tensor} if tensor > 1 else {}),\n',
+        "",
+        f"{TESTS}/test_checkpoints.py::test_a_run_goes_on_without_and_with_split_layers[True]",
+    ),
+)

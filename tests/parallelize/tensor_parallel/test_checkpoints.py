@@ -1,0 +1,60 @@
+"""A checkpoint of split layers is one of whole ones: it resumes without tensor parallelism and back, and becomes one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sp import export_checkpoint
+from lightning_sp.testing import max_error
+from tests.parallelize.tensor_parallel import tensor_parallel_ranks
+
+SPLIT = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+# The other degrees alike: its random states are those of other ranks still.
+WHOLE = {"data_parallel_size": 2}
+
+
+def run(pools: Any, world: int, **case: Any) -> dict[str, Any]:
+    # The optimizer's state is that of two epochs: its second moments must be the parameters' own.
+    found: dict[str, Any] = pools(world).run(tensor_parallel_ranks.fits, [dict(name="uneven", world=world, **case)])[0][
+        0
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(pools: Any) -> dict[str, Any]:
+    return run(pools, 1, max_epochs=2)
+
+
+def same_end(found: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(whole["losses"][-len(found["losses"]) :], abs=1e-12)
+    for name, weight in whole["weights"].items():
+        assert max_error(found["weights"][name], weight) < 1e-10, name
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_run_goes_on_without_and_with_split_layers(
+    pools: Any, whole: dict[str, Any], tmp_path: Path, as_folder: bool
+) -> None:
+    saved = {"save_distributed_checkpoint": as_folder}
+    first, second = str(tmp_path / "split.ckpt"), str(tmp_path / "whole.ckpt")
+    begun = run(pools, 4, strategy={**SPLIT, **saved}, save=first)
+    assert begun["split"]
+    same_end(run(pools, 2, strategy={**WHOLE, **saved}, resume=first, max_epochs=2), whole)
+    run(pools, 2, strategy={**WHOLE, **saved}, save=second)
+    gone_on = run(pools, 4, strategy={**SPLIT, **saved}, resume=second, max_epochs=2)
+    same_end(gone_on, whole)
+    if as_folder:
+        export_checkpoint(first, tmp_path / "one.safetensors")
+        from safetensors.torch import load_file
+
+        stored = load_file(tmp_path / "one.safetensors")
+        assert {name: tuple(each.shape) for name, each in stored.items()} == {
+            name: tuple(each.shape) for name, each in whole["weights"].items()
+        }
+        for name, weight in begun["weights"].items():
+            assert torch.equal(stored[name], weight), name

@@ -1,0 +1,108 @@
+"""Layers split over ranks train as one process: losses, raw gradients and weights, in every company of the other degrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_sp.testing import max_error
+from tests.parallelize.tensor_parallel import tensor_parallel_ranks
+from tests.trainer import optimizer_ranks
+
+TENSOR = {"tensor_parallel_size": 2}
+# Uneven targets, accumulation with a short last window, clipping.
+OPTIONS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+def hold(pools: Any, name: str, layouts: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    """Fit on each layout and compare with one process; return what rank 0 gave."""
+    options = {**OPTIONS, **options}
+    [expected] = pools(1).run(tensor_parallel_ranks.fits, [dict(name=name, world=1, **options)])[0]
+    found = []
+    for layout in layouts:
+        world = 1
+        for size in ("tensor_parallel_size", "data_parallel_size", "ring_size", "ulysses_size"):
+            world *= layout.get(size, 1)
+        answers = pools(world).run(
+            tensor_parallel_ranks.fits, [dict(name=name, world=world, strategy=layout, **options)]
+        )
+        for [answer] in answers:
+            same(answer, expected)
+        found.append(answers[0][0])
+    return found
+
+
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert len(actual["grads"]) == len(expected["grads"]) >= 2
+    for step, (a, b) in enumerate(zip(actual["grads"], expected["grads"], strict=True)):
+        assert a.keys() == b.keys()
+        for name in b:
+            assert max_error(a[name], b[name]) < 1e-12, f"gradient of {name} in step {step}"
+    for name, weight in expected["weights"].items():
+        assert max_error(actual["weights"][name], weight) < 1e-10, name
+
+
+def test_two_ranks_with_half_of_each_layer_train_as_one(pools: Any) -> None:
+    [found] = hold(pools, "llama", [TENSOR])
+    attention = [f"layers.{i}.attention.{each}.weight" for i in (0, 1) for each in ("query", "key", "value", "output")]
+    mlp = [f"layers.{i}.feed_forward.{each}.weight" for i in (0, 1) for each in ("gate", "up", "down")]
+    assert sorted(found["split"]) == sorted(f"model.{each}" for each in attention + mlp)
+    assert found["mesh"] == "dp 1 x ring 1 x ulysses 1 x tp 2"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(ulysses_size=2),
+        dict(data_parallel_size=2, shard_size=1),
+        pytest.param(dict(ring_size=2), marks=pytest.mark.slow),
+        pytest.param(dict(ring_size=2, shard_size=1), marks=pytest.mark.slow),
+        pytest.param(dict(data_parallel_size=2), marks=pytest.mark.slow),
+    ],
+)
+def test_beside_each_other_degree(pools: Any, layout: dict[str, Any]) -> None:
+    hold(pools, "llama", [{**TENSOR, **layout}])
+
+
+@pytest.mark.slow
+def test_four_parts_of_each_layer(pools: Any) -> None:
+    hold(pools, "parallel", [{"tensor_parallel_size": 4}])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parallel",
+        "tied",
+        "qwen3",
+        "lora",
+        pytest.param("gpt", marks=pytest.mark.slow),
+        pytest.param("qwen2", marks=pytest.mark.slow),
+        pytest.param("olmo2", marks=pytest.mark.slow),
+        pytest.param("phi3", marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_other_forms(pools: Any, name: str) -> None:
+    """Biases, a shared table, norms of each head, layers that gather, LoRA."""
+    [found] = hold(pools, name, [TENSOR])
+    assert found["split"]
+
+
+@pytest.mark.slow
+def test_layers_of_other_styles_are_whole_with_a_warning(pools: Any) -> None:
+    [found] = hold(pools, "mixtral", [TENSOR])
+    assert {each.split(".")[-2] for each in found["split"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    [said] = [each for each in found["warned"] if "tensor parallelism" in each]
+    assert "of the model's plan 3 entries are not carried, or stand beside such: model.layers.*.mlp.experts" in said
+
+
+def test_an_optimizer_that_looks_at_its_part_alone_steps_whole_weights(pools: Any) -> None:
+    """Of copies on each rank a norm of the part is right: it is tried on parts, too."""
+    options: dict[str, Any] = dict(name="norm of shards", max_epochs=1)
+    [whole] = pools(1).run(optimizer_ranks.fits, [dict(world=1, strategy={}, **options)])[0]
+    [split] = pools(2).run(optimizer_ranks.fits, [dict(world=2, strategy=TENSOR, **options)])[0]
+    assert "NormOfShards cannot step sharded weights" in split["said"][0]
+    for name, weight in whole["weights"].items():
+        assert max_error(split["weights"][name], weight) < 1e-10, name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.testing import trainer_of_ranks
 from tests.flows.tiny import Tuned, llama, rows
+from tests.told import told
 
 
 class Random(Tuned):
@@ -44,29 +44,15 @@ class Random(Tuned):
 
 def fit(world: int, kind: str, options: dict[str, Any]) -> list[str]:
     """Return what the preflight says, and why the run is refused."""
-    said: list[str] = []
     torch.manual_seed(3)
-
-    class Noted(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logger, noted = logging.getLogger("lightning_utilities.core.rank_zero"), Noted()
-    level, rank_zero = logger.level, logging.getLogger("lightning.pytorch")
-    for each in (logger, rank_zero):
-        each.addHandler(noted)
-        each.setLevel(logging.INFO)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = pl.Trainer(
-                max_steps=2, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
-                enable_checkpointing=False, precision="64-true", strategy=SequenceParallelStrategy(**options), **trainer_of_ranks(world),
-            )  # fmt: skip
+    refused: list[str] = []
+    with told() as said, tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            max_steps=2, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, precision="64-true", strategy=SequenceParallelStrategy(**options), **trainer_of_ranks(world),
+        )  # fmt: skip
+        try:
             trainer.fit(Random(kind), DataLoader(rows(), batch_size=2))
-    except SequenceParallelError as error:
-        said.append(f"refused: {error}")
-    finally:
-        for each in (logger, rank_zero):
-            each.removeHandler(noted)
-        logger.setLevel(level)
-    return [each for each in dict.fromkeys(said) if each.startswith(("preflight: a crop", "refused: "))]
+        except SequenceParallelError as error:
+            refused = [f"refused: {error}"]
+    return [each for each in said if each.startswith("preflight: a crop")] + refused

@@ -227,6 +227,7 @@ class Trial:
                 together(),
                 isolated(self.module, self.device),
                 gathered(self.module, self.own.uneven_entries),
+                self.context.drawn_from(SEED),
                 traced(self.module, trace),
                 self.context.logits_made_at_once(),
             ):

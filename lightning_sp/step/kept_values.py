@@ -87,13 +87,18 @@ def _containers(module: nn.Module) -> Iterator[Any]:
 
 
 def _content(container: Any) -> Any:
-    """Return what tells later what was added: a dict's entries, a list's length."""
-    return dict(container) if isinstance(container, dict) else len(container)
+    """Return what tells later what was added."""
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _added(container: Any, before: Any) -> Iterator[_Place]:
-    """Yield the places of values that were not there. A list that is shorter than it was has none that are known."""
+    """Yield the places of values that were not there: behind those that were, or anywhere in a list that was emptied or has a most length."""
     if isinstance(container, dict):
         yield from (_Place(container, k) for k, v in container.items() if k not in before or before[k] is not v)
-    else:
-        yield from (_Place(container, index) for index in range(before, len(container)))
+        return
+    num = len(before)
+    if len(container) >= num and (not num or (container[0] is before[0] and container[num - 1] is before[-1])):
+        yield from (_Place(container, index) for index in range(num, len(container)))
+        return
+    old = {id(each) for each in before}
+    yield from (_Place(container, index) for index, each in enumerate(container) if id(each) not in old)

@@ -54,3 +54,13 @@ def test_values_that_were_taken_away_are_not_missed():
     module.rows.clear()
     del module.by_name["old"]
     assert kept.new() == []
+
+
+def test_new_values_are_found_in_a_list_that_was_emptied_and_in_one_that_drops_its_first():
+    module = Module()
+    module.rows[:], module.recent = ["a", "b"], deque(["c", "d"], maxlen=2)
+    kept = KeptValues(module)
+    module.rows.clear()
+    module.rows.append("e")
+    module.recent.append("f")
+    assert sorted(kept.new()) == ["e", "f"]

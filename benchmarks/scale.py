@@ -4,7 +4,8 @@
     python -m benchmarks.scale step --world 64 ...      one world, in detail: each wait, copy and collective with its line
 
 A world is torch's fake process group, a device is simulated (`simulated_device`): nothing is computed, all of Lightning, FSDP2 and this
-package runs. Milliseconds are of this package's own lines, by cProfile, which slows them down.
+package runs. Milliseconds are of this package's own lines but those of its models, by cProfile, which slows them down: the sum of each
+function's median over the counted steps, for another process may take the core in one of them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import cProfile
 import json
 import logging
 import pstats
+import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,7 +44,7 @@ from lightning_sp.models.llama import Llama, LlamaConfig
 
 # Llama 3 8B; its depth is an argument, for what a layer costs is the difference between two depths.
 LLAMA = dict(vocab_size=128_256, dim=4096, num_heads=32, num_kv_heads=8, hidden_dim=14_336)
-WARMUP_STEPS, COUNTED_STEPS = 2, 2
+WARMUP_STEPS, COUNTED_STEPS = 2, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,16 +215,16 @@ class _Counted(pl.Callback):
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
-        # The CPU-seconds of the thread that runs the forward: a wall would say how busy the machine is.
-        self.profile = cProfile.Profile(time.thread_time)
+        # Each of a step, by the clock that is read fastest: the thread's CPU-seconds are asked of the kernel, at each call.
+        self.profiles: list[cProfile.Profile] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == WARMUP_STEPS:
-            self._device.noting = True
-            self.profile.enable()
-        elif trainer.global_step == WARMUP_STEPS + COUNTED_STEPS:
-            self.profile.disable()
-            self._device.noting = False
+        if self.profiles:
+            self.profiles[-1].disable()
+        self._device.noting = WARMUP_STEPS <= trainer.global_step < WARMUP_STEPS + COUNTED_STEPS
+        if self._device.noting:
+            self.profiles.append(cProfile.Profile(time.perf_counter))
+            self.profiles[-1].enable()
 
 
 @contextmanager
@@ -268,7 +270,7 @@ def count(world: World) -> dict[str, Any]:
     groups = Counter((note.kind, note.group, note.what) for note in device.notes if "collective" in note.kind)
     return {
         "world": asdict(world),
-        "ms": _own_seconds(counted.profile) / COUNTED_STEPS * 1e3,
+        "ms": sum(own_seconds(counted.profiles).values()) * 1e3,
         "bytes": sum(note.num_bytes for note in device.notes if note.kind == "device collective") / COUNTED_STEPS,
         "counts": {kind: sum(each.kind == kind for each in device.notes) / COUNTED_STEPS for kind in KINDS},
         "lines": [[n / COUNTED_STEPS, *line] for line, n in sorted(lines.items(), key=lambda item: (item[0][0], -item[1]))],
@@ -276,15 +278,26 @@ def count(world: World) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _own_seconds(profile: cProfile.Profile) -> float:
-    """Return the seconds in lines of the package itself, and in Python's own functions that it calls."""
-    total = 0.0
-    for (file, _, name), (_, _, own, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if "/lightning_sp/" in file:
-            total += own
-        elif file == "~" and "torch" not in name:
-            total += sum(each[2] for (caller, *_), each in callers.items() if "/lightning_sp/" in caller)
-    return total
+def own_seconds(profiles: Sequence[cProfile.Profile]) -> dict[str, float]:
+    """Return the seconds of a step in each function of the package and in Python's own functions that it calls: the median of the steps."""
+    steps: dict[str, list[float]] = defaultdict(list)
+    for profile in profiles:
+        step: Counter[str] = Counter()
+        for (file, line, name), (_, _, own, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+            if _is_own(file):
+                step[f"{file.rpartition('/lightning_sp/')[2]}:{line} {name}"] += own
+            elif file == "~" and "torch" not in name:
+                step[name] += sum(each[2] for (caller, *_), each in callers.items() if _is_own(caller))
+        for where, seconds in step.items():
+            steps[where].append(seconds)
+    return {
+        where: statistics.median([*seconds, *[0.0] * (len(profiles) - len(seconds))])
+        for where, seconds in steps.items()
+    }
+
+
+def _is_own(file: str) -> bool:
+    return "/lightning_sp/" in file and "/lightning_sp/models/" not in file
 
 
 def _in_a_process(**options: Any) -> dict[str, Any]:

@@ -27,6 +27,14 @@ ATTENTION = (
         "tests/attention/spec/test_mask.py::test_padding_is_a_document_of_its_own[False-position_ids1-boundaries1]",
     ),
     fault(
+        "gradients of a key-value head from one of the ranks that share it",
+        "attention/schemes/ulysses.py",
+        "_sum(each.shared(part), 1, each.rank_major(into))",
+        "each.rank_major(into).copy_(each.shared(part)[:, 0])",
+        "tests/attention/schemes/test_even_heads.py::test_one_copy_moves_what_a_copy_for_each_rank_does"
+        "[HeadSplit(num_heads=8, num_kv_heads=2, size=4, num_stages=1, stages=None)]",
+    ),
+    fault(
         "padding mask of the batch dropped",
         "data/batch/shard_sequence.py",
         "visible = VisibleKeys() if mask is None else read_visible_keys(mask)",

@@ -14,15 +14,19 @@ Source: stages of heads, and keys once for their group, Untied Ulysses, arXiv:26
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 from lightning_sp.attention.kernels.merge import HeadGroup
 from lightning_sp.attention.plan.intervals import Range
 
+# Every call of every layer asks for the same splits.
+_kept = lru_cache(maxsize=4096)
+
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each Ulysses rank has: pure functions of these numbers.
+    """Which heads each Ulysses rank has: pure functions of these numbers, so each answer is kept.
 
     Args:
         num_heads: H, query heads.
@@ -43,15 +47,28 @@ class HeadSplit:
         """Return the number of the first stage that is meant."""
         return self._meant[0]
 
-    def each_stage(self) -> list[HeadSplit]:
+    @_kept
+    def each_stage(self) -> tuple[HeadSplit, ...]:
         """Return the split of each of the stages that are meant."""
-        return [replace(self, stages=(stage, stage + 1)) for stage in range(*self._meant)]
+        return tuple(replace(self, stages=(stage, stage + 1)) for stage in range(*self._meant))
 
-    def passes(self) -> list[HeadSplit]:
+    @_kept
+    def passes(self) -> tuple[HeadSplit, ...]:
         """Return the splits of all stages that share key-value heads, which go round the ring together."""
         edges = [*(stage for stage in range(self.num_stages) if self._opens(stage)), self.num_stages]
-        return [replace(self, stages=edge) for edge in pairwise(edges)]
+        return tuple(replace(self, stages=edge) for edge in pairwise(edges))
 
+    @_kept
+    def all_queries(self) -> tuple[Range, ...]:
+        """Return the query heads of each rank."""
+        return tuple(self.queries(rank) for rank in range(self.size))
+
+    @_kept
+    def all_travelling(self) -> tuple[Range, ...]:
+        """Return the key-value heads that travel to each rank."""
+        return tuple(self.travelling(rank) for rank in range(self.size))
+
+    @_kept
     def queries(self, rank: int) -> Range:
         """Return the query heads of a rank: an even split, the first ranks holding one more."""
         base, more = divmod(self.num_heads, self.size)
@@ -59,12 +76,14 @@ class HeadSplit:
         first, last = self._meant
         return (start + first * own // self.num_stages, start + last * own // self.num_stages)
 
+    @_kept
     def keys(self, rank: int) -> Range:
         """Return the key-value heads that a rank's query heads need."""
         start, end = self.queries(rank)
         shared = self.num_heads // self.num_kv_heads
         return (start // shared, (end - 1) // shared + 1)
 
+    @_kept
     def travelling(self, rank: int) -> Range:
         """Return the key-value heads that travel to a rank: those of the passes that begin here."""
         begun = [each for each in self.passes() if each.first_stage in range(*self._meant)]
@@ -74,6 +93,7 @@ class HeadSplit:
         """Return how many heads of q, k and v together travel to a rank, per token."""
         return length(self.queries(rank)) + 2 * length(self.travelling(rank))
 
+    @_kept
     def head_groups(self, rank: int) -> tuple[HeadGroup, ...]:
         """Return the rank's heads in groups, each with the same number of query heads per key-value head, in local numbers."""
         start, end = self.queries(rank)

@@ -15,6 +15,8 @@ memory and not in the tensor, so that coming back costs one:
     grad of out     each element once                       none: a view
     dq, dk, dv      each element once                       each element once; heads that several ranks used are summed
 
+Where all ranks have as many heads (`even_heads`), one copy or sum moves those of all ranks: a GPU starts 3 kernels to pack q, k and v, not 3 U.
+
 Communicates, sent by rank r of U whose h_r query heads need k_r key-value heads, in elements, one all-to-all each:
 
     forward   q, k, v:     B s D x sum over u != r of (h_u + 2 k_u)      out:         B s D (U-1) h_r
@@ -28,7 +30,7 @@ Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +40,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.attention.plan.intervals import Range
+from lightning_sp.attention.schemes.even_heads import even_heads
 from lightning_sp.attention.schemes.head_split import HeadSplit, length
 from lightning_sp.comm.collectives import Exchange, exchange
 
@@ -83,7 +86,7 @@ def start_qkv(
     Shapes: q (B, H, s, D), k and v (B, K, s, D); arriving, where they land: (S, B, h + 2 k, D), see `split_qkv`.
     Communicates: one all_to_all_single on the Ulysses axis.
     """
-    buffer, counts = _pack([(q, split.queries), (k, split.travelling), (v, split.travelling)], split.size)
+    buffer, counts = _pack([q, k, v], [split.all_queries(), split.all_travelling(), split.all_travelling()])
     return Exchange(buffer, counts, [arriving.numel() // split.size] * split.size, group, arriving.view(-1))
 
 
@@ -102,14 +105,13 @@ def start_out(heads_out: Tensor, split: HeadSplit, group: ProcessGroup) -> Excha
     """
     tokens, batch, heads, dim = heads_out.shape
     s = tokens // split.size
-    received = [s * batch * dim * length(split.queries(u)) for u in range(split.size)]
+    received = [s * batch * dim * length(own) for own in split.all_queries()]
     return Exchange(heads_out.view(-1), [s * batch * heads * dim] * split.size, received, group)
 
 
 def lay_out(received: Tensor, split: HeadSplit, out: Tensor) -> None:
     """Lay what came home where it belongs. Shapes: flat, see `start_out`; out (B, H, s, D)."""
-    heads = [split.queries(u) for u in range(split.size)]
-    lay_side_by_side(_parts(received, [length(own) for own in heads], out.shape[0], out.shape[3]), heads, out)
+    _lay(received, [split.all_queries()], [out])
 
 
 def start_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessGroup) -> Exchange:
@@ -117,7 +119,7 @@ def start_out_grad(grad: Tensor, split: HeadSplit, rank: int, group: ProcessGrou
 
     Shapes: (B, H, s, D) -> flat, (S, B, h, D). Communicates: one all_to_all_single on the Ulysses axis.
     """
-    buffer, counts = _pack([(grad, split.queries)], split.size)
+    buffer, counts = _pack([grad], [split.all_queries()])
     batch, _, tokens, dim = grad.shape
     return Exchange(buffer, counts, [tokens * batch * length(split.queries(rank)) * dim] * split.size, group)
 
@@ -152,16 +154,7 @@ def lay_gradients(received: Tensor, split: HeadSplit, whole: Sequence[Tensor]) -
 
     Shapes: flat, as `exchange_gradients` returns it; whole: (B, H, s, D), (B, K, s, D) twice.
     """
-    queries, keys = ([heads_of(u) for u in range(split.size)] for heads_of in (split.queries, split.travelling))
-    batch, _, _, dim = whole[0].shape
-    per_rank = [
-        part.split_with_sizes([length(own_q), length(own_kv), length(own_kv)], dim=2)
-        for part, own_q, own_kv in zip(
-            _parts(received, [split.width(u) for u in range(split.size)], batch, dim), queries, keys, strict=True
-        )
-    ]
-    for parts, heads, each in zip(zip(*per_rank, strict=True), (queries, keys, keys), whole, strict=True):
-        lay_side_by_side(parts, heads, each)
+    _lay(received, [split.all_queries(), split.all_travelling(), split.all_travelling()], whole)
 
 
 def lay_side_by_side(parts: Sequence[Tensor], heads: Sequence[Range], whole: Tensor) -> None:
@@ -179,24 +172,61 @@ def lay_side_by_side(parts: Sequence[Tensor], heads: Sequence[Range], whole: Ten
         if len(shares) == 1:
             token_major[:, :, start:end] = shares[0]
         elif shares:
-            # In one call: it adds bfloat16 in float32 and rounds once, without float32 copies of the shares.
-            torch.sum(torch.stack(shares), 0, out=token_major[:, :, start:end])
+            _sum(torch.stack(shares), 0, token_major[:, :, start:end])
 
 
-def _pack(tensors: Sequence[tuple[Tensor, Callable[[int], Range]]], size: int) -> tuple[Tensor, list[int]]:
+def _pack(tensors: Sequence[Tensor], heads: Sequence[tuple[Range, ...]]) -> tuple[Tensor, list[int]]:
     """Return one flat buffer, destination by destination, each token-major, and each destination's element count."""
-    batch, _, tokens, dim = tensors[0][0].shape
-    ranges = [[heads_of(u) for _, heads_of in tensors] for u in range(size)]
-    widths = [sum(length(r) for r in row) for row in ranges]
+    batch, _, tokens, dim = tensors[0].shape
+    widths = [sum(length(own) for own in of_a_rank) for of_a_rank in zip(*heads, strict=True)]
     counts = [tokens * batch * width * dim for width in widths]
-    buffer = tensors[0][0].new_empty(sum(counts))
-    for piece, row, width in zip(buffer.split_with_sizes(counts), ranges, widths, strict=True):
-        view = piece.view(tokens, batch, width, dim)
-        offset = 0
-        for (tensor, _), (start, end) in zip(tensors, row, strict=True):
-            view[:, :, offset : offset + end - start] = tensor[:, start:end].permute(2, 0, 1, 3)
-            offset += end - start
+    buffer = tensors[0].new_empty(sum(counts))
+    even = [each for each in map(even_heads, heads) if each]
+    if len(even) == len(heads):
+        places = buffer.view(len(widths), tokens, batch, widths[0], dim).split_with_sizes(
+            [each.width for each in even], 3
+        )
+        for place, tensor, each in zip(places, tensors, even, strict=True):
+            if each.width:
+                each.shared(place).copy_(each.rank_major(tensor)[:, None])
+        return buffer, counts
+    for rank, place in enumerate(_parts(buffer, widths, batch, dim)):
+        for part, tensor, ranges in zip(
+            place.split_with_sizes([length(each[rank]) for each in heads], 2), tensors, heads, strict=True
+        ):
+            part.copy_(tensor[:, slice(*ranges[rank])].permute(2, 0, 1, 3))
     return buffer, counts
+
+
+def _lay(received: Tensor, heads: Sequence[tuple[Range, ...]], whole: Sequence[Tensor]) -> None:
+    """Lay the heads of each tensor that came from all ranks where they belong. The mirror of `_pack`.
+
+    Shapes: flat, from each rank u (s, B, sum of its heads, D); whole (B, H, s, D) each.
+    """
+    batch, _, tokens, dim = whole[0].shape
+    widths = [sum(length(own) for own in of_a_rank) for of_a_rank in zip(*heads, strict=True)]
+    even = [each for each in map(even_heads, heads) if each and each.step >= each.width]
+    if len(even) == len(heads):
+        parts = received.view(len(widths), tokens, batch, widths[0], dim).split_with_sizes(
+            [each.width for each in even], 3
+        )
+        for part, each, into in zip(parts, even, whole, strict=True):
+            if each.sharing == 1:
+                each.rank_major(into).copy_(part)
+            elif each.width:
+                _sum(each.shared(part), 1, each.rank_major(into))
+        return
+    per_rank = [
+        part.split_with_sizes([length(each[rank]) for each in heads], 2)
+        for rank, part in enumerate(_parts(received, widths, batch, dim))
+    ]
+    for parts, ranges, into in zip(zip(*per_rank, strict=True), heads, whole, strict=True):
+        lay_side_by_side(parts, ranges, into)
+
+
+def _sum(shares: Tensor, dim: int, out: Tensor) -> None:
+    """Sum over a dim. In one call: it adds bfloat16 in float32 and rounds once, without float32 copies of the shares."""
+    torch.sum(shares, dim, out=out)
 
 
 def _parts(received: Tensor, widths: Sequence[int], batch: int, dim: int) -> list[Tensor]:

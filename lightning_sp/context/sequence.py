@@ -42,6 +42,7 @@ class SequenceInfo:
         is_longer: some rank has more tokens than any had before.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
+        beside: other sequences, each with names and rows of its own: of a step that sees whole sequences alone.
         dims: of the batch's entries that carry this sequence, along which dim.
         names: of all of the batch's entries, in order.
         encoder_is_whole: this is a decoder's sequence, and its encoder reads none of the batch: sounds or images, whole on every rank.
@@ -68,6 +69,7 @@ class SequenceInfo:
     is_longer: bool = False
     is_filler: bool = False
     encoder: SequenceInfo | None = None
+    beside: tuple[SequenceInfo, ...] = ()
     encoder_is_whole: bool = False
     dims: Mapping[str, int] = field(default_factory=dict)
     names: tuple[str, ...] = ()
@@ -78,11 +80,15 @@ class SequenceInfo:
         return (self,) if self.encoder is None else (self, self.encoder)
 
     @property
+    def all_sequences(self) -> tuple[SequenceInfo, ...]:
+        """Those, and the ones that stand beside them."""
+        return (*self.sequences, *self.beside)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
-        """(rows, padded tokens, tokens) of the whole batch, an encoder's and a decoder's together."""
-        padded, tokens = (
-            sum(counts) for counts in zip(*((s.padded_length, s.length) for s in self.sequences), strict=True)
-        )
+        """(rows, padded tokens, tokens) of the whole batch, those of all its sequences together for each row."""
+        each = [(s.rows // self.rows * s.padded_length, s.rows // self.rows * s.length) for s in self.all_sequences]
+        padded, tokens = (sum(counts) for counts in zip(*each, strict=True))
         return self.rows, padded, tokens
 
     @property
@@ -117,4 +123,5 @@ class SequenceInfo:
             attention_mask=changed(self.attention_mask),
             visible_keys=changed(self.visible_keys),
             encoder=None if self.encoder is None else self.encoder.with_tensors(change),
+            beside=tuple(each.with_tensors(change) for each in self.beside),
         )

@@ -41,7 +41,7 @@ def global_batch(
         draws_whole: likewise.
     """
     placements: dict[str, Placement] = {}
-    for each in info.sequences:
+    for each in info.all_sequences:
         storage = Storage(
             layout=each.layout,
             rank=rank,

@@ -171,5 +171,5 @@ def _calls(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -
         whole=whole or (),
         shorter=None if whole is None else shorter,
         is_text=is_text,
-        lengths=[tuple(each.length for each in batch.sequences) for batch in batches],
+        lengths=[tuple(each.length for each in batch.all_sequences) for batch in batches],
     )

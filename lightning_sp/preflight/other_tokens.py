@@ -65,7 +65,7 @@ def calls_of_training(trial: Trial, whole: Outcome) -> CropCalls:
         whole=whole.attention,
         shorter=shorter,
         is_text=is_text,
-        lengths=[tuple(each.length for each in batch.sequences) for batch in batches],
+        lengths=[tuple(each.length for each in batch.all_sequences) for batch in batches],
     )
 
 

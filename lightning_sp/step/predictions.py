@@ -61,7 +61,7 @@ def unsharded_output(
     apply_to_collection(output, Tensor, tensors.append)
     gathered = comm.gather_objects([tuple(_digest(each)) for each in tensors], sequence_group)
     digests = [[TensorDigest(*each) for each in of_rank] for of_rank in gathered]
-    tokens = {(batch.rows, each.padded_length // size) for each in batch.sequences}
+    tokens = {(each.rows, each.padded_length // size) for each in batch.all_sequences}
     comm.agree(_fault(digests, tokens, does), control_group)
     alike = iter([all(other[index] == own for other in digests) for index, own in enumerate(digests[0])])
 
@@ -146,7 +146,7 @@ def unshard_tokens(
     """
     layout, length = mesh.layout, None
     if batch is not None:
-        lengths = {each.padded_length // layout.size: each.length for each in reversed(batch.sequences)}
+        lengths = {each.padded_length // layout.size: each.length for each in reversed(batch.all_sequences)}
         length = lengths.get(tensor.shape[dim], batch.length)
     group = groups.sequence if tensor.device.type == "cpu" else mesh.sequence_group
     return unshard(tensor, layout, group, dim=dim, length=length)

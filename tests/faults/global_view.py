@@ -33,6 +33,20 @@ GLOBAL_VIEW = (
         f"{RULES}[2-1-13]",
     ),
     fault(
+        "a rank's part of a second sequence taken for the whole",
+        "global_view/batch.py",
+        "    for each in info.all_sequences:\n",
+        "    for each in info.sequences:\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[questions_and_passages]",
+    ),
+    fault(
+        "rows of a second sequence from one of the data-parallel groups",
+        "preflight/crops/shared_crop.py",
+        "            rows_each.get(name, 1) * first.rows,\n",
+        "            first.rows,\n",
+        "tests/preflight/crops/test_crop.py::test_crops_of_groups_join_all_rows_of_each_sequence",
+    ),
+    fault(
         "a batch norm of this rank's tokens alone",
         "global_view/rules/norms.py",
         "    middle = mean(x, list(dims), True)\n",

@@ -6,8 +6,8 @@ the degrees divide, and cut by the layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.balanced_layout import balanced_layout
 from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, extent
-from lightning_sp.data.batch.contents.targets import batch_targets
+from lightning_sp.data.batch.contents.several_sequences import Named
 from lightning_sp.data.batch.packed_documents import document_boundaries, pad_boundaries, read_position_ids
 from lightning_sp.data.batch.padding import VisibleKeys, check_padding, read_visible_keys
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -32,24 +32,26 @@ class BatchSequence:
     Args:
         entries: all of the batch, by name.
         dims: those of this sequence, with the dimension along which each carries it.
-        others: likewise of the batch's other sequence, or what its encoder reads whole; empty where it holds one.
-        prefix: of the names of its positions and its mask.
+        others: entries of the batch's other sequences, or what its encoder reads whole; empty where it holds one.
+        named: what stands around its standard names.
+        targets: of each of its positions, (B, S); None where it has none.
     """
 
     entries: Mapping[str, Any]
     dims: Mapping[str, int]
-    others: Mapping[str, int]
-    prefix: str = ""
+    others: Sequence[str] = ()
+    named: Named = field(default_factory=Named)
+    targets: Tensor | None = None
 
     @property
     def positions_name(self) -> str:
         """The entry of its positions."""
-        return f"{self.prefix}position_ids"
+        return self.named("position_ids")
 
     @property
     def mask_name(self) -> str:
         """The entry of its padding mask."""
-        return f"{self.prefix}attention_mask"
+        return self.named("attention_mask")
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -79,7 +81,6 @@ def shard_sequence(
     position_ids, given = read_position_ids(entries.get(sequence.positions_name), rows, length)
     visible = VisibleKeys() if mask is None else read_visible_keys(mask)
     boundaries = _read_documents(sequence, position_ids, options) if given else None
-    labels = None if decoder else batch_targets(entries, options)  # of the sequence that is trained on
     padded = _padded_length(sequence, length, layout, options, decoder)
     if padded > length:
         boundaries = pad_boundaries(boundaries, padded)
@@ -100,7 +101,7 @@ def shard_sequence(
 
     local = {n: cut(n, entries[n], dim) for n, dim in sequence.dims.items() if n != sequence.positions_name}
     local[sequence.positions_name] = shard(position_ids, layout, rank, dim=1)
-    local_labels = None if labels is None else cut("shift_labels", labels, 1)
+    local_labels = None if sequence.targets is None else cut("shift_labels", sequence.targets, 1)
     return local, SequenceInfo(
         rows=rows,
         length=length,
@@ -140,9 +141,9 @@ def _padded_length(
 def _read_documents(sequence: BatchSequence, position_ids: Tensor, options: ShardOptions) -> Tensor | None:
     mask_given = sequence.entries.get(sequence.mask_name) is not None
     boundaries = document_boundaries(position_ids, options, mask_given)
-    if boundaries is not None and (sequence.others or sequence.prefix):
+    if boundaries is not None and sequence.others:
         raise SequenceParallelError(
-            f"{sequence.positions_name} of an encoder-decoder batch do not rise by one: packed documents are carried for one sequence alone; "
-            "give each row one document, or packed_documents=False if attention is to see the whole row"
+            f"{sequence.positions_name} of a batch of several sequences do not rise by one: packed documents are carried for one sequence "
+            "alone; give each row one document, or packed_documents=False if attention is to see the whole row"
         )
     return boundaries

@@ -15,16 +15,10 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.contents.entries import (
-    DECODER,
-    batch_entries,
-    inputs_of_whole_encoder,
-    plain_entries,
-    sequence_dims,
-    sequences_of,
-    shapes_of,
-)
+from lightning_sp.data.batch.contents.entries import batch_entries, plain_entries, sequence_dims, shapes_of
 from lightning_sp.data.batch.contents.media import is_of_media
+from lightning_sp.data.batch.contents.several_sequences import Named, batch_sequences
+from lightning_sp.data.batch.contents.targets import batch_targets
 from lightning_sp.data.batch.contents.virtual_tokens import make_room
 from lightning_sp.data.batch.contents.without_sequence import holds_no_sequence, holds_rows_alone, without_sequence
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -55,33 +49,38 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     entries = batch_entries(batch, options)
     if layout.size == 1 and holds_rows_alone(entries, options):
         return batch, replace(without_sequence(entries), is_whole=False)
-    dims = sequence_dims(entries, options)
     if options.virtual_tokens:
-        entries, dims = make_room(entries, dims, options)
-    whole_inputs = inputs_of_whole_encoder(entries, options)
-    own, encoder = sequences_of(entries, dims, whole_inputs, options)
-    of_decoder = bool(encoder or whole_inputs)
-    others = {**encoder, **dict.fromkeys(whole_inputs, 1)}
-    sequence = BatchSequence(entries=entries, dims=own, others=others, prefix=DECODER if of_decoder else "")
-    local, info = shard_sequence(sequence, layout, rank, options)
-    if encoder:
-        sequence = BatchSequence(entries=entries, dims=encoder, others=own)
-        local_encoder, encoder_info = shard_sequence(sequence, layout, rank, options, decoder=info)
+        entries = make_room(entries, sequence_dims(entries, options), options)
+    found = batch_sequences(entries, options)
+    whole_inputs = found.whole_inputs
+
+    def part(dims: Mapping[str, int], named: Named, **more: Any) -> tuple[dict[str, Tensor], SequenceInfo]:
+        targets = batch_targets(entries, options) if dims is found.own else None
+        sequence = BatchSequence(entries=entries, dims=dims, others=found.others(dims), named=named, targets=targets)
+        return shard_sequence(sequence, layout, rank, options, **more)
+
+    local, info = part(found.own, found.named)
+    if found.encoder:
+        local_encoder, encoder_info = part(found.encoder, Named(), decoder=info)
         if encoder_info.rows != info.rows:
             raise SequenceParallelError(
                 f"the batch has {encoder_info.rows} rows of the encoder and {info.rows} of the decoder: it holds {shapes_of(entries)}"
             )
         local, info = {**local_encoder, **local}, replace(info, encoder=encoder_info)
-    info = replace(info, names=tuple(entries))
+    beside = [part(each.dims, each.named) for each in found.beside]
+    for each, _ in beside:
+        local.update(each)
+    info = replace(info, names=tuple(entries), beside=tuple(each for _, each in beside))
     if options.global_view:  # the rest is for models that see this rank's part
         return rebuild(batch, {n: local.get(n, t) for n, t in plain_entries(batch).items()}), info
+    dims = found.dims
     given = {n: t for n, t in entries.items() if n not in dims}
     info = replace(info, other_inputs=_other_inputs(given, info), encoder_is_whole=bool(whole_inputs))
     if not isinstance(batch, Mapping):
         return rebuild(batch, {n: local.get(n, t) for n, t in entries.items()}), info
     if options.decoder_inputs is not None:  # a model that is handed its positions, and may not take them by name
         local = {n: t for n, t in local.items() if n in dims}
-    elif info.shift_labels is not None and options.model_shifts_labels and not of_decoder:
+    elif info.shift_labels is not None and options.model_shifts_labels and not (found.encoder or whole_inputs):
         local["shift_labels"] = info.shift_labels
     return rebuild(batch, {**given, **local}), info
 

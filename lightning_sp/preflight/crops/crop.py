@@ -13,11 +13,9 @@ from lightning_sp.attention.spec.documents import boundaries_from_positions
 from lightning_sp.data.batch.contents.entries import (
     batch_entries,
     extent,
-    inputs_of_whole_encoder,
     plain_entries,
-    sequence_dims,
-    sequences_of,
 )
+from lightning_sp.data.batch.contents.several_sequences import BatchSequences, Named, batch_sequences
 from lightning_sp.data.batch.contents.targets import batch_targets
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.labels import IGNORE_INDEX
@@ -86,7 +84,7 @@ def longer_tokens(rows: int, length: int, layout: SequenceLayout, *, least: int)
 def crop_extent(
     batch: Any, options: ShardOptions, layout: SequenceLayout, wanted: int | None = None, *, most_rows: int = ROWS
 ) -> tuple[int, ...]:
-    """Return the (rows, tokens) of a whole batch's crops, and the tokens of the encoder's where it holds two sequences."""
+    """Return the (rows, tokens) of a whole batch's crops, and the tokens of each other sequence that it holds."""
     entries = batch_entries(batch, options)
     rows, *lengths = whole_extent(batch, options)
     span = placeholders(entries, options)
@@ -102,11 +100,17 @@ def crop_extent(
 
 
 def whole_extent(batch: Any, options: ShardOptions) -> tuple[int, ...]:
-    """Return the (rows, tokens) of a whole batch, and the tokens of the encoder's sequence where it holds two."""
+    """Return the (rows, tokens) of a whole batch, and the tokens of each other sequence that it holds."""
     entries = batch_entries(batch, options)
-    whole_inputs = inputs_of_whole_encoder(entries, options)
-    own, encoder = sequences_of(entries, sequence_dims(entries, options), whole_inputs, options)
-    return *extent(entries, own, [*encoder, *whole_inputs]), *([extent(entries, encoder, own)[1]] if encoder else [])
+    found = batch_sequences(entries, options)
+    others = [extent(entries, dims, found.others(dims))[1] for _, dims in _others(found)]
+    return *extent(entries, found.own, found.others(found.own)), *others
+
+
+def _others(found: BatchSequences) -> list[tuple[Named, Mapping[str, int]]]:
+    """Return the sequences beside the one that a batch is told by, an encoder's first."""
+    of_encoder = [(Named(), found.encoder)] if found.encoder else []
+    return [*of_encoder, *((each.named, each.dims) for each in found.beside)]
 
 
 def common_extent(
@@ -128,14 +132,14 @@ def common_extent(
 def other_lengths(batch: Any, options: ShardOptions) -> set[int]:
     """Return what a batch's entries that carry no sequence have in the place of one."""
     entries = batch_entries(batch, options)
-    dims = sequence_dims(entries, options)
+    dims = batch_sequences(entries, options).dims
     return {int(v.shape[1]) for n, v in entries.items() if n not in dims and isinstance(v, Tensor) and v.dim() > 1}
 
 
 def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop:
     """Return the first crop of a whole batch that holds a target; where none does, the first one, whose `num_targets` is 0.
 
-    Windows across the edge of two documents come first. Of an encoder's sequence it is the window that padding leaves most of.
+    Windows across the edge of two documents come first. Of each other sequence it is the window that padding leaves most of.
 
     Args:
         batch: a whole batch.
@@ -143,18 +147,23 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
         size: rows and tokens of the crop, no more than the batch has, as `crop_extent` returns them.
     """
     entries = batch_entries(batch, options)
-    dims = sequence_dims(entries, options)
-    whole_inputs = inputs_of_whole_encoder(entries, options)
-    own, encoder = sequences_of(entries, dims, whole_inputs, options)
-    rows, length = extent(entries, own, [*encoder, *whole_inputs])
-    height, tokens, *encoder_tokens = size
+    found = batch_sequences(entries, options)
+    dims, rows_each = found.dims, {name: each.rows_each for each in found.beside for name in each.dims}
+    rows, length = extent(entries, found.own, found.others(found.own))
+    height, tokens, *others_tokens = size
     labels = batch_targets(entries, options)
-    position_ids = entries.get("position_ids") if not encoder else None
+    position_ids = entries.get("position_ids") if not found.encoder else None
     span = placeholders(entries, options)
     first: Crop | None = None
     for last in (min(rows, row + height) for row in range(0, rows, height)):
         row = last - height
-        read = _encoder_window(entries, encoder, (row, last), encoder_tokens[0]) if encoder else None
+        windows: dict[str, tuple[int, int]] = {}
+        of_lengths: dict[int, tuple[int, int]] = {}
+        for (named, of_other), wanted in zip(_others(found), others_tokens, strict=True):
+            each = rows_each.get(next(iter(of_other)), 1)
+            whole, window = _least_padded(entries, of_other, named, (each * row, each * last), wanted)
+            windows |= dict.fromkeys(of_other, window)
+            of_lengths[whole] = window
         for start in _starts(
             position_ids[row:last] if isinstance(position_ids, Tensor) else None, length, tokens, span
         ):
@@ -162,15 +171,16 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
             count = None if targets is None else int((targets != IGNORE_INDEX).sum())
             if count == 0 and first is not None:
                 continue
-            windows = {**dict.fromkeys(own, (start, tokens)), **dict.fromkeys(encoder, read[1] if read else (0, 0))}
-            of_lengths = {length: (start, tokens)} if read is None else {read[0]: read[1], length: (start, tokens)}
-            found = {}
+            windows |= dict.fromkeys(found.own, (start, tokens))
+            of_lengths[length] = (start, tokens)
+            held = {}
             for name, value in entries.items():
-                cut = _cut(value, dims.get(name), rows, (row, last), windows.get(name))
-                found[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
-            _end_rows(found, options.row_end)
+                each = rows_each.get(name, 1)
+                cut = _cut(value, dims.get(name), each * rows, (each * row, each * last), windows.get(name))
+                held[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
+            _end_rows(held, options.row_end)
             # Without a decoder's inputs that its model would make: it makes them of the crop's labels.
-            held = {name: found[name] for name in plain_entries(batch)}
+            held = {name: held[name] for name in plain_entries(batch)}
             crop = Crop(batch=rebuild_plain(batch, held), rows=height, tokens=tokens, num_targets=count)
             if count != 0:
                 return crop
@@ -179,13 +189,13 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
     return first
 
 
-def _encoder_window(
-    entries: Mapping[str, Any], dims: Mapping[str, int], row_range: tuple[int, int], tokens: int
+def _least_padded(
+    entries: Mapping[str, Any], dims: Mapping[str, int], named: Named, row_range: tuple[int, int], tokens: int
 ) -> tuple[int, tuple[int, int]]:
-    """Return the encoder's length and the (start, tokens) that most is left of by padding in the row that keeps least."""
+    """Return a sequence's length and the (start, tokens) that most is left of by padding in the row that keeps least."""
     name, dim = next(iter(dims.items()))
     length = int(entries[name].shape[dim])
-    mask = entries.get("attention_mask")
+    mask = entries.get(named("attention_mask"))
     starts = [*range(0, length - tokens + 1, tokens), length - tokens]
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return length, (0, tokens)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.data.batch.contents.entries import plain_entries, sequence_dims
 from lightning_sp.data.batch.contents.media import entries_digest, is_of_media
+from lightning_sp.data.batch.contents.several_sequences import batch_sequences
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
@@ -117,7 +118,8 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
     if len(crops) == 1:
         return first
     entries_of = [plain_entries(crop.batch) for crop in crops]
-    dims = sequence_dims(entries_of[0], options)
+    found = batch_sequences(entries_of[0], options)
+    dims, rows_each = found.dims, {name: each.rows_each for each in found.beside for name in each.dims}
     # A group may hold no images at all.
     media = {name: value for entries in entries_of for name, value in entries.items() if is_of_media(name, value)}
     kinds = [
@@ -140,7 +142,7 @@ def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:
         name: _join(
             [entries[name] for entries in entries_of if name not in media or is_of_media(name, entries.get(name))],
             dims.get(name),
-            first.rows,
+            rows_each.get(name, 1) * first.rows,
             of_media=name in media,
         )
         for name in {**entries_of[0], **media}

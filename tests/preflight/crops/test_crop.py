@@ -7,7 +7,8 @@ import torch
 
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight.crops.crop import crop_batch, crop_extent, crop_tokens
+from lightning_sp.preflight.crops.crop import Crop, crop_batch, crop_extent, crop_tokens
+from lightning_sp.preflight.crops.shared_crop import join_crops
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,33 @@ def test_a_row_keeps_the_token_that_it_is_classified_by():
     assert found.shape == (2, 64)
     assert (found == 2).nonzero().tolist() == [[0, 63], [1, 39]]
     assert batch["input_ids"][0, 63] != 2, "the batch itself is left as it is"
+
+
+def test_each_sequence_has_a_window_of_its_own_rows_and_tokens():
+    passages = torch.arange(8 * 300).view(8, 300)
+    mask = torch.ones_like(passages)
+    mask[:, :200] = 0
+    batch = {
+        "question_input_ids": torch.arange(4 * 90).view(4, 90), "passage_input_ids": passages, "passage_attention_mask": mask,
+    }  # fmt: skip
+    options = ShardOptions(global_view=True)
+    extent = crop_extent(batch, options, SequenceLayout(2, 1))
+    assert extent == (2, 62, 64)
+    crop = crop_batch(batch, options, extent)
+    assert torch.equal(crop.batch["question_input_ids"], batch["question_input_ids"][:2, :62])
+    assert torch.equal(crop.batch["passage_input_ids"], passages[:4, 236:]), (
+        "two for each row, where padding leaves most"
+    )
+
+
+def test_crops_of_groups_join_all_rows_of_each_sequence():
+    options = ShardOptions(global_view=True)
+    crops = [
+        Crop(batch={"a_input_ids": torch.full((2, 6), n), "b_input_ids": torch.full((4, 8), n)}, rows=2, tokens=6, num_targets=None)
+        for n in (1, 2)
+    ]  # fmt: skip
+    joined = join_crops(crops, options).batch
+    assert {name: value[:, 0].tolist() for name, value in joined.items()} == {
+        "a_input_ids": [1, 1, 2, 2],
+        "b_input_ids": [1] * 4 + [2] * 4,
+    }

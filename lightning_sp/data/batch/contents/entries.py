@@ -46,7 +46,7 @@ STANDARD_NAMES: dict[str, tuple[int, float | int]] = {
     "decoder_attention_mask": (1, 1),
 }
 OF_TARGETS = ("labels", *TARGET_NAMES, "loss_mask")
-_INPUTS = ("input_ids", "inputs_embeds", "tokens")
+INPUTS = ("input_ids", "inputs_embeds", "tokens")
 TARGET_WEIGHTS = ("target_mask", "loss_weights")
 _MASK = "attention_mask"
 
@@ -121,7 +121,7 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
     # A mask of queries and keys passes whole: the model hands it to its attention as it is. So do labels and weights of rows, one for each,
     # and those of several classes at once: numbers, not tokens, of another length than the tokens.
-    lengths = {t.shape[1] for n, t in known.items() if n in _INPUTS and t.dim() > 1}
+    lengths = {t.shape[1] for n, t in known.items() if n in INPUTS and t.dim() > 1}
     whole = [
         n
         for n, t in known.items()
@@ -205,25 +205,6 @@ def split_sequences(dims: Mapping[str, int], whole_inputs: Sequence[str] = ()) -
             f"drop {DECODER!r} from the names"
         )
     return decoder, encoder
-
-
-def sequences_of(
-    entries: Mapping[str, Any], dims: Mapping[str, int], whole_inputs: Sequence[str], options: ShardOptions
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what `split_sequences` does; of models that see whole sequences by lengths too, where no name tells a decoder's.
-
-    Such a model makes its decoder's inputs of the labels itself: labels of another length than the inputs are the decoder's sequence.
-    """
-    own, encoder = split_sequences(dims, whole_inputs)
-    if not options.global_view or encoder or whole_inputs:
-        return own, encoder
-    lengths = {n: int(entries[n].shape[d]) for n, d in own.items()}
-    labels = {n: d for n, d in own.items() if n in OF_TARGETS}
-    inputs = {n: d for n, d in own.items() if n not in labels}
-    of_labels, of_inputs = {lengths[n] for n in labels}, {lengths[n] for n in inputs}
-    if len(of_labels) != 1 or len(of_inputs) != 1 or of_labels == of_inputs:
-        return own, {}
-    return labels, inputs
 
 
 def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable[str] = ()) -> tuple[int, int]:

@@ -15,10 +15,8 @@ from lightning_sp.errors import SequenceParallelError
 _POSITIONS = ("position_ids", "input_pos")
 
 
-def make_room(
-    entries: Mapping[str, Any], dims: Mapping[str, int], options: ShardOptions
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a batch's entries with `options.virtual_tokens` more before each sequence, and the dims of these: no id, no label, visible.
+def make_room(entries: Mapping[str, Any], dims: Mapping[str, int], options: ShardOptions) -> dict[str, Any]:
+    """Return a batch's entries with `options.virtual_tokens` more before each sequence: no id, no label, visible.
 
     Positions are left out: the model counts from its own first token on.
 
@@ -49,7 +47,7 @@ def make_room(
         name: torch.cat([_tokens(entries[name], dim, num_tokens, STANDARD_NAMES[name][1]), entries[name]], dim)
         for name, dim in dims.items()
     }
-    return {**{name: value for name, value in entries.items() if name not in _POSITIONS}, **longer}, dims
+    return {**{name: value for name, value in entries.items() if name not in _POSITIONS}, **longer}
 
 
 def _tokens(tensor: Tensor, dim: int, num_tokens: int, value: float | int) -> Tensor:

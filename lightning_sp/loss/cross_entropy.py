@@ -48,7 +48,9 @@ def sharded_cross_entropy(
         average over that group.
     """
     logits, target = logits.flatten(0, -2), shift_labels.flatten()
+    placement = None
     if isinstance(logits, SequenceTensor):
+        placement = logits.placement
         logits, target, _ = local_targets(logits, target)
     elif isinstance(target, SequenceTensor):
         target = target.whole()
@@ -58,6 +60,8 @@ def sharded_cross_entropy(
         if reduction == "sum" and step is not None and group is None:
             step.num_over_groups += 1
             group = step.summed_over or comm.world()
-        return interception.reduce(logits, target, group, ignore_index=ignore_index, reduction=reduction)
+        return interception.reduce(
+            logits, target, group, ignore_index=ignore_index, reduction=reduction, placement=placement
+        )
     total, count = sum_and_count(F.cross_entropy, logits, target, None, ignore_index)
     return reduce_loss(total, count, group, reduction)

@@ -21,12 +21,13 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.rules.losses import local_targets
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
 from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, nonzero_count, reduce_loss, sum_and_count
-from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_of_targets
+from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_in_global_view, kind_of_targets
 
 # Binds the names of a model's files that are bound to the first function to the second, until the stack closes.
 Rebind = Callable[[CrossEntropy, CrossEntropy, ExitStack], None]
@@ -135,10 +136,11 @@ class CrossEntropyInterception(AbstractContextManager[None]):
                 "graph, where it would be of this rank's tokens alone: compute the loss outside, from the compiled model's logits, or leave "
                 "the model uncompiled and pass compile=True to the strategy, which compiles its blocks"
             )
-        shown = None
+        shown, placement = None, None
         if isinstance(input, SequenceTensor) and input.dim() == 2 and input.placement.dim == 1:
             input = input.whole()  # the classes are the tokens: one number for each
         if isinstance(input, SequenceTensor):
+            placement = input.placement
             input, target, shown = local_targets(input, target)
         elif isinstance(target, SequenceTensor):
             target = target.whole()
@@ -149,7 +151,15 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return each_token if shown is None else shown(each_token)
         each = partial(original, **{name: value for name, value in options.items() if value is not None})
         return self.reduce(
-            input, target, None, weight, each=each, name=name, ignore_index=ignore_index, reduction=reduction
+            input,
+            target,
+            None,
+            weight,
+            each=each,
+            name=name,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            placement=placement,
         )
 
     def reduce(
@@ -163,6 +173,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         reduction: str,
         each: Callable[..., Tensor] | None = None,
         name: str = "F.cross_entropy",
+        placement: Placement | None = None,
     ) -> Tensor:
         """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a reference run.
 
@@ -172,8 +183,16 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         """
         step, original = self.context.loss_step, each or self._originals["cross_entropy"]
         target = _without_fillers(target, ignore_index)
-        kind = "unknown" if step is None else kind_of_targets(input, target, self.context, name)
-        real = self._real_tokens(step) if step is not None and kind == "tokens" and target.is_floating_point() else None
+        kind: Kind = "unknown"
+        if step is not None and self.context.global_view:
+            kind = kind_in_global_view(target, self.context, placement)
+        elif step is not None:
+            kind = kind_of_targets(input, target, self.context, name)
+        real = None
+        if step is not None and target.is_floating_point():
+            real = (
+                self._real_tokens(step) if placement is None and kind == "tokens" else _shown_tokens(placement, target)
+            )
         total, count = sum_and_count(original, input, target, weight, ignore_index, real)
         if step is None:
             if self.context.reference is not None:
@@ -217,6 +236,15 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return None
         own = positions(batch.layout, batch.padded_length, self.context.mesh.sequence_rank)
         return (own < batch.length).repeat(batch.rows)
+
+
+def _shown_tokens(placement: Placement | None, target: Tensor) -> Tensor | None:
+    """Return which of this rank's tokens are shown, (rows * s,); None where all are."""
+    if placement is None or not placement.has_padding:
+        return None
+    shown = placement.storage.positions(target.device) < placement.length
+    shown = shown.repeat_interleave(placement.inner)
+    return shown.repeat(target.shape[0] // len(shown))
 
 
 def _without_fillers(target: Tensor, ignore_index: int) -> Tensor:

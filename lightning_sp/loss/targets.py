@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.placement import Placement
 from lightning_sp.loss.selection import ATTENTION, OVER_RANKS, is_part, may_be_chosen
 
 Kind = Literal["tokens", "row", "rows", "shifted", "unknown"]
@@ -22,6 +23,26 @@ POOLED = (
     "from lightning_sp.reductions import last_token, sequence_mean; pooled = sequence_mean(x, mask), or last_token(x, mask), in place of "
     "x.mean(1) or x[:, -1]; or use global_view=True, in which these are of the whole sequence"
 )
+
+
+def kind_in_global_view(target: Tensor, context: SequenceContext, placement: Placement | None) -> Kind:
+    """Return what the targets of a loss in the global view are of: there a tensor tells which of the batch's sequences it is of.
+
+    Args:
+        target: of the loss: this rank's tokens, or whole where there is no placement.
+        context: with a step in progress.
+        placement: of the loss' input, if that is of a sequence.
+    """
+    step, count = context.loss_step, count_of_targets(target)
+    assert step is not None
+    batch = step.batch
+    if placement is None:
+        # One row's, whole; or what all ranks of the sequence have alike.
+        of_a_row = batch.rows > 1 and count != batch.rows and count in {each.length for each in batch.all_sequences}
+        return "row" if of_a_row else "rows"
+    # Tokens that were chosen, or blocks of them, have a storage of their own: those of all rows may lie one after the other.
+    is_row = placement.storage.root is None and count == placement.storage.local_tokens * placement.inner
+    return "row" if is_row and batch.rows > 1 else "tokens"
 
 
 def kind_of_targets(input: Tensor, target: Tensor, context: SequenceContext, name: str) -> Kind:
@@ -77,9 +98,9 @@ def _kind_by_number(count: int, context: SequenceContext, step: Step) -> Kind:
     if any(count == rows * length for length in lengths):
         return "tokens"
     local = lengths[0]
-    # Of two tokens on a rank a shift leaves as many as rows; in the global view a step shifts no part.
+    # Of two tokens on a rank a shift leaves as many as rows.
     pooled = local == 2 and step.num_reductions > 0
-    if size > 1 and not context.global_view and count == rows * (local - 1) and local > 1 and not pooled:
+    if size > 1 and count == rows * (local - 1) and local > 1 and not pooled:
         return "shifted"
     if 0 < step.num_summed_in_part <= rows * local - count:
         return "unknown"  # the next piece of the shard's tokens, be it as many as rows

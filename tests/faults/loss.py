@@ -8,6 +8,13 @@ _CHUNKS, _WAITING = "tests/loss/test_chunked_head.py", "tests/loss/test_deferred
 
 LOSS = (
     fault(
+        "a loss of two rows taken for one of a row, by its number of targets",
+        "loss/targets.py",
+        '    return "row" if is_row and batch.rows > 1 else "tokens"\n',
+        '    return "row" if count in {each.length // 2 for each in batch.all_sequences} else "tokens"\n',
+        "tests/loss/test_targets.py::test_the_tensor_tells_what_its_targets_are_of[8-of0-tokens]",
+    ),
+    fault(
         "ignored tokens in the gradient of a loss in chunks",
         "loss/chunked_head.py",
         "exponents.mul_(sums.reciprocal().masked_fill(ignored, 0))",

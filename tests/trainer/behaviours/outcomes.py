@@ -5,7 +5,6 @@ from __future__ import annotations
 # Refused by a `SequenceParallelError`: what its message says.
 REFUSED = {
     "accumulation_scheduled": "GradientAccumulationScheduler",
-    "combined_loader_in_training": "the batch holds batches of its own",
     "checkpoint_on_exception": "ranks write a checkpoint together",
     "on_exception_checkpoint": "ranks write a checkpoint together",
     "pruning": "ranks the weights of whole tensors",

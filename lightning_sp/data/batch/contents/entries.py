@@ -254,8 +254,9 @@ def _refuse_several_batches(entries: Mapping[str, Any], dims: Mapping[str, int])
     common = sorted({of for of, _, name in nested if name in STANDARD_NAMES})
     if not dims and len(common) > 1:
         raise SequenceParallelError(
-            f"the batch holds batches of its own, {', '.join(map(repr, common))} (several training loaders at once give those): their tokens "
-            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, return one flat dict, or say "
+            f"the batch holds batches of its own, {', '.join(map(repr, common))} (several training loaders at once give those): a step "
+            "that sees its rank's part has one sequence; global_view=True carries them, one loader over a "
+            "torch.utils.data.ConcatDataset is faster; or say "
             f"sequence_dims={{{', '.join(f'{name!r}: 1' for name in entries if '.' in name)}}}"
         )
 

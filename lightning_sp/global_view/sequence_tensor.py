@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
@@ -34,7 +35,9 @@ class GlobalTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Do what the table says of a function."""
+        """Do what the table says of a function; a sharded weight among its arguments is made whole first, by its own class."""
+        if len(types) > 1 and any(issubclass(each, DTensor) or hasattr(each, "is_term") for each in types):
+            return NotImplemented
         given = dict(kwargs) if kwargs else {}
         # Most functions have it first; a list of tensors, `cat`'s, is searched.
         first = next((each for each in args if isinstance(each, GlobalTensor)), None)

@@ -57,12 +57,3 @@ def test_experts_that_some_ranks_have_no_token_for_train_as_on_one_device(pools)
             ranks.runs, [dict(kind="experts", strategy=dict(ulysses_size=2, preflight=preflight), world=2, size=6)]
         ):
             same(answers[0], alone, preflight)
-
-
-@pytest.mark.parametrize("preflight", [True, False])
-def test_a_penalty_on_the_weights_is_refused_by_name(pools, preflight):
-    case = dict(kind="penalised", strategy=dict(ring_size=2, preflight=preflight), world=2)
-    for (answer,) in pools(2).run(ranks.runs, [case]):
-        assert "outside of the forward of the module that holds it" in answer["error"], answer
-        assert "weight_decay" in answer["error"]
-        assert answer["steps"] == 0

@@ -74,13 +74,6 @@ class Alone(Counted):
         return output["loss"] / output["num_tokens"]
 
 
-class Penalised(Plain):
-    """A penalty on the weights in the loss, instead of an optimizer's weight decay."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters())
-
-
 class Answer:
     """What a user's model returns: a class that torch knows nothing of."""
 
@@ -184,8 +177,6 @@ def run(
         module = (Alone if strategy is None else Counted)(tiny_gpt)
     elif kind == "object":
         module = Answered()
-    elif kind == "penalised":
-        module = Penalised(tiny_gpt)
     else:
         module = Plain({"experts": Experts, "shared part": shared_part, "shared block": shared_block}[kind])
     declared = {"labels_shifted": True} if kind == "counted" else {}

@@ -33,6 +33,7 @@ from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collect
 from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.optional_units import find_optional_units, optional_units
+from lightning_sp.parallelize.fsdp.outside_weights import weights_read_outside, whole_outputs_of
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients, used_parameters
@@ -218,7 +219,8 @@ def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
         SequenceParallelError: it uses one. Torch's own error, if there is one, speaks of DTensors.
     """
     try:
-        output = run()
+        with weights_read_outside():
+            output = whole_outputs_of(run())
     except SequenceParallelError:
         raise
     except Exception as error:

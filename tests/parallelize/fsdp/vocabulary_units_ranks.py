@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import make_fsdp_root, run_with_whole_parameters, shard_model, transformer_blocks
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.fsdp.vocabulary_units import vocabulary_layers
@@ -220,15 +219,15 @@ def counted_units(root: nn.Module, calls: Counter[str]) -> Any:
     )
 
 
-def refusal() -> str:
-    """A step that uses the head's weight without a call."""
-    root = build("", sharded=True)
-    root.step = weight_by_step
-    try:
-        run_with_whole_parameters(lambda: root.training_step(tokens(0, 0)))
-    except SequenceParallelError as error:
-        return str(error)
-    return "NOT REFUSED"
+def without_a_call(shape: tuple[int, ...]) -> float:
+    """Return the largest error of a gradient where a step reads the head's weight without a call, each rank for tokens of its own."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    reference, root = build("", sharded=False), build("", sharded=True, shape=shape)
+    reference.step = root.step = weight_by_step
+    step = root.training_step
+    root.training_step = lambda ids: run_with_whole_parameters(lambda: step(ids))  # type: ignore[method-assign]
+    found, wanted = trained(root, [rank]), trained(reference, list(range(world)))
+    return max(max_error(g[name], e[name]) for g, e in zip(found, wanted, strict=True) for name in e)
 
 
 def peak_bytes(vocab: int, dim: int, separate: bool) -> int:

@@ -1,0 +1,73 @@
+"""A penalty on the weights inside of a training step is one device's, wherever the weights are."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.testing import max_error
+from tests.trainer import penalty_ranks as ranks
+
+
+def same(actual, expected, case):
+    assert not actual["error"], (case, actual["error"])
+    assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-10), case
+    assert actual["logged"] == pytest.approx(expected["logged"], abs=1e-10), case
+    assert len(actual["grads"]) == len(expected["grads"]) > 0
+    for found, wanted in zip(actual["grads"], expected["grads"], strict=True):
+        assert found.keys() == wanted.keys(), case
+        for name, grad in wanted.items():
+            assert max_error(found[name], grad) < 1e-10, (case, name)
+    for name, weight in expected["weights"].items():
+        assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
+
+
+def hold(pools, strategy, world, cases, micro=2):
+    alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, micro=2 * micro, **case) for case in cases])[0]
+    dp = strategy.get("data_parallel_size", 1)
+    given = [dict(strategy=strategy, world=world, micro=2 * micro // dp, **case) for case in cases]
+    for answers in pools(world).run(ranks.runs, given):
+        for case, actual, expected in zip(cases, answers, alone, strict=True):
+            same(actual, expected, case)
+
+
+CASES = [dict(penalty=name) for name in ranks.PENALTIES]
+FEW = [
+    dict(penalty=name)
+    for name in ("l1", "l2_in_place", "norms", "ewc", "ewc_of_shards", "orthogonality", "of_this_data")
+]
+
+
+def test_a_penalty_is_one_devices(pools):
+    hold(pools, dict(ring_size=2), 2, CASES)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dict(ring_size=2, global_view=True),
+        pytest.param(dict(ulysses_size=2), marks=pytest.mark.slow),
+        pytest.param(dict(ulysses_size=2, preflight=False, activation_checkpointing="full"), marks=pytest.mark.slow),
+        pytest.param(dict(data_parallel_size=2), marks=pytest.mark.slow),
+        pytest.param(dict(ring_size=2, shard_size=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_it_is_in_other_layouts(pools, strategy):
+    hold(pools, strategy, 2, CASES if strategy.get("global_view") is None else FEW)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dict(data_parallel_size=2, ring_size=2),
+        pytest.param(
+            dict(data_parallel_size=2, ulysses_size=2, shard_size=2, global_view=True), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_it_is_beside_accumulation_and_clipping(pools, strategy):
+    """The penalty's gradient is there before FSDP2 has reduced the last micro-batch's, and counts once."""
+    options = dict(accumulate_grad_batches=2, gradient_clip_val=0.5, size=16)
+    cases = [dict(**case, **options, first=first) for first in (False, True) for case in FEW]
+    hold(pools, strategy, 4, cases)

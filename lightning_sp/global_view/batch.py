@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_sp.batch_structure import entries_of, is_plain_dict, with_entries
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.global_view.placement import Placement, Storage
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -58,11 +59,10 @@ def global_batch(
         placements |= {name: Placement(storage=storage, dim=dim, length=each.length) for name, dim in each.dims.items()}
     if isinstance(batch, Tensor):
         return SequenceTensor(batch, *placements.values())
-    if isinstance(batch, Mapping):
-        shown = {name: _shown(value, placements.get(name)) for name, value in batch.items()}
-        return type(batch)(shown)  # type: ignore[call-arg]
-    values = [_shown(value, placements.get(name)) for name, value in zip(info.names, batch, strict=True)]
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    entries = entries_of(batch)
+    assert entries is not None
+    made = with_entries(batch, {name: _shown(value, placements.get(name)) for name, value in entries.items()})
+    return type(batch)(made) if is_plain_dict(batch) else made
 
 
 def _shown(value: Any, placement: Placement | None) -> Any:

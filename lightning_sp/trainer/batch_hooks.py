@@ -5,7 +5,7 @@ Elsewhere such hooks are not run in a trial, for what callbacks count and time c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+
+from lightning_sp.batch_structure import entries_of
 
 
 class HandedBatch:
@@ -38,6 +40,8 @@ class HandedBatch:
             handed.update(batch)
         elif isinstance(handed, list):
             handed[:] = batch
+        elif hasattr(handed, "__dict__") and not isinstance(handed, (Tensor, tuple)):
+            vars(handed).update(vars(batch))
         self._instead = handed, batch
 
     @staticmethod
@@ -73,13 +77,8 @@ def moves_batches(trainer: Trainer) -> bool:
 
 
 def _entries(batch: Any) -> dict[Any, tuple[Any, int]]:
-    if isinstance(batch, Mapping):
-        items = [*batch.items()]
-    elif isinstance(batch, (tuple, list)):
-        items = [*enumerate(batch)]
-    else:
-        items = [(0, batch)]
-    return {name: (value, _version(value)) for name, value in items}
+    entries = entries_of(batch)
+    return {name: (value, _version(value)) for name, value in ({"": batch} if entries is None else entries).items()}
 
 
 def _version(value: Any) -> int:

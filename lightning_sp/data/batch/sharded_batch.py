@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+
+from lightning_sp.batch_structure import entries_of, is_plain_dict, with_entries
 
 
 class ShardedBatch(dict[str, Any]):
@@ -13,7 +14,13 @@ class ShardedBatch(dict[str, Any]):
 
 
 class FillerBatch(dict[str, Any]):
-    """A batch of fillers alone. The type is the mark: none of its rows counts."""
+    """A batch of fillers alone. The type is the mark: none of its rows counts. Entries are attributes too, as a `BatchEncoding`'s are."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an entry."""
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
 
 
 class ShardedFillerBatch(FillerBatch, ShardedBatch):
@@ -22,21 +29,21 @@ class ShardedFillerBatch(FillerBatch, ShardedBatch):
 
 def is_sharded(batch: Any) -> bool:
     """Return whether a batch already holds one rank's part of its sequences."""
-    return isinstance(batch, ShardedBatch) or (
-        isinstance(batch, (tuple, list)) and any(getattr(t, "_lightning_sp_sharded", False) for t in batch)
-    )
+    if isinstance(batch, ShardedBatch):
+        return True
+    if is_plain_dict(batch) or isinstance(batch, Tensor):
+        return False
+    return any(getattr(each, "_lightning_sp_sharded", False) for each in (entries_of(batch) or {}).values())
 
 
 def rebuild(batch: Any, local: dict[str, Any]) -> Any:
-    """Put the sharded entries in a container of the batch's own type, and mark it."""
-    if isinstance(batch, Mapping):
-        return ShardedBatch(local)
+    """Put the sharded entries in a structure of the batch's own classes, and mark it."""
+    made = with_entries(batch, local)
+    if is_plain_dict(batch):
+        return ShardedBatch(made)
     # An entry without the sequence is in both: a mark on it would say that the whole batch is sharded.
-    given = {id(value) for value in ([batch] if isinstance(batch, Tensor) else batch)}
+    given = {id(value) for value in (entries_of(batch) or {}).values()}
     for value in local.values():
         if isinstance(value, Tensor) and id(value) not in given:
             value._lightning_sp_sharded = True  # type: ignore[attr-defined]
-    if isinstance(batch, Tensor):
-        return local["input_ids"]
-    values = list(local.values())
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return made

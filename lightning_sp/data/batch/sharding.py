@@ -77,7 +77,7 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         return rebuild(batch, {n: local.get(n, t) for n, t in plain_entries(batch).items()}), info
     given = {n: t for n, t in entries.items() if n not in dims}
     info = replace(info, other_inputs=_other_inputs(given, info), encoder_is_whole=bool(whole_inputs))
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping):  # what has no room for other entries
         return rebuild(batch, {n: local.get(n, t) for n, t in entries.items()}), info
     if options.decoder_inputs is not None:  # a model that is handed its positions, and may not take them by name
         local = {n: t for n, t in local.items() if n in dims}

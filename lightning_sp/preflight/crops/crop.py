@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.documents import boundaries_from_positions
+from lightning_sp.batch_structure import is_plain_dict, with_entries
 from lightning_sp.data.batch.contents.entries import (
     batch_entries,
     extent,
@@ -251,9 +252,5 @@ def has_rows(value: Any, dim: int | None, rows: int) -> bool:
 
 def rebuild_plain(batch: Any, entries: dict[str, Any]) -> Any:
     """Rebuild the structure of a batch, without the mark of a sharded one."""
-    if isinstance(batch, Mapping):
-        return entries
-    if isinstance(batch, Tensor):
-        return entries["input_ids"]
-    values = list(entries.values())
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    made = with_entries(batch, entries)
+    return dict(made) if is_plain_dict(batch) else made

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_sp.batch_structure import is_plain_dict
 
 
 def untouched_batch(batch: Any, held: Any, device: torch.device) -> Any:
@@ -28,4 +31,18 @@ def untouched_batch(batch: Any, held: Any, device: torch.device) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
 
     # Lightning moves a batch to the device by making another one of its type: what is added must belong to the type.
-    return type("UntouchedBatch", (dict,), {"__missing__": missing})(batch)
+    if is_plain_dict(batch):
+        return type("UntouchedBatch", (dict,), {"__missing__": missing})(batch)
+    kind = type(batch)
+
+    def get(self: Any, name: Any) -> Any:
+        try:
+            return kind.__getitem__(self, name)
+        except KeyError:
+            if name in added:
+                return missing(self, name)
+            raise
+
+    made = copy(batch)
+    made.__class__ = type(kind.__name__, (kind,), {"__getitem__": get})
+    return made

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sp.batch_structure import entries_of
 from lightning_sp.data.batch.contents.media import is_of_media
 from lightning_sp.data.batch.contents.targets import TARGET_NAMES
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -52,20 +53,17 @@ _MASK = "attention_mask"
 
 
 def plain_entries(batch: Any) -> dict[str, Any]:
-    """Return a batch's entries by name, a tuple's by index.
+    """Return a batch's entries by name, a tuple's by index, those of batches within it too: `batch_structure.entries_of`.
 
     Raises:
-        SequenceParallelError: it is no mapping, tuple, list or tensor.
+        SequenceParallelError: it holds no tensors.
     """
-    if isinstance(batch, Mapping):
-        return {str(name): value for name, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return {str(index): value for index, value in enumerate(batch)}
-    if isinstance(batch, Tensor):
-        return {"input_ids": batch}
+    if (found := entries_of(batch)) is not None:
+        return found
     raise SequenceParallelError(
-        f"a batch of type {type(batch).__name__} cannot be sharded: it must be a mapping, tuple or list of tensors, or a tensor; "
-        "return a dict from the collate function, or shard by hand and pass shard_batch=False"
+        f"a batch of type {type(batch).__name__} cannot be sharded: no attribute of it is a tensor; it must be a mapping, tuple, list, "
+        "dataclass or another object of tensors, or a tensor; return a dict from the collate function, or shard by hand and pass "
+        "shard_batch=False"
     )
 
 
@@ -93,12 +91,8 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
     if options.unreachable:
         raise SequenceParallelError(options.unreachable)
     dims = named_dims(entries, options)
-    nested = [n for n, value in entries.items() if isinstance(value, (Mapping, list, tuple)) and has_tensors(value)]
-    if not dims and nested:
-        raise SequenceParallelError(
-            f"the batch holds batches of its own, {', '.join(map(repr, nested))} (several training loaders at once give those): their tokens "
-            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, or return one flat dict"
-        )
+    _refuse_several_batches(entries, dims)
+    _refuse_ragged_rows(entries, dims)
     short = [n for n, d in dims.items() if entries[n].dim() <= d]
     if not dims or short:
         raise SequenceParallelError(
@@ -273,7 +267,32 @@ def shapes_of(entries: Mapping[str, Any]) -> str:
     )
 
 
-def has_tensors(value: Any) -> bool:
-    """Return whether an entry is a collection that holds tensors."""
-    parts = value.values() if isinstance(value, Mapping) else value
-    return any(isinstance(part, Tensor) for part in parts)
+def _refuse_several_batches(entries: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    """Refuse batches within a batch that have a known name in common, if none of them is declared: nothing says how they count."""
+    nested = [name.rpartition(".") for name in entries if "." in name]
+    common = sorted({of for of, _, name in nested if name in STANDARD_NAMES})
+    if not dims and len(common) > 1:
+        raise SequenceParallelError(
+            f"the batch holds batches of its own, {', '.join(map(repr, common))} (several training loaders at once give those): their tokens "
+            "cannot be weighed against each other; train from one loader over a torch.utils.data.ConcatDataset, return one flat dict, or say "
+            f"sequence_dims={{{', '.join(f'{name!r}: 1' for name in entries if '.' in name)}}}"
+        )
+
+
+def _refuse_ragged_rows(entries: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    """Refuse a list of rows, {"input_ids": [row, row]}: rows of one length each would have to be split alike."""
+    rows: dict[str, list[Tensor]] = {}
+    for name, value in entries.items():
+        of, _, index = name.rpartition(".")
+        if of and index.isdigit() and name not in dims and isinstance(value, Tensor) and value.dim() == 1:
+            rows.setdefault(of, []).append(value)
+    if not rows:
+        return
+    name, found = next(iter(rows.items()))
+    fill = STANDARD_NAMES.get(name.rpartition(".")[2], (1, 0))[1]
+    raise SequenceParallelError(
+        f"the batch's {name!r} is a list of {len(found)} rows, of {[len(row) for row in found]} tokens: a list of rows is not split; pad them "
+        "to one tensor in the collate function: rows = torch.nn.utils.rnn.pad_sequence([sample[...] for sample in samples], batch_first=True, "
+        f"padding_value={fill}) and attention_mask = pad_sequence([torch.ones(len(sample[...])) for sample in samples], batch_first=True); "
+        "transformers' DataCollatorForLanguageModeling and DataCollatorForSeq2Seq do both"
+    )

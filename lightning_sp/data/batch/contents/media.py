@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_sp.batch_structure import entries_of
+
 # How Hugging Face's processors name what is made of them.
 _NAMES = (
     "pixel_",
@@ -30,7 +32,8 @@ def is_of_media(name: str, value: Any) -> bool:
 
 def entries_digest(batch: Any) -> int:
     """Return a number that tells which entries a batch holds: None and what is empty count as absent."""
-    names = sorted(str(n) for n, v in batch.items() if _is_there(v)) if isinstance(batch, Mapping) else []
+    entries = {} if isinstance(batch, (tuple, list)) else entries_of(batch) or {}
+    names = sorted(n for n, v in entries.items() if _is_there(v))
     return int.from_bytes(hashlib.blake2b(",".join(names).encode(), digest_size=7).digest(), "big")
 
 

@@ -8,19 +8,19 @@ x (B, F)                                       features or a series, which nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sp.batch_structure import holds_tensors
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.contents.entries import (
     OF_TARGETS,
     STANDARD_NAMES,
     TARGET_WEIGHTS,
-    has_tensors,
     named_dims,
     plain_entries,
     shapes_of,
@@ -46,6 +46,8 @@ def holds_no_sequence(batch: Any, options: ShardOptions) -> bool:
     if isinstance(batch, Tensor):
         return batch.is_floating_point() and batch.dim() > 3
     entries = plain_entries(batch)
+    if not options.none_declared and any(map(_is_nested, _values(batch))):
+        return False
     if any(n in STANDARD_NAMES and n not in _OF_ROWS for n, v in entries.items() if isinstance(v, Tensor)):
         return False
     if options.none_declared:
@@ -92,6 +94,15 @@ def _is_picture(name: str, value: Any) -> bool:
     return value.dim() > 3 or (value.dim() > 0 and (is_of_media(name, value) or name.startswith(_SOUNDS)))
 
 
+def _values(batch: Any) -> Collection[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+
+
+def _is_nested(value: Any) -> bool:
+    """Return whether an entry is a batch of its own, or a list of tensors: what is in it may be tokens."""
+    return isinstance(value, (Mapping, list, tuple)) and holds_tensors(value)
+
+
 def _may_be_tokens(name: str, value: Any, planes: Set[tuple[int, ...]]) -> bool:
     """Return whether an entry beside pictures may be a sequence of tokens.
 
@@ -101,7 +112,7 @@ def _may_be_tokens(name: str, value: Any, planes: Set[tuple[int, ...]]) -> bool:
         planes: the heights and widths of the pictures: a number for each of their pixels is no token.
     """
     if isinstance(value, (Mapping, list, tuple)):
-        return has_tensors(value) or (not isinstance(value, Mapping) and any(_is_list(each) for each in value))
+        return not isinstance(value, Mapping) and any(_is_list(each) for each in value)
     if isinstance(value, np.ndarray):
         return value.ndim > 1
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] == 1:

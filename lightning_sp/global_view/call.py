@@ -127,8 +127,10 @@ def users_line() -> str:
 
 
 def whole_is_small(tensor: SequenceTensor) -> bool:
-    """Return whether a tensor has few numbers for each token: then it may be whole on every rank for a moment."""
+    """Return whether a tensor has few numbers for each token, or one token: then it may be whole on every rank for a moment."""
     placement = tensor.placement
+    if placement.shown == 1:
+        return True
     per_token = tensor.local.numel() // max(1, placement.storage.local_tokens)
     rows = max(1, placement.outer * (tensor.local.shape[0] if placement.dim > 0 else 1))
     return per_token <= rows * 4 or (not tensor.local.is_floating_point() and per_token <= rows * 64)

@@ -77,7 +77,9 @@ def _kind_by_number(count: int, context: SequenceContext, step: Step) -> Kind:
     if any(count == rows * length for length in lengths):
         return "tokens"
     local = lengths[0]
-    if size > 1 and count == rows * (local - 1) and local > 1:
+    # Of two tokens on a rank a shift leaves as many as rows; in the global view a step shifts no part.
+    pooled = local == 2 and step.num_reductions > 0
+    if size > 1 and not context.global_view and count == rows * (local - 1) and local > 1 and not pooled:
         return "shifted"
     if 0 < step.num_summed_in_part <= rows * local - count:
         return "unknown"  # the next piece of the shard's tokens, be it as many as rows

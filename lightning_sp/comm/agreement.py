@@ -153,11 +153,13 @@ class _RankReport(NamedTuple):
 
 
 class SameBatch(NamedTuple):
-    """What ranks have told each other of a batch: whether they differ in its entries, and whether any was told to end, or has a longer batch."""
+    """What ranks have told each other of a batch: whether they differ in its entries, and whether any was told to end, or has a longer batch, or
+    one with padding of ours."""
 
     uneven: bool
     ends: bool
     longer: bool = False
+    padded: bool = False
 
 
 def check_same_batch(
@@ -171,6 +173,7 @@ def check_same_batch(
     is_whole: bool = False,
     ends: bool = False,
     is_longer: bool = False,
+    is_padded: bool = False,
     group: ProcessGroup | None = None,
 ) -> SameBatch:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
@@ -186,21 +189,22 @@ def check_same_batch(
         is_whole: the batch holds no sequence, and is not split.
         ends: this rank was told to end the run.
         is_longer: this rank's part is longer than those before.
+        is_padded: the degrees do not divide the batch's length.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 56 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
+    Communicates: one all_reduce on the host, of 64 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
     which all of them name the same ones.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
-        return SameBatch(uneven=False, ends=ends, longer=is_longer)
+        return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded)
     report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole))
-    of_all, of_groups = _largest_and_least(report, (ends, is_longer), num_groups, group)
-    failed, ended, longer, *bounds = of_all.tolist()
+    of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded), num_groups, group)
+    failed, ended, longer, padded, *bounds = of_all.tolist()
     differ = failed or bool((of_groups[0] != -of_groups[1]).any()) or bounds[2] != -bounds[3]
     if not differ:
-        return SameBatch(uneven=bounds[0] != -bounds[1], ends=bool(ended), longer=bool(longer))
+        return SameBatch(uneven=bounds[0] != -bounds[1], ends=bool(ended), longer=bool(longer), padded=bool(padded))
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -214,11 +218,11 @@ def check_same_batch(
 
 
 def _largest_and_least(
-    report: _RankReport, flags: tuple[bool, bool], num_groups: int, group: ProcessGroup | None
+    report: _RankReport, flags: tuple[bool, bool, bool], num_groups: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
 
-    Shapes: (7,): failed, the two flags, entries, -entries, whole, -whole; and (2, num_groups, 2): digest and passes, and their negatives.
+    Shapes: (8,): failed, the three flags, entries, -entries, whole, -whole; and (2, num_groups, 2): digest and passes, and their negatives.
     """
     of_all = torch.tensor(
         [report.has_error, *map(int, flags), report.entries, -report.entries, report.is_whole, -report.is_whole]
@@ -228,7 +232,7 @@ def _largest_and_least(
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
     both = torch.cat([of_all, of_groups.view(-1)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:7], both[7:].view(2, num_groups, 2)
+    return both[:8], both[8:].view(2, num_groups, 2)
 
 
 def _check_passes(reports: list[_RankReport]) -> None:

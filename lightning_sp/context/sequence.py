@@ -40,6 +40,7 @@ class SequenceInfo:
         seed: of the numbers that the ranks of a sequence draw alike: the same on them, another one in each data-parallel group, step and
             micro-batch. None where each draws its own.
         is_longer: some rank has more tokens than any had before.
+        is_padded: the degrees do not divide the length of some rank's batch.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
         dims: of the batch's entries that carry this sequence, along which dim.
@@ -66,6 +67,7 @@ class SequenceInfo:
     is_whole: bool = False
     seed: int | None = None
     is_longer: bool = False
+    is_padded: bool = False
     is_filler: bool = False
     encoder: SequenceInfo | None = None
     encoder_is_whole: bool = False

@@ -29,6 +29,7 @@ from lightning_sp.preflight.numbers import (
     differences,
 )
 from lightning_sp.preflight.outputs import describe_kept, refuse_differences
+from lightning_sp.preflight.padding import PaddingReadError, check_padding_read
 from lightning_sp.step.runner import StepRunner
 
 InFloat32 = Callable[[], AbstractContextManager[None]]
@@ -117,7 +118,10 @@ def compare_evaluation(
             find_others(own, runner, run, options)
             whole = run_whole(own, runner, run, options, predicts=predicts)
             ran_whole = True
+            check_padding_read(own, options, runner, run, name)
             part = run_part(own, runner, run, options, whole, whole_output, predicts=predicts)
+    except PaddingReadError:
+        raise  # the step itself would fail, on the rank that holds the padding alone
     except (
         Exception
     ) as error:  # on all ranks: what is wrong with the step itself, and not with a crop, it will say itself
@@ -170,23 +174,26 @@ class FirstEvaluationBatches:
         self._config = config
         self._due = False
         self._compared: set[tuple[str, int]] = set()
+        self._padded: set[tuple[str, int]] = set()
         self._first: FirstOfLoader | None = None
         self._keeping: set[str] = set()
 
     def expect(self, *, sharded: bool) -> None:
         """Begin a run, on parts of sequences or on whole ones."""
         self._due = self._config.preflight and sharded
-        self._compared, self._first = set(), None
+        self._compared, self._padded, self._first = set(), set(), None
         self._keeping = set()
 
     def keeps(self, name: str) -> bool:
         """Return whether a step keeps tensors for later that are one device's when they are whole; the same on all ranks."""
         return name in self._keeping
 
-    def offer(self, batch: Any, loader: tuple[str, int]) -> None:
-        """Remember a loader's first batch; the loader is the step's name, empty in training, and its number."""
-        if self._due and loader[0] and loader not in self._compared:
+    def offer(self, batch: Any, loader: tuple[str, int], *, padded: bool = False) -> None:
+        """Remember a loader's first batch, and the first padded one; the loader is the step's name, empty in training, and its number."""
+        if self._due and loader[0] and (loader not in self._compared or (padded and loader not in self._padded)):
             self._compared.add(loader)
+            if padded:
+                self._padded.add(loader)
             self._first = FirstOfLoader(batch, loader)
 
     @property

@@ -25,6 +25,7 @@ from lightning_sp.preflight.crops.shared_crop import shared_crop
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.groups import trial_of_groups
+from lightning_sp.preflight.padding import check_padding_read
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
@@ -37,7 +38,7 @@ class FirstBatch:
     """Keeps the batches of a fit that are to be tried, as their loader gave them, until their step begins; a class because it waits for that."""
 
     def __init__(self) -> None:
-        self._first = self._expected = self._not_compared = False
+        self._first = self._expected = self._not_compared = self._tried_padding = False
         self._first_step = 0
         self._again: list[int] = []
         self._batch: Any = None
@@ -47,6 +48,7 @@ class FirstBatch:
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
+        self._tried_padding = False
         self._not_compared = False
         self._last = self._of_new = None
         self._first_step = 0
@@ -78,12 +80,21 @@ class FirstBatch:
         """Whether the batch whose step comes next is to be tried."""
         return self._batch is not None
 
-    def offer(self, batch: Any, *, training: bool, step: int) -> None:
-        """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step."""
+    def offer(self, batch: Any, *, training: bool, step: int, padded: bool = False) -> None:
+        """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step.
+
+        Args:
+            batch: as the loader gave it.
+            training: whether it is one of training.
+            step: optimizer steps so far.
+            padded: whether it is the whole of a step that is padded: the first of these is tried.
+        """
         self._last = batch if training and self._expected else None
         first = self._first and step >= self._first_step
-        if training and (first or (self._again and step >= self._again[0])):
+        anew = padded and self._expected and not self._tried_padding and not self._first
+        if training and (first or anew or (self._again and step >= self._again[0])):
             self._batch = batch
+            self._tried_padding = self._tried_padding or padded
 
     def tried(self, offered: Any) -> Any:
         """Return the batch that is to be tried where one is offered: that one, or an earlier one once, of which that was asked for."""
@@ -163,7 +174,8 @@ def _compare(
         return None
     try:
         trial = _trial(crop, own, runner, run, options, in_float32)
-        found = _run_again(trial, after) if after else run_preflight(trial, monitored)
+        padding = partial(check_padding_read, crop, options, runner, run, "training_step")
+        found = _run_again(trial, after, padding) if after else run_preflight(trial, monitored, padding)
         if found is not None:
             # What is not one device's is no matter of course, though DDP does it too.
             (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
@@ -179,10 +191,10 @@ def _compare(
         runner.start_run()
 
 
-def _run_again(trial: Trial, after: int) -> Agreement | None:
+def _run_again(trial: Trial, after: int, padding: Callable[[], None]) -> Agreement | None:
     """Compare after some optimizer steps. In 16 bits a difference may be what rounding makes of small gradients: it is said, not refused."""
     try:
-        return run_preflight(replace(trial, crop=f"{trial.crop} after {after} optimizer steps"))
+        return run_preflight(replace(trial, crop=f"{trial.crop} after {after} optimizer steps"), read_padding=padding)
     except TrialFailedError as error:
         rank_zero_info(f"preflight: not compared after {after} optimizer steps: {error}")
         return None

@@ -41,12 +41,15 @@ class TrialFailedError(SequenceParallelError):
     """A step does not run whole on a crop: nothing is known of what shards would make of it."""
 
 
-def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agreement | None:
+def run_preflight(
+    trial: Trial, monitored: Collection[str] | None = None, read_padding: Callable[[], None] = lambda: None
+) -> Agreement | None:
     """Run a step whole and sharded, forward and backward, and compare. Every rank must call it with the same samples.
 
     Args:
         trial: of the step.
         monitored: names of logged numbers that decide about the run; None compares no numbers that are logged.
+        read_padding: refuses a step that fails on padding, on all ranks together; called once the step has run whole.
 
     Communicates: what two steps do, and one all_reduce of two float64 numbers for each parameter and buffer.
 
@@ -62,6 +65,7 @@ def run_preflight(trial: Trial, monitored: Collection[str] | None = None) -> Agr
     with _eager():
         whole = _run_whole(trial)
         _refuse_writes(counts, write_counts(trial.module))
+        read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
             if trial.context.mesh.data_parallel_size > 1 and random_step(trial, whole) is not None:
                 # Each group draws for its own rows.

@@ -72,11 +72,14 @@ def collective_shard(
             is_whole=info is not None and info.is_whole,
             ends=ends,
             is_longer=info is not None and info.local_tokens > most_tokens,
+            is_padded=info is not None and any(each.padded_length > each.length for each in info.sequences),
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
     is_filler = isinstance(batch, FillerBatch)
-    info = replace(info, is_filler=is_filler, uneven_entries=agreed.uneven, is_longer=agreed.longer)
+    info = replace(
+        info, is_filler=is_filler, uneven_entries=agreed.uneven, is_longer=agreed.longer, is_padded=agreed.padded
+    )
     return local, info, agreed.ends

@@ -41,6 +41,7 @@ from lightning_sp.step.prepare import attention_mesh, base_mesh, lay_out_model
 from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
+from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.batch_hooks import moves_batches
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
@@ -115,6 +116,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._run = RunState()
         self._row_metrics, self._sums = RowMetrics(), LoggedSums()
         self._checkpointing = AutoCheckpointing(self.config)
+        self._batch_ends = WholeBatchEnds(self._whole_batch_end)
 
     # ---- mesh
 
@@ -148,6 +150,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._prepare(self._module)
         self._averages.copy(self._module, trainer)
         self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=True)
+        self._batch_ends.follow(trainer)
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._steps.start_run()
@@ -200,8 +203,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         if whole := self._info.is_whole and self.sequence_parallel_size > 1:
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
         else:
-            self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
-            self._first_evaluations.offer(batch, (loops.evaluated_step(trainer), dataloader_idx))
+            self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
+            self._first_evaluations.offer(
+                batch, (loops.evaluated_step(trainer), dataloader_idx), padded=self._info.is_padded
+            )
         self._row_metrics.follow(self._module, self.data_parallel_group if whole else self.sequence_mesh.token_group)
         self._evaluated.advance(trainer, dataloader_idx)
         self._before_hooks()
@@ -283,11 +288,11 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         return self._whole_output(self._evaluate(Strategy.predict_step, *args, **kwargs))
 
     @override
-    def _whole_output(self, output: Any, does: str = "predict_step returns") -> Any:
+    def _whole_output(self, output: Any, does: str = "predict_step returns", **options: Any) -> Any:
         groups = self._groups.sequence, self._groups.world
         if self.sees_whole_sequences:
             return whole_outputs(output, *groups, does)
-        return unsharded_output(output, self._info, self.unshard, *groups, does)
+        return unsharded_output(output, self._info, self.unshard, *groups, does, **options)
 
     @override
     def on_predict_end(self) -> None:
@@ -363,6 +368,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def teardown(self) -> None:
         self._interceptions.close()
+        self._batch_ends.release()
         if self._runner is not None:
             self._runner.close()
         self._run.end()

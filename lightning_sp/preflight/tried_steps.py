@@ -26,6 +26,7 @@ from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.isolation import snapshot
 from lightning_sp.step.prepare import interceptions, shard_options
 from lightning_sp.trainer import loops
+from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.batch_hooks import HandedBatch, of_user
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 
@@ -36,6 +37,7 @@ class TriedSteps(CurrentSequence, ABC):
     """What a run learns by trying; the strategy says when, and how a batch is sharded and moved."""
 
     root_device: torch.device
+    _batch_ends: WholeBatchEnds
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -175,6 +177,12 @@ class TriedSteps(CurrentSequence, ABC):
     # ---- training
 
     @property
+    def _pads_step(self) -> bool:
+        """Whether the next batch is padded, and is all of an optimizer step: a trial would add to gradients that accumulate."""
+        alone = self._module.trainer.accumulate_grad_batches == 1 and self._module.automatic_optimization
+        return self._info.is_padded and alone
+
+    @property
     def _infers(self) -> bool:
         """Whether entries of the first batch may be split by their shapes: the preflight tries that."""
         assert self._mesh is not None
@@ -269,7 +277,8 @@ class TriedSteps(CurrentSequence, ABC):
             with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:
                 self._first_evaluations.compare(
                     first, self._steps, run, name=step.__name__, options=self._options(), strict=strict,
-                    whole_output=self._whole_output, predicts=trainer.predicting, **self._trial_options(),
+                    whole_output=self._whole_output, predicts=trainer.predicting or self._batch_ends.reads_outputs(step.__name__),
+                    **self._trial_options(),
                 )  # fmt: skip
 
         try:
@@ -284,7 +293,7 @@ class TriedSteps(CurrentSequence, ABC):
         """Return what a trial is told of the run."""
 
     @abstractmethod
-    def _whole_output(self, output: Any, does: str = ...) -> Any:
+    def _whole_output(self, output: Any, does: str = ..., **options: Any) -> Any:
         """Return a prediction, or what a step keeps, with whole sequences. Every rank must call it."""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +17,10 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
+from lightning_sp.step.batch_ends import holds_more_than_numbers, whole_batch
 from lightning_sp.step.runner import StepRunner
+from lightning_sp.trainer.batch_end_hooks import BatchEnd
+from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.logged_sums import LoggedSums
 from lightning_sp.trainer.loops import names_of_sum
 
@@ -32,6 +37,8 @@ class CurrentSequence:
     _batch: SequenceInfo | None = None
     _prepared: Any = None  # the module that is laid out
     _sums: LoggedSums
+    _log_once: LogOnce
+    _whole_output: Callable[..., Any]
     _module: Any
     _groups: HostGroups
 
@@ -75,6 +82,18 @@ class CurrentSequence:
         """
         mesh = self.sequence_mesh
         return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
+
+    def _whole_batch_end(self, handed: BatchEnd, reads: tuple[bool, bool], hook: str) -> BatchEnd:
+        """Return what a user's hook at a batch's end is handed with whole sequences. Every rank must call it."""
+        info = self._batch
+        if info is None or info.is_whole or self.sequence_parallel_size == 1:
+            return handed
+        outputs, batch = handed
+        if reads[0] and hook != "on_predict_batch_end" and holds_more_than_numbers(outputs):
+            detached = apply_to_collection(outputs, Tensor, Tensor.detach)
+            warn = partial(self._log_once.warn, topic=hook)
+            outputs = self._whole_output(detached, does=f"{hook} is handed", left=warn)
+        return BatchEnd(outputs, whole_batch(batch, info, self.unshard) if reads[1] else batch)
 
     def reduce(self, tensor: Any, group: Any | None = _NOT_GIVEN, reduce_op: Any = "mean") -> Any:
         """Reduce a number over the ranks, as Lightning does.

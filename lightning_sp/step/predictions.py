@@ -36,6 +36,7 @@ def unsharded_output(
     sequence_group: ProcessGroup,
     control_group: ProcessGroup | None,
     does: str = "predict_step returns",
+    left: Callable[[str], None] | None = None,
 ) -> Any:
     """Return what a step returned or kept, with every tensor whole that carries this rank's tokens. Every rank must call it.
 
@@ -48,6 +49,7 @@ def unsharded_output(
         sequence_group: the ranks that share the sequence, on a backend for host objects.
         control_group: the world, on such a backend.
         does: what the step does with them, for a message.
+        left: told of the first tensor that cannot be made whole, which is left as it is; None raises.
 
     Communicates: shapes and digests of all tensors over the sequence's ranks; one all_gather for each tensor of tokens.
 
@@ -62,7 +64,10 @@ def unsharded_output(
     gathered = comm.gather_objects([tuple(_digest(each)) for each in tensors], sequence_group)
     digests = [[TensorDigest(*each) for each in of_rank] for of_rank in gathered]
     tokens = {(batch.rows, each.padded_length // size) for each in batch.sequences}
-    comm.agree(_fault(digests, tokens, does), control_group)
+    fault, counts = _fault(digests, tokens, does), {len(each) for each in digests}
+    comm.agree(fault if left is None or len(counts) > 1 else None, control_group)
+    if left is not None and fault is not None:
+        left(fault)
     alike = iter([all(other[index] == own for other in digests) for index, own in enumerate(digests[0])])
 
     def whole(tensor: Tensor) -> Tensor:

@@ -96,6 +96,7 @@ from lightning_sp.rewrite import (
     source_of_decoder_inputs,
     why_unreachable,
 )
+from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
 from lightning_sp.rewrite.rebind import BoundNames
 from lightning_sp.step.rank_heads import heads_of_rank
 
@@ -359,6 +360,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         RowDropoutInterception(context, names),
         SdpaInterception(context, names),
         DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
+        WholeGeneration(context, module),
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (

@@ -1,4 +1,4 @@
-"""Batches within a batch: a dict of inputs beside the labels, and a tuple of both in validation"""
+"""Batches within a batch: a tuple of inputs and labels, and a dict of a dict of inputs beside the labels in validation"""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Module(Tuned):
         return F.cross_entropy(self.model(**inputs).logits.flatten(0, 1), labels.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch["inputs"], batch["shift_labels"])
+        inputs, labels = batch
+        return self.loss(inputs, labels)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        inputs, labels = batch
-        self.log("val_loss", self.loss(inputs, labels), batch_size=len(labels), sync_dist=True)
+        labels = batch["shift_labels"]
+        self.log("val_loss", self.loss(batch["inputs"], labels), batch_size=len(labels), sync_dist=True)
 
 
 def nested(samples: list[Any]) -> dict[str, Any]:
@@ -41,6 +42,6 @@ def pair(samples: list[Any]) -> tuple[Any, Tensor]:
 
 def main(batch_size: int, **options: Any) -> Any:
     module = Module(llama())
-    train, validate = (DataLoader(rows(), batch_size, collate_fn=each) for each in (nested, pair))  # type: ignore[arg-type]
+    train, validate = (DataLoader(rows(), batch_size, collate_fn=each) for each in (pair, nested))  # type: ignore[arg-type]
     pl.Trainer(max_epochs=1, **options).fit(module, train, validate)
     return module, {}

@@ -79,6 +79,7 @@ from lightning_sp.parallelize import (
     whole_bytes_elsewhere,
     whole_state,
 )
+from lightning_sp.parallelize.captured_parameters import CapturedParameters
 from lightning_sp.reductions.scope import ReductionScope
 from lightning_sp.rewrite import (
     FlexInterception,
@@ -196,6 +197,7 @@ def lay_out_model(
         _use_group(module, group)
         block_checkpoints(module).use(config.checkpoint_policy)
         return
+    captured = CapturedParameters(module)
     delayed = DelayedWeights.of(module)
     comm.agree(delayed.refusal or (_materialized(module, delayed, config) if rank == 0 else None))
     if num_bytes := whole_bytes_elsewhere(module):
@@ -225,6 +227,7 @@ def lay_out_model(
     broadcast_initial_weights(module, source, tied_parameters(module), device, shards_on=shards_on)
     _to_device(module, device, shards_on)
     make_fsdp_root(module)
+    captured.renew()
     if config.exclude_frozen_parameters:
         note_built(module, group)
     refuse_live_saves(module)

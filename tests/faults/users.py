@@ -367,14 +367,14 @@ USERS = (
     ),
     fault(
         "a penalty's gradient that counts once for each rank",
-        "parallelize/fsdp/outside_weights.py",
+        "parallelize/fsdp/outside_gradients.py",
         "return comm.reduce_sum(grad_outputs[0]) / comm.size_of(comm.world()), None",
         "return comm.reduce_sum(grad_outputs[0]), None",
         "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
     ),
     fault(
         "a penalty's gradient of a weight that no forward uses, taken away with FSDP's zeros",
-        "parallelize/fsdp/outside_weights.py",
+        "parallelize/fsdp/outside_gradients.py",
         "queue(lambda: queue(act))",
         "act()",
         "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",

@@ -80,6 +80,11 @@ class SequenceInfo:
         return (self,) if self.encoder is None else (self, self.encoder)
 
     @property
+    def pads(self) -> bool:
+        """Whether the degrees do not divide the length of a sequence of this batch."""
+        return any(each.padded_length > each.length for each in self.sequences)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(rows, padded tokens, tokens) of the whole batch, an encoder's and a decoder's together."""
         padded, tokens = (

@@ -197,8 +197,7 @@ def lay_out_model(
         _use_group(module, group)
         block_checkpoints(module).use(config.checkpoint_policy)
         return
-    captured = CapturedParameters(module)
-    delayed = DelayedWeights.of(module)
+    captured, delayed = CapturedParameters(module), DelayedWeights.of(module)
     comm.agree(delayed.refusal or (_materialized(module, delayed, config) if rank == 0 else None))
     if num_bytes := whole_bytes_elsewhere(module):
         rank_zero_info(
@@ -212,8 +211,7 @@ def lay_out_model(
     if (axis := tensor_axis(parameter_mesh)) is not None:
         split_model(module, config.tensor_parallel_plan, axis, mesh.tensor_group)
     blocks = transformer_blocks(module)
-    if config.mlp_tile_tokens is not None:
-        _tile(blocks, config.mlp_tile_tokens)
+    _tile(blocks, config.mlp_tile_tokens)
     measures = not (config.compile or any(True for _ in compiled_modules(module)))
     offload = offload_activations(module, config, device, blocks)
     checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload)
@@ -247,7 +245,9 @@ def with_gathers(module: nn.Module, config: StrategyConfig) -> StrategyConfig:
     return replace(config, gather_dtype="float32")
 
 
-def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
+def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"] | None) -> None:
+    if tile_tokens is None:
+        return
     num_mlps = tile_mlps(blocks, tile_tokens)
     rank_zero_info(
         f"sequence_parallel: {num_mlps} MLPs of {len(blocks)} blocks run in tiles of tokens"

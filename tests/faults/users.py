@@ -391,7 +391,7 @@ USERS = (
         "step/batch_ends.py",
         "return unshard(value, dim) if carries else value",
         "return value",
-        "tests/trainer/test_batch_ends.py::test_outputs_and_batch_are_one_devices",
+        "tests/trainer/test_batch_ends.py::test_outputs_and_batch_are_one_devices[32-{'ring_size': 2}]",
     ),
     fault(
         "a batch of a user's class that reaches the step as a dict",
@@ -405,6 +405,6 @@ USERS = (
         "rewrite/hugging_face/generation.py",
         "            return whole_tokens(context, sequence, value)\n",
         "            return value\n",
-        "tests/trainer/pretrained/test_generation.py::test_they_are_in_other_layouts",
+        "tests/trainer/pretrained/test_generation.py::test_whole_prompts_are_continued[masked-15]",
     ),
 )  # fmt: skip

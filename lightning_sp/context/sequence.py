@@ -87,6 +87,11 @@ class SequenceInfo:
         return (*self.sequences, *self.beside)
 
     @property
+    def pads(self) -> bool:
+        """Whether the degrees do not divide the length of a sequence of this batch."""
+        return any(each.padded_length > each.length for each in self.all_sequences)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(rows, padded tokens, tokens) of the whole batch, those of all its sequences together for each row."""
         each = [(s.rows // self.rows * s.padded_length, s.rows // self.rows * s.length) for s in self.all_sequences]

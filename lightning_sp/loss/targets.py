@@ -78,7 +78,7 @@ def kind_of_targets(input: Tensor, target: Tensor, context: SequenceContext, nam
             "from lightning_sp.reductions import shift; loss = F.cross_entropy(logits.flatten(0, 1), shift(labels, 1, -100).flatten()). "
             "Or use global_view=True, in which a step may shift them"
         )
-    if kind == "rows" and size > 1 and not step.num_reductions:
+    if kind == "rows" and size > 1 and not (step.num_reductions or context.global_view):
         raise SequenceParallelError(
             f"{name} over {count} targets, one for each of {rows} rows: a pooled head sees only this rank's {local} tokens "
             f"of each sequence; pool over all of them: {POOLED}"

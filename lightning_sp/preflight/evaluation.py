@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -120,12 +120,8 @@ def compare_evaluation(
             ran_whole = True
             check_padding_read(own, options, runner, run, name)
             part = run_part(own, runner, run, options, whole, whole_output, predicts=predicts)
-    except PaddingReadError:
-        raise  # the step itself would fail, on the rank that holds the padding alone
-    except (
-        Exception
-    ) as error:  # on all ranks: what is wrong with the step itself, and not with a crop, it will say itself
-        raise _not_compared(name, error, ran_whole) from error
+    except Exception as error:  # on all ranks; what is wrong with the step itself, it will say itself
+        _raise_not_compared(name, error, ran_whole)
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
@@ -152,9 +148,11 @@ def _judge(
     return keeps
 
 
-def _not_compared(name: str, error: Exception, ran_whole: bool) -> NotComparedError:
+def _raise_not_compared(name: str, error: Exception, ran_whole: bool) -> NoReturn:
+    if isinstance(error, PaddingReadError):
+        raise error  # the step itself would fail, on the rank that holds the padding alone
     why = f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}"
-    return NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error))
+    raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error
 
 
 def _tell(text: str, strict: bool) -> None:

@@ -79,6 +79,7 @@ from lightning_sp.parallelize import (
     whole_bytes_elsewhere,
     whole_state,
 )
+from lightning_sp.parallelize.captured_parameters import CapturedParameters
 from lightning_sp.reductions.scope import ReductionScope
 from lightning_sp.rewrite import (
     FlexInterception,
@@ -96,6 +97,7 @@ from lightning_sp.rewrite import (
     source_of_decoder_inputs,
     why_unreachable,
 )
+from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
 from lightning_sp.rewrite.rebind import BoundNames
 from lightning_sp.step.rank_heads import heads_of_rank
 
@@ -195,7 +197,7 @@ def lay_out_model(
         _use_group(module, group)
         block_checkpoints(module).use(config.checkpoint_policy)
         return
-    delayed = DelayedWeights.of(module)
+    captured, delayed = CapturedParameters(module), DelayedWeights.of(module)
     comm.agree(delayed.refusal or (_materialized(module, delayed, config) if rank == 0 else None))
     if num_bytes := whole_bytes_elsewhere(module):
         rank_zero_info(
@@ -209,8 +211,7 @@ def lay_out_model(
     if (axis := tensor_axis(parameter_mesh)) is not None:
         split_model(module, config.tensor_parallel_plan, axis, mesh.tensor_group)
     blocks = transformer_blocks(module)
-    if config.mlp_tile_tokens is not None:
-        _tile(blocks, config.mlp_tile_tokens)
+    _tile(blocks, config.mlp_tile_tokens)
     measures = not (config.compile or any(True for _ in compiled_modules(module)))
     offload = offload_activations(module, config, device, blocks)
     checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload)
@@ -224,6 +225,7 @@ def lay_out_model(
     broadcast_initial_weights(module, source, tied_parameters(module), device, shards_on=shards_on)
     _to_device(module, device, shards_on)
     make_fsdp_root(module)
+    captured.renew()
     if config.exclude_frozen_parameters:
         note_built(module, group)
     refuse_live_saves(module)
@@ -243,7 +245,9 @@ def with_gathers(module: nn.Module, config: StrategyConfig) -> StrategyConfig:
     return replace(config, gather_dtype="float32")
 
 
-def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
+def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"] | None) -> None:
+    if tile_tokens is None:
+        return
     num_mlps = tile_mlps(blocks, tile_tokens)
     rank_zero_info(
         f"sequence_parallel: {num_mlps} MLPs of {len(blocks)} blocks run in tiles of tokens"
@@ -359,6 +363,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         RowDropoutInterception(context, names),
         SdpaInterception(context, names),
         DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
+        WholeGeneration(context, module),
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (

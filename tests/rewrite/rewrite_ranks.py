@@ -261,10 +261,6 @@ class Model(Plain):
         output = self.model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
         return self.cross_entropy(output.logits.flatten(0, 1), batch["shift_labels"].flatten())
 
-    def _generates(self, batch: Any) -> Tensor:
-        self.model.generate(batch["input_ids"], max_new_tokens=2)
-        return self._logits(batch)
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self._logits(batch)
         self.evaluated.append(float(loss))

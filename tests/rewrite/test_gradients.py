@@ -216,7 +216,6 @@ REFUSED = [
     (dict(build="flex gqa unsaid"), ["4 query heads over 2 key-value heads without enable_gqa=True"]),
     (dict(build="flex called"), ["learns by a tensor that is none of those found in it"]),
     (dict(build="custom shard's tensor"), ["mask function CustomMask", "shard of shape (16,), of this rank's 16 of 32 tokens"]),
-    (dict(build="llama", kind="generates"), ["model.generate inside a step", "on_validation_epoch_end"]),
     (dict(build="multihead weights"), ["0 attention calls", "need_weights=False"]),
     (dict(build="explicit shard"), ["attn_mask of shape (16, 16) is of this rank's 16 of 32 tokens", "is_causal=True", "the batch has none"]),
     (dict(build="explicit own queries"), ["attn_mask of shape (16, 32)", "whose sequence has 32 tokens and whose shard 16", "(1 or 32, 32)"]),

@@ -105,9 +105,21 @@ def head_by_hand(self: Any) -> Any:
     return 0.1 * F.linear(torch.ones(1, 32, dtype=w.dtype), w).tanh().mean()
 
 
+def of_kept_parameters(self: Any) -> Any:
+    """Of parameters that the module has kept since before they were sharded: in a list, a dict, an object."""
+    return 0.01 * sum(p.pow(2).sum() for p in self.listed) + 0.001 * sum(
+        p.abs().sum() for p in self.kept_by.values.values()
+    )
+
+
+class Keeper:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.values = dict(model.named_parameters())
+
+
 PENALTIES = {f.__name__: f for f in (
     l1, l2, l2_from_a_tensor, l2_in_place, norms, elastic, concatenated, vector, ewc, ewc_of_shards, orthogonality, spectral, logged,
-    of_this_data, head_by_hand,
+    of_this_data, head_by_hand, of_kept_parameters,
 )}  # fmt: skip
 
 
@@ -125,6 +137,7 @@ class Penalised(Plain):
             p
         ) in self.parameters():  # of a bias that is zero, and has no gradient but rounding, the sign is a rounding's
             p.data += 0.1 * torch.randn_like(p)
+        self.listed, self.kept_by = list(self.parameters()), Keeper(self.model)
         drawn = torch.Generator().manual_seed(1)
         draw = lambda p: torch.rand(p.shape, generator=drawn, dtype=torch.float64)  # noqa: E731
         self.old = {n: draw(p) for n, p in self.model.named_parameters()}

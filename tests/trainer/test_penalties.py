@@ -38,7 +38,7 @@ FEW = [
 
 
 def test_a_penalty_is_one_devices(pools):
-    hold(pools, dict(ring_size=2), 2, CASES)
+    hold(pools, dict(ring_size=2), 2, [*CASES, dict(penalty="l2", first=True)])
 
 
 @pytest.mark.parametrize(

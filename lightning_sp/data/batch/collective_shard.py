@@ -72,14 +72,11 @@ def collective_shard(
             is_whole=info is not None and info.is_whole,
             ends=ends,
             is_longer=info is not None and info.local_tokens > most_tokens,
-            is_padded=info is not None and any(each.padded_length > each.length for each in info.sequences),
+            is_padded=info is not None and info.pads,
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    is_filler = isinstance(batch, FillerBatch)
-    info = replace(
-        info, is_filler=is_filler, uneven_entries=agreed.uneven, is_longer=agreed.longer, is_padded=agreed.padded
-    )
-    return local, info, agreed.ends
+    info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
+    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded), agreed.ends

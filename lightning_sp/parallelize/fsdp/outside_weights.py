@@ -11,7 +11,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.outside_gradients import GatheredWeight, LocalShard, SumOfTerms, sharded_tensor
 
 _TORCHS_OWN = torch._C._disabled_torch_function_impl
 
@@ -130,7 +128,7 @@ class WeightShard(Tensor):
         """
         if self._finished is not None:
             return self._finished
-        make = _Sum if self.is_term else _Gather
+        make = SumOfTerms if self.is_term else GatheredWeight
         found: Tensor = make.apply(self.local, self.of)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() or not self.local.requires_grad:
             self._finished = found
@@ -158,7 +156,7 @@ def _called(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name in _OF_GRADIENTS and any(isinstance(each, WeightShard) or name == "grad" for each in given):
         raise _refusal(f"{name} of a sharded weight, or of what was made of one")
     if not active and not _meets_plain(given):
-        return _TORCHS_OWN(func, types, args, kwargs)
+        return _by_dtensor(func, types, args, kwargs)
     if _writes(func) and isinstance(args[0], (DTensor, WeightShard)):
         return _written(func, types, args, kwargs)
     if name in _AS_DTENSOR and not isinstance(args[0], WeightShard):
@@ -168,6 +166,16 @@ def _called(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     found = _on_shards(func, name, args, kwargs, given)
     if found is not None:
         return found
+    return func(*tree_map(_made_whole, args), **tree_map(_made_whole, kwargs))
+
+
+def _by_dtensor(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what DTensor does, and where it has no rule for shards, of uneven ones say, what torch does with whole tensors."""
+    try:
+        return _TORCHS_OWN(func, types, args, kwargs)
+    except (RuntimeError, NotImplementedError):
+        if _writes(func):
+            raise
     return func(*tree_map(_made_whole, args), **tree_map(_made_whole, kwargs))
 
 
@@ -200,7 +208,7 @@ def _of_shape(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, An
     shard: WeightShard = args[0]
     if shard.is_term or shard.is_made or name in ("backward", "repr", "format", "type"):
         return func(shard.whole(), *args[1:], **kwargs)
-    sharded = _dtensor(shard.local, shard.of)
+    sharded = sharded_tensor(shard.local, shard.of)
     return sharded if name == "detach" else func(sharded, *args[1:], **kwargs)
 
 
@@ -283,13 +291,8 @@ def _written(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _plain_dtensor(value: Any) -> Any:
     if isinstance(value, WeightShard):
-        return value.whole() if value.is_term or value.is_made else _dtensor(value.local, value.of)
+        return value.whole() if value.is_term or value.is_made else sharded_tensor(value.local, value.of)
     return value
-
-
-def _dtensor(local: Tensor, of: DTensorSpec) -> DTensor:
-    made: DTensor = DTensor(local.detach(), of, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
 
 
 def _writes(func: Any) -> bool:
@@ -318,7 +321,7 @@ def _local_of(value: DTensor) -> Tensor:
         raise _refusal(
             "a parameter with a post-accumulate hook, which would be called before its whole gradient is there,"
         )
-    local: Tensor = _Local.apply(value)  # type: ignore[no-untyped-call]
+    local: Tensor = LocalShard.apply(value)  # type: ignore[no-untyped-call]
     return local
 
 
@@ -348,84 +351,3 @@ def _refusal(what: str) -> SequenceParallelError:
         "up when the backward has ended; do it in that module's forward, or in on_before_optimizer_step; layers that are direct children of "
         "the LightningModule may be used in any way"
     )
-
-
-class _Local(torch.autograd.Function):
-    """This rank's shard of a weight; the gradient waits until FSDP2 has ended the backward, on whose streams it writes to others."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.tensor = tensor
-        local = tensor._local_tensor.detach()
-        # A shard in the host's memory meets numbers of the device.
-        return (
-            local.to(torch.device(tensor.device_mesh.device_type, torch.cuda.current_device()))
-            if _is_offloaded(tensor)
-            else local
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        tensor: DTensor = ctx.tensor
-        # A copy: two weights may be given one gradient, and each is written to.
-        local = grad_outputs[0].to(tensor._local_tensor.device).clone(memory_format=torch.contiguous_format)
-        if not tensor.is_leaf:
-            return _dtensor(local, tensor._spec)
-        when_backward_has_ended(lambda: _add(tensor, local))
-        return None
-
-
-def _is_offloaded(tensor: DTensor) -> bool:
-    return tensor._local_tensor.device.type == "cpu" and tensor.device_mesh.device_type == "cuda"
-
-
-def when_backward_has_ended(act: Callable[[], None]) -> None:
-    """Call a function behind what FSDP2 does at the end of the backward in progress."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(act))
-
-
-@torch.no_grad()
-def _add(parameter: DTensor, local: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = _dtensor(local, parameter._spec)
-    else:
-        parameter.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of the ranks' terms; each term's gradient is the mean over all ranks of what they make of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, term: Tensor, of: DTensorSpec) -> Tensor:
-        total = term.detach().clone()
-        for group in _sharding_groups(of.mesh, of):
-            total = comm.reduce_sum(total, group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        return comm.reduce_sum(grad_outputs[0]) / comm.size_of(comm.world()), None
-
-
-class _Gather(torch.autograd.Function):
-    """A weight whole on every rank; the gradient is the mean over all ranks, of which each keeps its shard."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, of: DTensorSpec) -> Tensor:
-        ctx.of = of
-        return _dtensor(local, of).full_tensor().clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        mean = comm.reduce_sum(grad_outputs[0].contiguous()) / comm.size_of(comm.world())
-        of = ctx.of
-        # src_data_rank=None: every rank holds the whole and keeps its part.
-        return distribute_tensor(mean, of.mesh, of.placements, src_data_rank=None).to_local(), None
-
-
-def _sharding_groups(mesh: DeviceMesh, of: DTensorSpec) -> list[Any]:
-    return [mesh.get_group(i) for i, each in enumerate(of.placements) if not each.is_replicate()]

@@ -108,7 +108,10 @@ def _to_shard(whole: Tensor, shard: Tensor, mesh: Any) -> None:
         return
     size, rank = (mesh.shard_mesh_size, mesh.shard_mesh_rank) if hasattr(mesh, "shard_mesh_size") else (1, 0)
     rows = -(-len(whole) // size)
-    shard.copy_(whole[rank * rows : rank * rows + len(shard)])
+    with _unsafe_preserve_version_counter(
+        (shard,)
+    ):  # a penalty that has read the shard finds the numbers that the step has left
+        shard.copy_(whole[rank * rows : rank * rows + len(shard)])
 
 
 def _gather_here(parameter: Any) -> None:

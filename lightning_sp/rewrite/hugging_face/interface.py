@@ -20,7 +20,6 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.attention import attention_forward
 from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.encoders.whole_encoder import run_encoder_whole
-from lightning_sp.rewrite.hugging_face.generation import refuse_generation
 from lightning_sp.rewrite.hugging_face.heads import give_whole_sequences_to_heads
 from lightning_sp.rewrite.hugging_face.layer_drop import skip_layers_alike
 from lightning_sp.rewrite.hugging_face.losses.balance_loss import wrap_balance_loss
@@ -73,7 +72,6 @@ class HuggingFaceRewrite(AbstractContextManager[None]):
             wrap_balance_loss(model, self.context, self._undo)
             give_whole_sequences_to_heads(model, self.context, self._undo)
             skip_layers_alike(model, self.context, self._undo)
-            refuse_generation(model, self.context, self._undo)
             wrap_rotary(model, self.context, self._undo)
             wrap_temperature(model, self.context, self._undo)
             wrap_relative_bias(model, self.context, self._undo)

@@ -91,7 +91,7 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
     if options.unreachable:
         raise SequenceParallelError(options.unreachable)
     dims = named_dims(entries, options)
-    _refuse_several_batches(entries, dims)
+    _refuse_several_batches(entries, options.sequence_dims)
     _refuse_ragged_rows(entries, dims)
     short = [n for n, d in dims.items() if entries[n].dim() <= d]
     if not dims or short:
@@ -248,11 +248,11 @@ def shapes_of(entries: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_several_batches(entries: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+def _refuse_several_batches(entries: Mapping[str, Any], declared: Mapping[str, int]) -> None:
     """Refuse batches within a batch that have a known name in common, if none of them is declared: nothing says how they count."""
     nested = [name.rpartition(".") for name in entries if "." in name]
     common = sorted({of for of, _, name in nested if name in STANDARD_NAMES})
-    if not dims and len(common) > 1:
+    if len(common) > 1 and not any(name in declared for name in entries if "." in name):
         raise SequenceParallelError(
             f"the batch holds batches of its own, {', '.join(map(repr, common))} (several training loaders at once give those): a step "
             "that sees its rank's part has one sequence; global_view=True carries them, one loader over a "

@@ -35,7 +35,7 @@ from lightning_sp.comm.groups import (
     when_destroyed,
     world,
 )
-from lightning_sp.comm.hangs import end_run, leave_run, watch_run
+from lightning_sp.comm.hangs import destroyed_in_run, end_run, leave_run, watch_run
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
 from lightning_sp.comm.tensor_parallel import copy_to_ranks, gather_parts, own_part, sum_of_ranks
@@ -58,6 +58,7 @@ __all__ = [
     "check_same_batch",
     "connection_error",
     "copy_to_ranks",
+    "destroyed_in_run",
     "end_run",
     "exchange",
     "failures_of_all",

@@ -35,7 +35,7 @@ from lightning_sp.checkpoint import (
     save_checkpoint,
     whole_state_dict,
 )
-from lightning_sp.config import StrategyConfig
+from lightning_sp.config import StrategyConfig, resolve_degrees
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import (
@@ -105,13 +105,17 @@ class ShardedModelStrategy(ProcessStrategy):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return which samples this rank reads: what to split an iterable dataset by."""
-        return 0 if self._device_mesh is None else int(self._device_mesh.get_local_rank("data_parallel"))
+        """Return which samples this rank reads: what to split an iterable dataset by. Known before a run, too, from launch on."""
+        if self._device_mesh is None:  # it is the mesh's outermost axis
+            return self.global_rank * self.data_parallel_size // self.world_size
+        return int(self._device_mesh.get_local_rank("data_parallel"))
 
     @property
     def data_parallel_size(self) -> int:
-        """Return how many groups of ranks read different samples."""
-        return 1 if self._device_mesh is None else int(self._device_mesh["data_parallel"].size())
+        """Return how many groups of ranks read different samples. Known before a run, too."""
+        if self._device_mesh is None:
+            return resolve_degrees(self.config, self.world_size).data_parallel_size if self.cluster_environment else 1
+        return int(self._device_mesh["data_parallel"].size())
 
     @property
     def data_parallel_group(self) -> ProcessGroup:

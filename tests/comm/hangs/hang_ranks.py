@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import threading
 import time
 from datetime import timedelta
@@ -132,6 +134,17 @@ def leaves():
     comm.end_run()
     dist.barrier()
     return told, seconds
+
+
+def waits_for_no_rank():
+    """Return what a run says of a main thread that waits for something else than a rank, with the lines of the wait."""
+    handler = logging.handlers.BufferingHandler(99)
+    logging.getLogger("lightning_sp").addHandler(handler)
+    comm.watch_run(hang_s=3.0, at=lambda: "train, step 3")
+    time.sleep(6.0)
+    comm.end_run()
+    logging.getLogger("lightning_sp").removeHandler(handler)
+    return [each.getMessage() for each in handler.buffer]
 
 
 def cost_s(seconds):

@@ -128,6 +128,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._let_loaders_through(self._module.trainer)
         self._setup_distributed()
         if self._device_mesh is None:
+            loops.forget_loaders(self._module.trainer)
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
             self._host_groups = comm.host_groups(
                 self._device_mesh.get_group("sequence_parallel"), self._start_timeout, self.config.tensor_parallel_size
@@ -178,6 +179,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a sequence the same samples, from the resumed position on."""
+        if self._host_groups is None:  # asked for its length before a run, which makes it anew; Lightning's own sampler is in it
+            return dataloader
         training = self._module.trainer.training
         loader = same_samples(
             dataloader,
@@ -316,7 +319,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         elif step is not None:
             closure_loss = self._weighed(closure_loss, step.token_counts)
         if loops.is_update(self._module.trainer):
-            self._run.update.tell(self.optimizers, self._module.trainer.global_step, self._groups.world)
+            step, clipping = self._module.trainer.global_step, loops.clipping(self._module.trainer)
+            root, world = self._module, self._groups.world
+            self._run.update.tell(self.optimizers, step, world, root=root, clipping=clipping)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

@@ -13,7 +13,7 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
-from lightning_sp.comm.connections import connection_error, is_of_communication
+from lightning_sp.comm.connections import connection_error, is_of_communication, is_of_other_ranks
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store
 from lightning_sp.comm.groups import (
@@ -73,6 +73,7 @@ __all__ = [
     "host_groups",
     "is_gloo_on_cpu",
     "is_of_communication",
+    "is_of_other_ranks",
     "is_registered",
     "largest",
     "leave_run",

@@ -6,6 +6,7 @@ Owns what is told of them, not that ranks agree on anything: after such an error
 from __future__ import annotations
 
 import os
+import resource
 import socket
 
 import torch.distributed as dist
@@ -20,11 +21,17 @@ _NO_INTERFACE = {
     "no socket interface found": "NCCL_SOCKET_IFNAME",  # NCCL
 }
 _NO_MESH = "connectFullMesh"
+_NO_FILES = "Too many open files"
 
 
 def is_of_communication(error: BaseException) -> bool:
     """Return whether an error is that of a message between ranks: too late, or of a rank that has ended."""
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _OF_COMMUNICATION)
+
+
+def is_of_other_ranks(error: BaseException) -> bool:
+    """Return whether an error of a message is another rank's affair: not this process' own limit, and not named yet."""
+    return is_of_communication(error) and not isinstance(error, SequenceParallelError) and _NO_FILES not in str(error)
 
 
 def connection_error(error: BaseException, told: str = "") -> SequenceParallelError | None:
@@ -45,6 +52,12 @@ def connection_error(error: BaseException, told: str = "") -> SequenceParallelEr
                 f"{variable}={os.environ.get(variable)!r} on host {socket.gethostname()}: there is no such network interface, or it has no "
                 f"address; {_interfaces()}: set {variable} to the one by which the nodes reach each other ({said})"
             )
+    if _NO_FILES in str(error):
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return SequenceParallelError(
+            f"this process may have {allowed} files open, and a connection to each other rank is one or more of them: raise the limit where "
+            f"ranks are started (ulimit -n 65536), or let the loader's workers share less (torch.multiprocessing.set_sharing_strategy) ({said})"
+        )
     if _NO_MESH in str(error):
         return SequenceParallelError(f"{_no_mesh()} ({said})")
     if not dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 import pytest
@@ -32,6 +33,14 @@ def test_an_interface_that_is_not_there_is_named_with_its_variable(monkeypatch, 
     assert said.startswith(f"{variable}='eth9' on host {socket.gethostname()}: there is no such network interface")
     assert "this host has lo" in said
     assert f"set {variable} to the one by which the nodes reach each other" in said
+
+
+def test_a_process_without_room_for_a_connection_is_told_its_own_limit():
+    error = RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
+    assert not comm.is_of_other_ranks(error)
+    assert comm.is_of_other_ranks(RuntimeError(CONNECTION_CLOSED))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert str(comm.connection_error(error)).startswith(f"this process may have {allowed} files open, and a connection to each")
 
 
 @pytest.mark.parametrize(

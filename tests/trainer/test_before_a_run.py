@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_sp import SequenceParallelStrategy
+from tests.trainer import before_a_run_ranks as ranks
 
 
 @pytest.mark.parametrize(("rank", "reads"), [(0, 0), (1, 0), (2, 1), (3, 1)])
@@ -29,3 +30,11 @@ def test_what_speaks_to_other_ranks_speaks_to_none():
     assert strategy.broadcast("a") == "a"
     assert strategy.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
     assert strategy.barrier() is None
+
+
+def test_how_many_steps_there_will_be_is_known_and_changes_no_run(pools):
+    """It was an assertion of this package's own."""
+    asked, silent = (pools(2).run(ranks.fit, 2, asks) for asks in (True, False))
+    for after, plain in zip(asked, silent, strict=True):
+        assert after["foretold"] == after["steps"] == plain["steps"] == 2
+        assert after["losses"] == plain["losses"]

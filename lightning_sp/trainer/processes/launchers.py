@@ -108,13 +108,13 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except BaseException as error:
         wait_no_more()
         # An exit and an interrupt end a run too, and the other ranks would wait.
-        is_lost = isinstance(error, Exception) and comm.connection_error(error) is not None
+        is_lost = isinstance(error, Exception) and comm.is_of_other_ranks(error)
         told = comm.leave_run(error, is_lost=is_lost)
         if isinstance(error, Exception) and (where := comm.destroyed_in_run()):
             raise SequenceParallelError(
                 f"this rank {where}: every message between ranks needs them, to the end of the run; call "
                 f"torch.distributed.destroy_process_group after trainer.fit, on all ranks ({type(error).__name__}: {error})"
             ) from error
-        if is_lost and (named := comm.connection_error(error, told)) is not None:
+        if isinstance(error, Exception) and (named := comm.connection_error(error, told)) is not None:
             raise named from error
         raise

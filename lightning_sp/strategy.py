@@ -179,7 +179,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a sequence the same samples, from the resumed position on."""
-        if self._host_groups is None:  # asked for its length before a run, which makes it anew; Lightning's own sampler is in it
+        if (
+            self._host_groups is None
+        ):  # asked for its length before a run, which makes it anew; Lightning's own sampler is in it
             return dataloader
         training = self._module.trainer.training
         loader = same_samples(
@@ -219,7 +221,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def _sharded(self, batch: Any) -> Any:
         assert self._mesh is not None
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
-        most, shard = self._checkpointing.most_tokens, partial(collective_shard, by_hand=by_hand, ends=told)
+        most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
+        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop)
         local, info, ends = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
         self._sigterm.agree(trainer, ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)

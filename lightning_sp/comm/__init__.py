@@ -14,6 +14,7 @@ from lightning_sp.comm.collectives import (
     sum_over_ranks,
 )
 from lightning_sp.comm.connections import connection_error, is_of_communication, is_of_other_ranks
+from lightning_sp.comm.differences import digest_of, told_differences
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store
 from lightning_sp.comm.groups import (
@@ -59,6 +60,7 @@ __all__ = [
     "connection_error",
     "copy_to_ranks",
     "destroyed_in_run",
+    "digest_of",
     "end_run",
     "exchange",
     "failures_of_all",
@@ -91,6 +93,7 @@ __all__ = [
     "sum_over_ranks",
     "tell_failure",
     "timeout_s",
+    "told_differences",
     "watch_run",
     "when_destroyed",
     "world",

@@ -6,7 +6,6 @@ else of the run differs between ranks, and no replica is there to be compared wi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,6 @@ from lightning_sp.errors import SequenceParallelError
 
 # What learning rate schedulers keep in a group, beside an optimizer's own.
 _OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "weight_decay")
-# What a message shows of many numbers that differ.
-_SHOWN = 3
 
 
 class AgreedUpdate:
@@ -53,8 +50,7 @@ class AgreedUpdate:
         if comm.size_of(group or comm.world()) == 1:
             return
         self._numbers = {"optimizer steps so far": step, **hyperparameters(optimizers), **clipping, **evaluating(root)}
-        text = repr(sorted(self._numbers.items())).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+        digest = comm.digest_of(self._numbers)
         self._told = comm.Largest(tensor([digest, -digest]), group)
 
     def check(self, group: ProcessGroup | None) -> None:
@@ -97,17 +93,8 @@ def evaluating(root: nn.Module) -> dict[str, Any]:
 
 
 def _difference(of_ranks: Sequence[dict[str, Any]]) -> str:
-    lines = []
-    for name in dict.fromkeys(name for each in of_ranks for name in each):
-        ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(of_ranks):
-            ranks.setdefault(repr(each.get(name)), []).append(rank)
-        if len(ranks) > 1:
-            shown = "; ".join(f"{value} on rank {', '.join(map(str, holders))}" for value, holders in ranks.items())
-            lines.append(f"{name} is {shown}")
-    more = f", and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else ""
     return (
-        f"ranks would step by other numbers: {'; '.join(lines[:_SHOWN])}{more}: must be the same on all, or each trains its part of a matrix "
+        f"ranks would step by other numbers: {comm.told_differences(of_ranks)}: must be the same on all, or each trains its part of a matrix "
         "by its own; set them on all ranks, from what all know (self.trainer.global_step, a number logged with sync_dist=True), or "
         "broadcast them from rank 0"
     )

@@ -39,6 +39,19 @@ def forbid_inference_mode(trainer: Trainer) -> None:
         loop.inference_mode = False
 
 
+def decided_by(trainer: Trainer) -> dict[str, Any]:
+    """Return by what a fit decides whether a step follows a micro-batch, and whether another batch does; nothing for an evaluation."""
+    if not trainer.training:
+        return {}
+    loop = trainer.fit_loop
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "max_steps": loop.epoch_loop.max_steps,
+        "max_epochs": loop.max_epochs,
+        "optimizer steps so far": trainer.global_step,
+    }
+
+
 def forget_loaders(trainer: Trainer) -> None:
     """Let the next run make its loaders anew: those that were made before any have not been given to the strategy."""
     fit = trainer.fit_loop

@@ -58,6 +58,7 @@ from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code, 
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit
+from lightning_sp.trainer.same_options import agree_on_resume
 
 
 class ShardedModelStrategy(ProcessStrategy):
@@ -209,6 +210,8 @@ class ShardedModelStrategy(ProcessStrategy):
         save_when_preempted(trainer, self._sigterm)
         self._later.follow(trainer, lambda: self._groups.world)
         watch_numbers(trainer, self._groups)
+        if self.world_size > 1:
+            agree_on_resume(trainer, self._groups.world)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -36,11 +36,15 @@ def test_an_interface_that_is_not_there_is_named_with_its_variable(monkeypatch, 
 
 
 def test_a_process_without_room_for_a_connection_is_told_its_own_limit():
-    error = RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
+    error = RuntimeError(
+        "[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != -1. epoll_create: Too many open files"
+    )
     assert not comm.is_of_other_ranks(error)
     assert comm.is_of_other_ranks(RuntimeError(CONNECTION_CLOSED))
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert str(comm.connection_error(error)).startswith(f"this process may have {allowed} files open, and a connection to each")
+    assert str(comm.connection_error(error)).startswith(
+        f"this process may have {allowed} files open, and a connection to each"
+    )
 
 
 @pytest.mark.parametrize(

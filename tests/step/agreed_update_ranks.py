@@ -54,6 +54,8 @@ def fit(where: str, world: int, strategy: dict[str, Any], on_all: bool = False) 
     before: list[torch.Tensor] = []
 
     def keep(*_: Any) -> None:
+        if where == "accumulation" and module.global_rank == 1:
+            module.trainer.accumulate_grad_batches = 4
         before[:] = [each.detach().to_local().clone() for each in module.parameters()]  # type: ignore[attr-defined]
 
     module.on_train_batch_end = keep

@@ -24,6 +24,7 @@ def test_a_learning_rate_of_one_rank_is_refused_before_the_update(pools, where):
 @pytest.mark.parametrize(
     ("where", "said"),
     [
+        ("accumulation", "accumulate_grad_batches is 1 on rank 0; 4 on rank 1: must be the same on all"),
         ("clipping", "gradient_clip_val is None on rank 0; 0.5 on rank 1"),
         ("eval", "modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, "),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -28,6 +30,7 @@ def collective_shard(
     *,
     by_hand: bool,
     ends: bool = False,
+    loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
 ) -> tuple[Any, SequenceInfo, bool]:
     """Return this rank's part of a batch, what was whole, and whether any rank was told to end the run. Every rank must call it.
@@ -39,6 +42,7 @@ def collective_shard(
         group: the world, on a backend for host tensors.
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
+        loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
 
     Communicates: as `comm.check_same_batch`.
@@ -71,6 +75,7 @@ def collective_shard(
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
             ends=ends,
+            loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             group=group,
         )

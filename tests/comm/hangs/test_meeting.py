@@ -51,7 +51,9 @@ def test_an_error_of_rank_0_is_told_before_it_leaves(pools):
 def test_a_wait_for_something_else_than_a_rank_is_told_once(pools):
     for rank, said in enumerate(pools(2).run(hang_ranks.waits_for_no_rank)):
         assert len(said) == 1
-        assert said[0].startswith(f"sequence_parallel: rank {rank} is in no collective, but in tests/comm/hangs/hang_ranks.py:")
+        assert said[0].startswith(
+            f"sequence_parallel: rank {rank} is in no collective, but in tests/comm/hangs/hang_ranks.py:"
+        )
         assert " in waits_for_no_rank, at train, step 3, for " in said[0]
         assert said[0].endswith("no rank waits for it yet, and no time limit ends that.")
 

@@ -13,7 +13,7 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
-from lightning_sp.comm.connections import connection_error, is_of_communication, is_of_other_ranks
+from lightning_sp.comm.connections import check_address_here, connection_error, is_of_communication, is_of_other_ranks
 from lightning_sp.comm.differences import digest_of, told_differences
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store
@@ -56,6 +56,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "cached_per_world",
+    "check_address_here",
     "check_same_batch",
     "connection_error",
     "copy_to_ranks",

@@ -59,6 +59,23 @@ def test_ranks_that_do_not_reach_one_another_are_told_what_gloo_took(monkeypatch
     assert words in str(comm.connection_error(error))
 
 
+def test_an_address_that_is_not_this_hosts_is_named_before_it_is_tried(caplog):
+    for own in ("127.0.0.1", "localhost", socket.gethostname()):
+        comm.check_address_here(own)
+    assert not caplog.records
+    comm.check_address_here("192.0.2.1")  # of documents alone
+    (record,) = caplog.records
+    assert "MASTER_ADDR='192.0.2.1' is no address of host " in record.getMessage()
+    with pytest.raises(SequenceParallelError, match=r"^MASTER_ADDR='nowhere\.invalid' has no address, asked of host "):
+        comm.check_address_here("nowhere.invalid")
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    error = dist.DistNetworkError("The server socket has failed to listen. port: 29500, code: -98, name: EADDRINUSE")
+    assert str(comm.connection_error(error)).startswith("MASTER_PORT='29500' on host ")
+
+
 def test_a_store_that_is_not_reached_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")

@@ -56,6 +56,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if self.num_nodes == 1:
+            comm.check_address_here(self.cluster_environment.main_address)
         try:
             return super().launch(_run, function, *args, trainer=trainer, **kwargs)
         except BaseException:

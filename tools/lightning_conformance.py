@@ -6,8 +6,8 @@
 
 Tests are chosen by what they say (`ddp`, `DDP`, `ModelParallel`) and do: those that pass here with Lightning's own strategy on CPU ranks, and
 make a Trainer with it. Each runs again with all ranks data-parallel, and with all ranks of one sequence. `lightning_conformance_plugin` has what
-is replaced, `lightning_conformance_reasons` why a test may fail. A table is printed; answers are kept in .cache/lightning_conformance.jsonl, so a
-call that is cut off goes on.
+is replaced, `lightning_conformance_reasons` why a test may fail. A table is printed; answers are kept in
+.cache/lightning_conformance.jsonl, so a call that is cut off goes on.
 """
 
 from __future__ import annotations

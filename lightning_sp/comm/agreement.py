@@ -219,11 +219,7 @@ def check_same_batch(
     _check_passes(reports)
     _check_digests(reports)
     _check_whole(reports)
-    if len({report.loop for report in reports}) > 1:
-        raise SequenceParallelError(
-            f"ranks would go on in other ways: {told_differences(gather_objects(dict(loop), group))}: must be the same on all, for each would "
-            "wait for what the others leave out; change it on all ranks, or on none"
-        )
+    _check_loops(reports, loop, group)
     raise SequenceParallelError("ranks say different things of one batch: a rank joined late or has ended")
 
 
@@ -263,6 +259,14 @@ def _check_whole(reports: list[_RankReport]) -> None:
         raise SequenceParallelError(
             f"data-parallel groups {groups[0]} hold a sequence in this batch, groups {groups[1]} hold none: what the one splits the other runs "
             "whole, and their losses are sums over other numbers of ranks; give all groups batches of one kind in each step"
+        )
+
+
+def _check_loops(reports: list[_RankReport], own: Mapping[str, Any], group: ProcessGroup | None) -> None:
+    if len({report.loop for report in reports}) > 1:
+        raise SequenceParallelError(
+            f"ranks would go on in other ways: {told_differences(gather_objects(dict(own), group))}: must be the same on all, for each would "
+            "wait for what the others leave out; change it on all ranks, or on none"
         )
 
 

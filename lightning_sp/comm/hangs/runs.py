@@ -22,8 +22,8 @@ class _Runs:
         self.current: RunWatch | None = None
 
     def end(self) -> None:
-        """End with the world."""
-        if self.current is not None and (told := self.current.end_of_world()):
+        """End with the world, in the thread that destroys it; in the channel's while that connects to the store, as a run begins."""
+        if self.current is not None and not self.channel.is_here and (told := self.current.end_of_world()):
             _destroyed.append(told)
         self.channel.close()
 

@@ -59,16 +59,14 @@ def collective_shard(
             local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, options)
     except Exception as caught:  # sent to the other ranks, which would wait for ever
         fault = caught
-    named = fault is None or isinstance(fault, SequenceParallelError)
-    error = str(fault) if named else f"{type(fault).__name__}: {fault}"
+    error = str(fault) if isinstance(fault, SequenceParallelError) else f"{type(fault).__name__}: {fault}"
     # A batch that runs whole must be the same on all ranks, too.
     compared = local is not batch or (info is not None and info.is_whole and mesh.splits_samples)
     compared = compared or (mesh.tensor_parallel_size > 1 and not (by_hand or is_sharded(batch)))
-    whole = digest(batch) if fault is None and compared else 0
     try:
         agreed = comm.check_same_batch(
             error if fault else None,
-            digest=whole,
+            digest=digest(batch) if fault is None and compared else 0,
             data_parallel_rank=mesh.data_parallel_rank,
             num_ring_passes=mesh.num_ring_passes,
             num_groups=mesh.data_parallel_size,
@@ -82,6 +80,5 @@ def collective_shard(
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    is_filler = isinstance(batch, FillerBatch)
-    info = replace(info, is_filler=is_filler, uneven_entries=agreed.uneven, is_longer=agreed.longer)
-    return local, info, agreed.ends
+    info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
+    return local, replace(info, is_longer=agreed.longer), agreed.ends

@@ -136,6 +136,19 @@ def leaves():
     return told, seconds
 
 
+def destroys():
+    """Return what rank 0 is told when rank 1 destroys its groups in a run, and what that says of itself, once."""
+    comm.watch_run(hang_s=60.0, at=lambda: "train, step 3")
+    dist.barrier()
+    time.sleep(1.0)  # the channel has connected
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return [comm.destroyed_in_run(), comm.destroyed_in_run()]
+    time.sleep(2.0)
+    told = comm.leave_run(RuntimeError("gloo/ Connection closed by peer"), is_lost=True)
+    return [told, comm.destroyed_in_run()]
+
+
 def waits_for_no_rank():
     """Return what a run says of a main thread that waits for something else than a rank, with the lines of the wait."""
     handler = logging.handlers.BufferingHandler(99)

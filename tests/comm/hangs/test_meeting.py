@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_sp.testing import run_ranks
 from tests.comm.hangs import hang_ranks
 
 
@@ -46,6 +47,14 @@ def test_an_error_of_rank_0_is_told_before_it_leaves(pools):
     assert "hang_ranks.py:" in told
     assert told.endswith(" in leaves, at train, step 3")
     assert 0.4 < waited_s < 5.0
+
+
+def test_a_rank_that_destroys_its_groups_in_a_run_is_named():
+    (told, own), (says, again) = run_ranks(hang_ranks.destroys, 2)
+    assert says.startswith("has destroyed its process groups in the run, in tests/comm/hangs/hang_ranks.py:")
+    assert says.endswith(" in destroys, at train, step 3")
+    assert told == f"rank 1 {says}"
+    assert (own, again) == ("", "")
 
 
 def test_a_wait_for_something_else_than_a_rank_is_told_once(pools):

@@ -75,7 +75,7 @@ class RunWatch:
         self._stopped, self._is_asked = Event(), False
         self._traffic: tuple[int, Traffic | None] = (-1, None)
         self._deadlock: tuple[int, ...] = ()
-        self._warned = -1
+        self._warned, self._is_wait_told = -1, False
         self._end: tuple[float, Answer] | None = None
         self._meeting.begin(self._report(State.ELSEWHERE))
         self._thread = Thread(target=self._watch, name="lightning_sp hang watch", daemon=True)
@@ -185,18 +185,21 @@ class RunWatch:
             self._warn(f"rank {self._rank} has waited for {self._main.blocked_s:.0f} s; {self._store_words()}")
 
     def _warn_of_other_wait(self, place: Place) -> None:
-        """Say where this rank waits for something that is no other rank, a process of its loader say, while no rank waits for it."""
-        own = replace(self._report(State.ELSEWHERE, place), since_s=self._main.blocked_s)
-        seen = Seen(rank=self._rank, report=own, age_s=0.0, silent_s=0.0)
-        self._warn(
-            told_stacks([seen]), "It has used no CPU time since, no rank waits for it yet, and no time limit ends that."
-        )
+        """Say once where this rank waits for something that is no other rank, a process of its loader say, while no rank waits for it.
 
-    def _warn(self, words: str, then: str = "") -> None:
+        A wait that looks up every few seconds, as a loader's does, is one wait.
+        """
+        still_s = self._main.still_s
+        if still_s >= self._hang_s and not self._is_wait_told:
+            own = replace(self._report(State.ELSEWHERE, place), since_s=still_s)
+            told = told_stacks([Seen(rank=self._rank, report=own, age_s=0.0, silent_s=0.0)])
+            log.warning(f"sequence_parallel: {told}\nIt waits there, and no rank for it yet: no time limit ends that.")
+        self._is_wait_told = still_s >= self._hang_s
+
+    def _warn(self, words: str) -> None:
         if self._main.blocked_s >= self._hang_s and self._warned != self._main.moves:
             self._warned = self._main.moves
-            then = then or f"The run goes on if it ends within timeout_s={timeout_s():g} s."
-            log.warning(f"sequence_parallel: {words}\n{then}")
+            log.warning(f"sequence_parallel: {words}\nThe run goes on if it ends within timeout_s={timeout_s():g} s.")
 
     def _end_if_due(self, *, waits: bool) -> None:
         """End this process, where nothing else does: its main thread is in a wait that cannot be interrupted, or does not come back."""

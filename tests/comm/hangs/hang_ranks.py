@@ -154,7 +154,10 @@ def waits_for_no_rank():
     handler = logging.handlers.BufferingHandler(99)
     logging.getLogger("lightning_sp").addHandler(handler)
     comm.watch_run(hang_s=3.0, at=lambda: "train, step 3")
-    time.sleep(6.0)
+    until = time.monotonic() + 7.0
+    for _ in iter(lambda: time.monotonic() < until, False):  # as a loader's wait
+        time.sleep(4.0)
+        sum(range(100_000))
     comm.end_run()
     logging.getLogger("lightning_sp").removeHandler(handler)
     return [each.getMessage() for each in handler.buffer]

@@ -64,7 +64,7 @@ def test_a_wait_for_something_else_than_a_rank_is_told_once(pools):
             f"sequence_parallel: rank {rank} is in no collective, but in tests/comm/hangs/hang_ranks.py:"
         )
         assert " in waits_for_no_rank, at train, step 3, for " in said[0]
-        assert said[0].endswith("no rank waits for it yet, and no time limit ends that.")
+        assert said[0].endswith("It waits there, and no rank for it yet: no time limit ends that.")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.parallelize import abandon_forward, check_optimized
+from lightning_sp.parallelize import abandon_forward, check_added, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
@@ -130,6 +130,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._let_loaders_through(self._module.trainer)
         self._setup_distributed()
         if self._device_mesh is None:
+            loops.forget_loaders(self._module.trainer)
             self._device_mesh = base_mesh(self.config, self.root_device, self.world_size)
             self._host_groups = comm.host_groups(
                 self._device_mesh.get_group("sequence_parallel"), self._start_timeout, self.config.tensor_parallel_size
@@ -181,6 +182,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a sequence the same samples, from the resumed position on."""
+        if (
+            self._host_groups is None
+        ):  # asked for its length before a run, which makes it anew; Lightning's own sampler is in it
+            return dataloader
         training = self._module.trainer.training
         loader = same_samples(
             dataloader,
@@ -221,7 +226,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def _sharded(self, batch: Any) -> Any:
         assert self._mesh is not None
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
-        most, shard = self._checkpointing.most_tokens, partial(collective_shard, by_hand=by_hand, ends=told)
+        most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
+        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop)
         local, info, ends = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
         self._sigterm.agree(trainer, ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
@@ -242,6 +248,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_optimized(self._module, self.optimizers)
+        check_added(self._module)
         step = self._module.trainer.global_step
         self._run.replicas.watch(self._module, step, self._shard_size, self._groups.world)
         self._preflight(batch, batch_idx)
@@ -320,7 +327,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         elif step is not None:
             closure_loss = self._weighed(closure_loss, step.token_counts)
         if loops.is_update(self._module.trainer):
-            self._run.update.tell(self.optimizers, self._module.trainer.global_step, self._groups.world)
+            step, clipping = self._module.trainer.global_step, loops.clipping(self._module.trainer)
+            root, world = self._module, self._groups.world
+            self._run.update.tell(self.optimizers, step, world, root=root, clipping=clipping)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

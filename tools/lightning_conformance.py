@@ -1,11 +1,13 @@
 """Lightning's own tests of DDP and of ModelParallelStrategy, run with this package's strategy in their place.
 
     python -m tools.lightning_conformance --tests PATH               PATH: a checkout of Lightning's tag of the installed version
-    python -m tools.lightning_conformance --tests PATH --only swa    tests with that in their names; --fresh forgets earlier answers
+    python -m tools.lightning_conformance --tests PATH --only swa    tests with that in their names; --fresh forgets earlier answers, --failed
+                                                                     those of tests that failed
 
 Tests are chosen by what they say (`ddp`, `DDP`, `ModelParallel`) and do: those that pass here with Lightning's own strategy on CPU ranks, and
 make a Trainer with it. Each runs again with all ranks data-parallel, and with all ranks of one sequence. `lightning_conformance_plugin` has what
-is replaced. A table is printed; answers are kept in .cache/lightning_conformance.jsonl, so a call that is cut off goes on.
+is replaced, `lightning_conformance_reasons` why a test may fail. A table is printed; answers are kept in
+.cache/lightning_conformance.jsonl, so a call that is cut off goes on.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import lightning
 
 from tools.lightning_conformance_plugin import ABOUT, MODES, VARIABLE, is_chosen
+from tools.lightning_conformance_reasons import KINDS, kind
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "lightning_conformance.jsonl"
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="forget the answers of earlier calls, of the tests that run"
     )
+    parser.add_argument("--failed", action="store_true", help="forget those of them that failed with this strategy")
     parser.add_argument("--gpu", action="store_true", help="tests that ask for GPUs too, on as many CPU ranks")
     told = parser.parse_args(arguments)
     folder = told.tests.absolute() / "tests" / "tests_pytorch"
@@ -48,8 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--tests {told.tests}: there is no {folder}; give a checkout of github.com/Lightning-AI/pytorch-lightning"
         )
     answers = _cached()
-    if told.fresh:
-        answers = {key: each for key, each in answers.items() if told.only not in each["name"]}
+    if told.fresh or told.failed:
+        forgets = {key for key, each in answers.items() if told.only in each["name"]}
+        if told.failed:
+            forgets = {key for key in forgets if key[0] != "plain" and answers[key]["outcome"] == "failed"}
+        answers = {key: each for key, each in answers.items() if key not in forgets}
         CACHE.parent.mkdir(exist_ok=True)
         CACHE.write_text("".join(json.dumps(each) + "\n" for each in answers.values()))
     _run(folder, only=told.only, gpu=told.gpu, known=answers)
@@ -122,12 +129,18 @@ def table(answers: Answers) -> str:
         outcomes = [answers[mode, name]["outcome"] for name in chosen]
         counts = " | ".join(str(outcomes.count(each)) for each in ("passed", "skipped", "failed"))
         lines.append(f"| {'data-parallel' if mode == 'dp' else 'of one sequence'} | {counts} |")
-    lines += ["", "| test | ranks | at | why |", "|---|---|---|---|"]
+    lines += ["", "| a test that fails | data-parallel | of one sequence |", "|---|---|---|"]
+    failed_in = {
+        mode: [kind(answers[mode, name]) for name in chosen if answers[mode, name]["outcome"] == "failed"]
+        for mode in MODES[1:]
+    }
+    lines += [f"| {each} | {' | '.join(str(of.count(each)) for of in failed_in.values())} |" for each in KINDS]
+    lines += ["", "| test | ranks | kind | at | why |", "|---|---|---|---|---|"]
     for name in chosen:
         failed = {mode: answers[mode, name] for mode in MODES[1:] if answers[mode, name]["outcome"] == "failed"}
         for mode, answer in failed.items():
             reason = answer.get("reason", "")[:300].replace("|", "\\|")
-            lines.append(f"| {name} | {mode} | `{answer.get('statement', '')[:120]}` | {reason} |")
+            lines.append(f"| {name} | {mode} | {kind(answer)} | `{answer.get('statement', '')[:120]}` | {reason} |")
     return "\n".join(lines)
 
 

@@ -231,6 +231,8 @@ def _check_manifest_there(path: Location) -> None:
                 f"checkpoint, and delete {partial}"
             )
         raise SequenceParallelError(f"checkpoint {path} does not exist")
+    if isinstance(path, Path) and not path.is_dir():
+        raise SequenceParallelError(f"{path} is no checkpoint: it is neither a folder nor a plain file")
     if (path / MANIFEST).is_file():
         return
     names = [each.name for each in path.iterdir()] if path.is_dir() else []

@@ -13,7 +13,8 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
-from lightning_sp.comm.connections import connection_error, is_of_communication
+from lightning_sp.comm.connections import check_address_here, connection_error, is_of_communication, is_of_other_ranks
+from lightning_sp.comm.differences import digest_of, told_differences
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store
 from lightning_sp.comm.groups import (
@@ -35,7 +36,7 @@ from lightning_sp.comm.groups import (
     when_destroyed,
     world,
 )
-from lightning_sp.comm.hangs import end_run, leave_run, watch_run
+from lightning_sp.comm.hangs import destroyed_in_run, end_run, leave_run, watch_run
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
 from lightning_sp.comm.tensor_parallel import copy_to_ranks, gather_parts, own_part, sum_of_ranks
@@ -55,9 +56,12 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "cached_per_world",
+    "check_address_here",
     "check_same_batch",
     "connection_error",
     "copy_to_ranks",
+    "destroyed_in_run",
+    "digest_of",
     "end_run",
     "exchange",
     "failures_of_all",
@@ -72,6 +76,7 @@ __all__ = [
     "host_groups",
     "is_gloo_on_cpu",
     "is_of_communication",
+    "is_of_other_ranks",
     "is_registered",
     "largest",
     "leave_run",
@@ -89,6 +94,7 @@ __all__ = [
     "sum_over_ranks",
     "tell_failure",
     "timeout_s",
+    "told_differences",
     "watch_run",
     "when_destroyed",
     "world",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp.comm.collectives import gather_objects
+from lightning_sp.comm.differences import digest_of, told_differences
 from lightning_sp.comm.groups import takes_host_tensors, world
 from lightning_sp.devices import makes_host_wait, runtime
 from lightning_sp.errors import SequenceParallelError
@@ -150,6 +153,7 @@ class _RankReport(NamedTuple):
     num_ring_passes: int
     entries: int
     is_whole: int
+    loop: int
 
 
 class SameBatch(NamedTuple):
@@ -174,6 +178,7 @@ def check_same_batch(
     ends: bool = False,
     is_longer: bool = False,
     is_padded: bool = False,
+    loop: Mapping[str, Any] = MappingProxyType({}),
     group: ProcessGroup | None = None,
 ) -> SameBatch:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
@@ -190,19 +195,23 @@ def check_same_batch(
         ends: this rank was told to end the run.
         is_longer: this rank's part is longer than those before.
         is_padded: the degrees do not divide the batch's length.
+        loop: plain values by name, by which a loop decides what follows this batch.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 64 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
+    Communicates: one all_reduce on the host, of 80 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
     which all of them name the same ones.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
         return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded)
-    report = _RankReport(1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole))
+    report = _RankReport(
+        1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole), digest_of(loop)
+    )
     of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded), num_groups, group)
     failed, ended, longer, padded, *bounds = of_all.tolist()
     differ = failed or bool((of_groups[0] != -of_groups[1]).any()) or bounds[2] != -bounds[3]
+    differ = differ or bounds[4] != -bounds[5]
     if not differ:
         return SameBatch(uneven=bounds[0] != -bounds[1], ends=bool(ended), longer=bool(longer), padded=bool(padded))
     own = torch.tensor(report, dtype=torch.int64)
@@ -214,6 +223,7 @@ def check_same_batch(
     _check_passes(reports)
     _check_digests(reports)
     _check_whole(reports)
+    _check_loops(reports, loop, group)
     raise SequenceParallelError("ranks say different things of one batch: a rank joined late or has ended")
 
 
@@ -222,17 +232,17 @@ def _largest_and_least(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
 
-    Shapes: (8,): failed, the three flags, entries, -entries, whole, -whole; and (2, num_groups, 2): digest and passes, and their negatives.
+    Shapes: (10,): failed, the three flags, and of entries, whole and loop each with its negative; and (2, num_groups, 2): digest and passes,
+    and their negatives.
     """
-    of_all = torch.tensor(
-        [report.has_error, *map(int, flags), report.entries, -report.entries, report.is_whole, -report.is_whole]
-    )
+    bounds = (report.entries, -report.entries, report.is_whole, -report.is_whole, report.loop, -report.loop)
+    of_all = torch.tensor([report.has_error, *map(int, flags), *bounds])
     of_groups = torch.full((2, num_groups, 2), torch.iinfo(torch.int64).min)
     number = torch.tensor([report.digest, report.num_ring_passes])
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
     both = torch.cat([of_all, of_groups.view(-1)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:8], both[8:].view(2, num_groups, 2)
+    return both[:10], both[10:].view(2, num_groups, 2)
 
 
 def _check_passes(reports: list[_RankReport]) -> None:
@@ -253,6 +263,14 @@ def _check_whole(reports: list[_RankReport]) -> None:
         raise SequenceParallelError(
             f"data-parallel groups {groups[0]} hold a sequence in this batch, groups {groups[1]} hold none: what the one splits the other runs "
             "whole, and their losses are sums over other numbers of ranks; give all groups batches of one kind in each step"
+        )
+
+
+def _check_loops(reports: list[_RankReport], own: Mapping[str, Any], group: ProcessGroup | None) -> None:
+    if len({report.loop for report in reports}) > 1:
+        raise SequenceParallelError(
+            f"ranks would go on in other ways: {told_differences(gather_objects(dict(own), group))}: must be the same on all, for each would "
+            "wait for what the others leave out; change it on all ranks, or on none"
         )
 
 

@@ -5,13 +5,18 @@ Owns what is told of them, not that ranks agree on anything: after such an error
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import socket
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_sp.comm.groups import timeout_s
 from lightning_sp.errors import SequenceParallelError
+
+log = logging.getLogger(__name__)
 
 # gloo names the place in its sources; shared memory speaks of the ring (`cpu/pipes.py`).
 _OF_COMMUNICATION = ("gloo/", "pair closure", "Gloo connectFullMesh", "of the ring has ended", "of the ring waited")
@@ -20,11 +25,18 @@ _NO_INTERFACE = {
     "no socket interface found": "NCCL_SOCKET_IFNAME",  # NCCL
 }
 _NO_MESH = "connectFullMesh"
+_NO_FILES = "Too many open files"
+_PORT_TAKEN = "EADDRINUSE"
 
 
 def is_of_communication(error: BaseException) -> bool:
     """Return whether an error is that of a message between ranks: too late, or of a rank that has ended."""
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _OF_COMMUNICATION)
+
+
+def is_of_other_ranks(error: BaseException) -> bool:
+    """Return whether an error of a message is another rank's affair: not this process' own limit, and not named yet."""
+    return is_of_communication(error) and not isinstance(error, SequenceParallelError) and _NO_FILES not in str(error)
 
 
 def connection_error(error: BaseException, told: str = "") -> SequenceParallelError | None:
@@ -45,6 +57,17 @@ def connection_error(error: BaseException, told: str = "") -> SequenceParallelEr
                 f"{variable}={os.environ.get(variable)!r} on host {socket.gethostname()}: there is no such network interface, or it has no "
                 f"address; {_interfaces()}: set {variable} to the one by which the nodes reach each other ({said})"
             )
+    if _NO_FILES in str(error):
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return SequenceParallelError(
+            f"this process may have {allowed} files open, and a connection to each other rank is one or more of them: raise the limit where "
+            f"ranks are started (ulimit -n 65536), or let the loader's workers share less (torch.multiprocessing.set_sharing_strategy) ({said})"
+        )
+    if _PORT_TAKEN in str(error):
+        return SequenceParallelError(
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')!r} on host {socket.gethostname()} is another process's, of another run say: "
+            f"ranks would meet there; unset MASTER_PORT, and a free one is chosen, or give another ({said})"
+        )
     if _NO_MESH in str(error):
         return SequenceParallelError(f"{_no_mesh()} ({said})")
     if not dist.is_initialized():
@@ -65,6 +88,35 @@ def connection_error(error: BaseException, told: str = "") -> SequenceParallelEr
         "of the rank that ended first says why; if none has ended, one was later than that, and a larger timeout_s helps; go on from the last "
         f"checkpoint, trainer.fit(..., ckpt_path=...) ({said})"
     )
+
+
+def check_address_here(address: str) -> None:
+    """Refuse an address that is no host's, and warn of another host's, where all ranks are of this host and are to meet at it.
+
+    Without communication. Otherwise they would try for as long as a start may take.
+
+    Raises:
+        SequenceParallelError: it cannot be resolved.
+    """
+    rule = "all ranks of num_nodes=1 are started on this host, and meet there; unset MASTER_ADDR, which another job may have left"
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SequenceParallelError(
+            f"MASTER_ADDR={address!r} has no address, asked of host {socket.gethostname()}: {rule} ({error})"
+        ) from error
+    if not any(_is_own(family, where) for family, _, _, _, where in found):
+        # A router may lead it back to this host.
+        log.warning(f"sequence_parallel: MASTER_ADDR={address!r} is no address of host {socket.gethostname()}: {rule}")
+
+
+def _is_own(family: int, where: tuple[Any, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((where[0], 0, *where[2:]))
+        except OSError:
+            return False
+    return True
 
 
 def _no_mesh() -> str:

@@ -62,6 +62,16 @@ class Outcome:
     numbers: Mapping[str, Number] = field(default_factory=dict)
 
 
+# What to look at where a step fails on one device too.
+_OF_LENGTH = (
+    "where the model needs a fixed length, set preflight_tokens to it; preflight=False trains without the check"
+)
+_OF_INDEX = (
+    "an id of the batch may be beyond the embedding's rows, or a target beyond the head's: compare the largest ones with the model's vocabulary "
+    "and its longest position"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A step to be tried, whole and sharded.
@@ -122,9 +132,9 @@ class Trial:
                 except Exception as error:
                     if comm.is_of_communication(error):
                         raise  # another rank is late or has ended: nothing is known of the model
+                    remedy = _OF_INDEX if isinstance(error, IndexError) else _OF_LENGTH
                     raise SequenceParallelError(
-                        f"preflight: training_step fails on {self.crop}: {type(error).__name__}: {error}; where the model needs a fixed "
-                        "length, set preflight_tokens to it; preflight=False trains without the check"
+                        f"preflight: training_step fails on {self.crop}: {type(error).__name__}: {error}; {remedy}"
                     ) from error
             return Outcome(
                 loss=loss,

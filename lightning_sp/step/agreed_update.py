@@ -1,4 +1,4 @@
-"""The numbers that an optimizer steps by, learning rates and the like, are the same on all ranks: compared while the backward runs.
+"""What a step is made by, learning rates, clipping and which modules drop out, is the same on all ranks: compared while the backward runs.
 
 Each rank updates the shards that it has. One with another learning rate trains its part of every matrix by that, without a word: nothing
 else of the run differs between ranks, and no replica is there to be compared with.
@@ -6,11 +6,10 @@ else of the run differs between ranks, and no replica is there to be compared wi
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, tensor
+from torch import Tensor, nn, tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -19,8 +18,6 @@ from lightning_sp.errors import SequenceParallelError
 
 # What learning rate schedulers keep in a group, beside an optimizer's own.
 _OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "weight_decay")
-# What a message shows of many numbers that differ.
-_SHOWN = 3
 
 
 class AgreedUpdate:
@@ -30,21 +27,30 @@ class AgreedUpdate:
         self._told: comm.Largest | None = None
         self._numbers: dict[str, Any] = {}
 
-    def tell(self, optimizers: Sequence[Optimizer], step: int, group: ProcessGroup | None) -> None:
+    def tell(
+        self,
+        optimizers: Sequence[Optimizer],
+        step: int,
+        group: ProcessGroup | None,
+        *,
+        root: nn.Module,
+        clipping: Mapping[str, Any],
+    ) -> None:
         """Tell the other ranks, without a wait. Every rank must call it, before the backward that an update follows.
 
         Args:
             optimizers: all of the run.
             step: optimizer steps so far.
             group: the world, on a backend for host tensors.
+            root: the model, whose forward has been.
+            clipping: how gradients are clipped, by name.
 
         Communicates: one all_reduce of 16 bytes on the host.
         """
         if comm.size_of(group or comm.world()) == 1:
             return
-        self._numbers = {"optimizer steps so far": step, **hyperparameters(optimizers)}
-        text = repr(sorted(self._numbers.items())).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+        self._numbers = {"optimizer steps so far": step, **hyperparameters(optimizers), **clipping, **evaluating(root)}
+        digest = comm.digest_of(self._numbers)
         self._told = comm.Largest(tensor([digest, -digest]), group)
 
     def check(self, group: ProcessGroup | None) -> None:
@@ -80,18 +86,15 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     return found
 
 
+def evaluating(root: nn.Module) -> dict[str, Any]:
+    """Return how many modules `eval()` has told not to train, and which, in numbers: their dropout and their statistics differ."""
+    numbers = [number for number, each in enumerate(root.modules()) if not each.training]
+    return {"modules in eval mode (their count, and the sum of their numbers)": (len(numbers), sum(numbers))}
+
+
 def _difference(of_ranks: Sequence[dict[str, Any]]) -> str:
-    lines = []
-    for name in dict.fromkeys(name for each in of_ranks for name in each):
-        ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(of_ranks):
-            ranks.setdefault(repr(each.get(name)), []).append(rank)
-        if len(ranks) > 1:
-            shown = "; ".join(f"{value} on rank {', '.join(map(str, holders))}" for value, holders in ranks.items())
-            lines.append(f"{name} is {shown}")
-    more = f", and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else ""
     return (
-        f"ranks would step by other numbers: {'; '.join(lines[:_SHOWN])}{more}: must be the same on all, or each trains its part of a matrix "
-        "by its own; make them of what all ranks know (self.trainer.global_step, a number logged with sync_dist=True), or "
+        f"ranks would step by other numbers: {comm.told_differences(of_ranks)}: must be the same on all, or each trains its part of a matrix "
+        "by its own; set them on all ranks, from what all know (self.trainer.global_step, a number logged with sync_dist=True), or "
         "broadcast them from rank 0"
     )

@@ -39,9 +39,37 @@ def forbid_inference_mode(trainer: Trainer) -> None:
         loop.inference_mode = False
 
 
+def decided_by(trainer: Trainer) -> dict[str, Any]:
+    """Return by what a fit decides whether a step follows a micro-batch, and whether another batch does; nothing for an evaluation."""
+    if not trainer.training:
+        return {}
+    loop = trainer.fit_loop
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "max_steps": loop.epoch_loop.max_steps,
+        "max_epochs": loop.max_epochs,
+        "optimizer steps so far": trainer.global_step,
+    }
+
+
+def forget_loaders(trainer: Trainer) -> None:
+    """Let the next run make its loaders anew: those that were made before any have not been given to the strategy."""
+    fit = trainer.fit_loop
+    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop._combined_loader = None
+
+
 def is_update(trainer: Trainer) -> bool:
     """Return whether an optimizer steps behind the micro-batch in progress; by hand it may behind each."""
     return not trainer.fit_loop._should_accumulate()
+
+
+def clipping(trainer: Trainer) -> dict[str, Any]:
+    """Return how the Trainer clips gradients, by the names of its arguments."""
+    return {
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+    }
 
 
 def batch_index(module: LightningModule, batch_idx: int) -> tuple[int, ...]:

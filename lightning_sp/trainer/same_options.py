@@ -6,7 +6,7 @@ wait for each other; or, with another `gradient_clip_val`, each would scale its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -46,8 +46,6 @@ _OF_CALLBACKS: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     ),
     (EarlyStopping, ("monitor", "mode", "patience", "min_delta", "stopping_threshold", "divergence_threshold")),
 )
-# What a message shows of many options that differ.
-_SHOWN = 3
 
 
 def check_same_options(trainer: Any, config: StrategyConfig, group: ProcessGroup | None) -> None:
@@ -66,25 +64,36 @@ def check_same_options(trainer: Any, config: StrategyConfig, group: ProcessGroup
     if comm.size_of(group or comm.world()) == 1:
         return
     own = {name: _text(value) for name, value in _options(trainer, config)}
-    if lines := differing_options(comm.gather_objects(own, group)):
-        more = f", and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else ""
+    if lines := comm.told_differences(comm.gather_objects(own, group)):
         raise SequenceParallelError(
-            f"ranks were given other options: {'; '.join(lines[:_SHOWN])}{more}: ranks would step, stop or save at other times, or by other "
+            f"ranks were given other options: {lines}: ranks would step, stop or save at other times, or by other "
             "numbers; make them of what is alike on all (not of a rank, a host or a clock)"
         )
 
 
-def differing_options(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the options that are not the same on all ranks, and who has which. Pure."""
-    lines = []
-    for name in dict.fromkeys(name for each in of_ranks for name in each):
-        ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(of_ranks):
-            ranks.setdefault(each.get(name, "not given"), []).append(rank)
-        if len(ranks) > 1:
-            shown = "; ".join(f"{value} on rank {', '.join(map(str, holders))}" for value, holders in ranks.items())
-            lines.append(f"{name} is {shown}")
-    return lines
+def agree_on_resume(trainer: Any, group: ProcessGroup | None) -> None:
+    """Let a run that some ranks resume, and others begin, be refused where Lightning reads the checkpoint. Every rank must call it.
+
+    Args:
+        trainer: of the run.
+        group: the world, on a backend for host objects.
+
+    Communicates: there, whether a path was given, once.
+    """
+    connector = trainer._checkpoint_connector
+    start = type(connector).resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        paths = comm.gather_objects(None if not checkpoint_path else str(checkpoint_path), group)
+        if None in paths and any(paths):
+            given = comm.told_differences([{"ckpt_path": "None" if each is None else each} for each in paths])
+            raise SequenceParallelError(
+                f"{given}: some ranks would resume, and others begin; a host may not see another's files (os.path.exists, ckpt_path='last'): "
+                "keep checkpoints where all hosts see them, or let rank 0 decide and broadcast the path"
+            )
+        return start(connector, checkpoint_path, *args, **kwargs)
+
+    connector.resume_start = resume_start
 
 
 def _text(value: Any) -> str:

@@ -35,7 +35,7 @@ from lightning_sp.checkpoint import (
     save_checkpoint,
     whole_state_dict,
 )
-from lightning_sp.config import StrategyConfig
+from lightning_sp.config import StrategyConfig, resolve_degrees
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import (
@@ -58,6 +58,7 @@ from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code, 
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit
+from lightning_sp.trainer.same_options import agree_on_resume
 
 
 class ShardedModelStrategy(ProcessStrategy):
@@ -105,13 +106,17 @@ class ShardedModelStrategy(ProcessStrategy):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return which samples this rank reads: what to split an iterable dataset by."""
-        return 0 if self._device_mesh is None else int(self._device_mesh.get_local_rank("data_parallel"))
+        """Return which samples this rank reads: what to split an iterable dataset by. Known before a run, too, from launch on."""
+        if self._device_mesh is None:  # it is the mesh's outermost axis
+            return self.global_rank * self.data_parallel_size // self.world_size
+        return int(self._device_mesh.get_local_rank("data_parallel"))
 
     @property
     def data_parallel_size(self) -> int:
-        """Return how many groups of ranks read different samples."""
-        return 1 if self._device_mesh is None else int(self._device_mesh["data_parallel"].size())
+        """Return how many groups of ranks read different samples. Known before a run, too."""
+        if self._device_mesh is None:
+            return resolve_degrees(self.config, self.world_size).data_parallel_size if self.cluster_environment else 1
+        return int(self._device_mesh["data_parallel"].size())
 
     @property
     def data_parallel_group(self) -> ProcessGroup:
@@ -205,6 +210,8 @@ class ShardedModelStrategy(ProcessStrategy):
         save_when_preempted(trainer, self._sigterm)
         self._later.follow(trainer, lambda: self._groups.world)
         watch_numbers(trainer, self._groups)
+        if self.world_size > 1:
+            agree_on_resume(trainer, self._groups.world)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -283,6 +283,7 @@ def refusals(pools: Any, good: Path, folder: Path) -> dict[str, list[str]]:
         "an export": (str(folder / "weights.pt"), ""),
         "another width": (str(good), json.dumps({"width": 64})),
         "another depth": (str(good), json.dumps({"layers": 3})),
+        "a device": ("/dev/null", ""),
         "an address": ("s3://bucket/x.ckpt", ""),
     }
     by_rank = pools(2).run(ranks.refusals, list(cases.values()))
@@ -296,6 +297,7 @@ def refusals(pools: Any, good: Path, folder: Path) -> dict[str, list[str]]:
         ("missing", "nowhere does not exist"),
         ("never completed", "was never completed: unfinished.ckpt.partial holds 6 files of a save that did not end"),
         ("foreign folder", "is a folder without a checkpoint in it"),
+        ("a device", "/dev/null is no checkpoint: it is neither a folder nor a plain file"),
         ("file cut", "cut.ckpt (5000 bytes) cannot be read: damaged, half-written"),
         ("an export", "is no checkpoint of a Trainer (it has no state_dict and loops)"),
         ("another width", "is of another model: 29 of 29 tensors differ in shape (model.embedding.weight is (61, 32) there and (61, 64) here;"),

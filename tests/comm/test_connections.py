@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 import pytest
@@ -34,6 +35,18 @@ def test_an_interface_that_is_not_there_is_named_with_its_variable(monkeypatch, 
     assert f"set {variable} to the one by which the nodes reach each other" in said
 
 
+def test_a_process_without_room_for_a_connection_is_told_its_own_limit():
+    error = RuntimeError(
+        "[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != -1. epoll_create: Too many open files"
+    )
+    assert not comm.is_of_other_ranks(error)
+    assert comm.is_of_other_ranks(RuntimeError(CONNECTION_CLOSED))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert str(comm.connection_error(error)).startswith(
+        f"this process may have {allowed} files open, and a connection to each"
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [("lo", "GLOO_SOCKET_IFNAME='lo' on host "), (None, "GLOO_SOCKET_IFNAME is not set, so gloo took the address of")],
@@ -44,6 +57,23 @@ def test_ranks_that_do_not_reach_one_another_are_told_what_gloo_took(monkeypatch
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     error = RuntimeError("Gloo connectFullMesh failed with [gloo/pair.cc:152] SO_ERROR: Connection refused")
     assert words in str(comm.connection_error(error))
+
+
+def test_an_address_that_is_not_this_hosts_is_named_before_it_is_tried(caplog):
+    for own in ("127.0.0.1", "localhost", socket.gethostname()):
+        comm.check_address_here(own)
+    assert not caplog.records
+    comm.check_address_here("192.0.2.1")  # of documents alone
+    (record,) = caplog.records
+    assert "MASTER_ADDR='192.0.2.1' is no address of host " in record.getMessage()
+    with pytest.raises(SequenceParallelError, match=r"^MASTER_ADDR='nowhere\.invalid' has no address, asked of host "):
+        comm.check_address_here("nowhere.invalid")
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    error = dist.DistNetworkError("The server socket has failed to listen. port: 29500, code: -98, name: EADDRINUSE")
+    assert str(comm.connection_error(error)).startswith("MASTER_PORT='29500' on host ")
 
 
 def test_a_store_that_is_not_reached_is_named(monkeypatch):

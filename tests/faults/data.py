@@ -8,6 +8,13 @@ DATA_MODULE = "tests/data/test_datamodule.py"
 
 DATA = (
     fault(
+        "a dataset that has shrunk, read by its first order",
+        "data/loaders/lazy_loader.py",
+        "        self._check_length()\n",
+        "",
+        "tests/data/loaders/test_lazy_loader.py::test_a_dataset_that_has_another_length_than_its_order_is_refused[True]",
+    ),
+    fault(
         "a loader's worker that stays when its rank has ended",
         "data/loaders/lazy_loader.py",
         "            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",

@@ -78,4 +78,18 @@ HANGS = (
         "str(rank)",
         "tests/comm/test_fresh_store.py::test_lives_in_one_store_have_prefixes_of_their_own",
     ),
+    fault(
+        "a rank that destroys its groups taken for one that was killed",
+        "comm/hangs/runs.py",
+        "when_destroyed(world, runs.end)",
+        "when_destroyed(world, runs.channel.close)",
+        "tests/comm/hangs/test_meeting.py::test_a_rank_that_destroys_its_groups_in_a_run_is_named",
+    ),
+    fault(
+        "a run that waits for something else than a rank, without a word",
+        "comm/hangs/watch.py",
+        "            elif place is not None and not waits and not self._is_asked:\n",
+        "            elif False:\n",
+        "tests/comm/hangs/test_meeting.py::test_a_wait_for_something_else_than_a_rank_is_told_once",
+    ),
 )

@@ -11,6 +11,7 @@ PEFT = "tests/trainer/pretrained/test_peft.py"
 OPTIONS = "tests/trainer/test_lightning_options.py"
 RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
 MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
+UPDATE = "tests/step/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
 
 USERS = (
     fault(
@@ -19,6 +20,41 @@ USERS = (
         '    "gradient_clip_val",\n',
         "",
         "tests/trainer/test_same_options.py::test_other_options_on_one_rank_are_refused_on_all",
+    ),
+    fault(
+        "a checkpoint that one rank resumes and another does not see",
+        "trainer/same_options.py",
+        "        if None in paths and any(paths):\n",
+        "        if False:\n",
+        "tests/trainer/test_same_options.py::test_a_checkpoint_that_one_rank_resumes_and_another_does_not_see_is_named",
+    ),
+    fault(
+        "a model in eval mode on one rank, without dropout there",
+        "step/agreed_update.py",
+        ", **evaluating(root)}",
+        "}",
+        f"{UPDATE}[eval-modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, ]",
+    ),
+    fault(
+        "another accumulate_grad_batches on one rank in a run",
+        "trainer/loops.py",
+        '        "accumulate_grad_batches": trainer.accumulate_grad_batches,\n',
+        "",
+        f"{UPDATE}[accumulation-accumulate_grad_batches is 1 on rank 0; 4 on rank 1: must be the same on all]",
+    ),
+    fault(
+        "a weight put in another's place, which FSDP2 puts back",
+        "parallelize/fsdp/added_parameters.py",
+        "        if id(parameter) not in known:\n",
+        "        if False:\n",
+        "tests/parallelize/fsdp/test_added_parameters.py::test_a_parameter_that_is_to_be_trained_and_was_not_sharded_is_refused",
+    ),
+    fault(
+        "the same samples for all ranks, where a script asks before a run",
+        "trainer/sharded_model.py",
+        "            return self.global_rank * self.data_parallel_size // self.world_size\n",
+        "            return 0\n",
+        "tests/trainer/test_before_a_run.py::test_which_samples_a_rank_reads_is_known[2-1]",
     ),
     fault(
         "initial numbers drawn again from where the generator is by then",

@@ -128,6 +128,11 @@ def gather(module: Any, loss: Any) -> Any:
     return loss
 
 
+def reduce_own(module: Any, loss: Any) -> Any:
+    dist.all_reduce(torch.ones(1000))
+    return loss
+
+
 def no_loss(module: Any, loss: Any) -> Any:
     return None
 
@@ -158,6 +163,7 @@ FAULTS: dict[str, Any] = {
     "an endless loop": spin,
     "a barrier on one rank": barrier,
     "an all_gather_object on one rank": gather,
+    "an all_reduce of another size on one rank": reduce_own,
     "training_step returns None on one rank": no_loss,
     "self.log(sync_dist=True) on one rank": reduce_log,
 }
@@ -179,11 +185,36 @@ def weights(module: Any) -> None:
     module.trainer.strategy.whole_state_dict()
 
 
+def destroy(module: Any) -> None:
+    dist.destroy_process_group()
+
+
+def evaluate(module: Any) -> None:
+    module.eval()
+
+
+def accumulate(module: Any) -> None:
+    module.trainer.accumulate_grad_batches = 2
+
+
+def freeze(module: Any) -> None:
+    module.model.head.weight.requires_grad_(False)
+
+
+def replace(module: Any) -> None:
+    module.model.head.weight = torch.nn.Parameter(torch.zeros(61, 32))
+
+
 AFTER_A_BATCH: dict[str, Any] = {
     "trainer.should_stop on one rank": should_stop,
     "save_checkpoint on one rank": save,
     "an error in on_train_batch_end": fail_in_hook,
     "whole_state_dict on one rank": weights,
+    "destroy_process_group on one rank": destroy,
+    "eval() on one rank": evaluate,
+    "another accumulate_grad_batches on one rank": accumulate,
+    "a weight frozen on one rank": freeze,
+    "a weight replaced on one rank": replace,
 }
 NAMES = [*(each for each in FAULTS if each != "late for a while"), *AFTER_A_BATCH, "an error in the loader", SKIPS]
 

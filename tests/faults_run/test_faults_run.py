@@ -54,6 +54,21 @@ EXPECTED = {
         RAISED,
     ),
     "whole_state_dict on one rank": ("in whole_state_dict, from tests/faults_run/script.py:", DEADLOCK),
+    "an all_reduce of another size on one rank": (" has ended without a word (process ", RAISED),
+    "destroy_process_group on one rank": (
+        "rank 1 has destroyed its process groups in the run, in tests/faults_run/script.py:",
+        RAISED,
+    ),
+    "eval() on one rank": (
+        "modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (",
+        RAISED,
+    ),
+    "another accumulate_grad_batches on one rank": ("accumulate_grad_batches is 1 on rank 0; 2 on rank 1", RAISED),
+    "a weight frozen on one rank": ("ranks wait in different collectives", DEADLOCK),
+    "a weight replaced on one rank": (
+        "rank 1 has raised SequenceParallelError: model.head.weight, of shape (61, 32)",
+        RAISED,
+    ),
     "an error in the loader": ("rank 1 has raised OSError: cannot read sample, in tests/faults_run/script.py:", RAISED),
     "on_train_batch_start skips a batch on one rank": (
         "rank 1 has ended its run, without an error, at train, step 1",

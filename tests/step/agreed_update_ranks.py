@@ -20,6 +20,11 @@ class Uneven(Plain):
         if where == self.where and self.global_step >= 1 and (self.on_all or self.global_rank == 1):
             for group in self.optimizers().param_groups:  # type: ignore[union-attr]
                 group[self.name] = 0.002
+        if where == "on_train_batch_start" and self.global_step >= 1 and self.global_rank == 1:
+            if self.where == "clipping":
+                self.trainer.gradient_clip_val = 0.5
+            if self.where == "eval":
+                self.model.eval()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.change("on_train_batch_start")
@@ -49,6 +54,8 @@ def fit(where: str, world: int, strategy: dict[str, Any], on_all: bool = False) 
     before: list[torch.Tensor] = []
 
     def keep(*_: Any) -> None:
+        if where == "accumulation" and module.global_rank == 1:
+            module.trainer.accumulate_grad_batches = 4
         before[:] = [each.detach().to_local().clone() for each in module.parameters()]  # type: ignore[attr-defined]
 
     module.on_train_batch_end = keep

@@ -21,6 +21,21 @@ def test_a_learning_rate_of_one_rank_is_refused_before_the_update(pools, where):
         assert answer["steps"] == 1
 
 
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("accumulation", "accumulate_grad_batches is 1 on rank 0; 4 on rank 1: must be the same on all"),
+        ("clipping", "gradient_clip_val is None on rank 0; 0.5 on rank 1"),
+        ("eval", "modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, "),
+    ],
+)
+def test_what_one_rank_changes_of_its_step_is_refused_before_the_update(pools, where, said):
+    for answer in pools(2).run(ranks.fit, where, 2, LAYOUT):
+        assert said in answer["said"], answer
+        assert answer["untouched"]
+        assert answer["steps"] == 1
+
+
 def test_one_of_all_ranks_is_followed(pools):
     for answer in pools(2).run(ranks.fit, "training_step", 2, LAYOUT, True):
         assert answer["said"] == ""

@@ -12,6 +12,25 @@ from lightning_sp import SequenceParallelError
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
 
+def resumed(folder: str) -> list[str]:
+    """Resume on rank 0 alone, on rank 1 alone, and on both; return what is said of each."""
+    path = f"{folder}/x.ckpt"
+    loader = DataLoader(TokenDataset(8), batch_size=2)
+    first = quiet_trainer(2, strategy={"preflight": False}, max_steps=2)
+    first.fit(Plain(tiny_llama), loader)
+    first.save_checkpoint(path)
+    said = []
+    for ranks in ((0,), (1,), (0, 1)):
+        trainer = quiet_trainer(2, strategy={"preflight": False}, max_steps=3)
+        try:
+            module = Plain(tiny_llama)
+            trainer.fit(module, loader, ckpt_path=path if dist.get_rank() in ranks else None)
+            said.append(f"resumed at step {trainer.global_step - len(module.losses)}")
+        except SequenceParallelError as error:
+            said.append(str(error))
+    return said
+
+
 def refused(folder: str) -> list[str]:
     """Give rank 1 another option than rank 0, one after the other; return what is said of each."""
     first = dist.get_rank() == 0

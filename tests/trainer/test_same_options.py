@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_sp.trainer.same_options import differing_options
+from lightning_sp import comm
 from tests.trainer import same_options_ranks as ranks
 
 
@@ -26,5 +26,14 @@ def test_other_options_on_one_rank_are_refused_on_all(pools: Any, tmp_path: Path
 
 
 def test_who_has_which_is_listed():
-    of_ranks = [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2"}]
-    assert differing_options(of_ranks) == ["b is 2 on rank 0, 3; 3 on rank 1; not given on rank 2"]
+    of_ranks = [{"a": "1", "b": 2}, {"a": "1", "b": 3}, {"a": "1"}, {"a": "1", "b": 2}]
+    assert comm.told_differences(of_ranks) == "b is 2 on rank 0, 3; 3 on rank 1; not given on rank 2"
+    assert comm.told_differences(of_ranks[:1] * 2) == ""
+
+
+def test_a_checkpoint_that_one_rank_resumes_and_another_does_not_see_is_named(pools: Any, tmp_path: Path):
+    first, second = pools(2).run(ranks.resumed, str(tmp_path))
+    assert first == second
+    assert first[0].startswith(f"ckpt_path is {tmp_path}/x.ckpt on rank 0; None on rank 1: some ranks would resume")
+    assert first[1].startswith(f"ckpt_path is None on rank 0; {tmp_path}/x.ckpt on rank 1: some ranks would resume")
+    assert first[2] == "resumed at step 2"

@@ -152,6 +152,11 @@ def place_of_error(error: BaseException) -> Place:
     return place_of([*reversed(list(_lines_of(error.__traceback__))), *around])
 
 
+def place_here() -> Place:
+    """Return where the calling thread is."""
+    return place_of(_lines_from(sys._getframe(1)))
+
+
 def place_of(lines: Iterable[Line]) -> Place:
     """Return the place of a stack, whose innermost line comes first."""
     stack = list(lines)

@@ -171,9 +171,14 @@ def told_late(seen: Sequence[Seen], rank: int) -> str:
         return (
             f"{words}, and so do all: {told_places(seen)}. If it is one collective, the network is down, or very slow"
         )
-    stacks = [_stack(each) for each in late[:_MOST_GROUPS]]
-    more = f"\n... and {len(late) - len(stacks)} more" if len(late) > len(stacks) else ""
-    return f"{words}, and these do not come:\n" + "\n".join(stacks) + more
+    return f"{words}, and these do not come:\n{told_stacks(late)}"
+
+
+def told_stacks(seen: Sequence[Seen]) -> str:
+    """Return where ranks are, with the stack of each."""
+    stacks = [_stack(each) for each in seen[:_MOST_GROUPS]]
+    more = f"\n... and {len(seen) - len(stacks)} more" if len(seen) > len(stacks) else ""
+    return "\n".join(stacks) + more
 
 
 def told_places(seen: Sequence[Seen]) -> str:

@@ -10,6 +10,9 @@ from lightning_sp.comm.groups import cached_per_world, when_destroyed
 from lightning_sp.comm.hangs.side_channel import SideChannel
 from lightning_sp.comm.hangs.watch import RunWatch
 
+# What this process has told of a world that it has destroyed in a run: the world, and what is kept for it, is gone then.
+_destroyed: list[str] = []
+
 
 class _Runs:
     """Counts the runs of this rank in a world: ranks that do not agree on it are not in one run."""
@@ -18,12 +21,18 @@ class _Runs:
         self.channel, self.number = SideChannel(), 0
         self.current: RunWatch | None = None
 
+    def end(self) -> None:
+        """End with the world, in the thread that destroys it; in the channel's while that connects to the store, as a run begins."""
+        if self.current is not None and not self.channel.is_here and (told := self.current.end_of_world()):
+            _destroyed.append(told)
+        self.channel.close()
+
 
 @cached_per_world
 def _runs() -> _Runs:
     runs, world = _Runs(), dist.group.WORLD
     assert world is not None
-    when_destroyed(world, runs.channel.close)
+    when_destroyed(world, runs.end)
     return runs
 
 
@@ -39,6 +48,7 @@ def watch_run(*, hang_s: float, at: Callable[[], str]) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     end_run()
+    _destroyed.clear()
     runs = _runs()
     runs.number += 1
     runs.current = RunWatch(runs.channel, run=runs.number, hang_s=hang_s, at=at)
@@ -50,6 +60,11 @@ def end_run() -> None:
         current.stop()
         _runs().current = None
         _runs().channel.close()
+
+
+def destroyed_in_run() -> str:
+    """Return where this rank has destroyed its process groups while a run was on, empty if it has not; once for each time."""
+    return _destroyed.pop() if _destroyed else ""
 
 
 def leave_run(error: BaseException, *, is_lost: bool) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -60,6 +60,11 @@ class SideChannel:
         """Return for how long the store has not answered, 0 where it has answered last."""
         return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
 
+    @property
+    def is_here(self) -> bool:
+        """Return whether the calling thread is the channel's own, which cannot wait for itself."""
+        return current_thread() is self._thread
+
     def post(self, request: Callable[[Store], T]) -> Future[T]:
         """Begin a request and do not wait for it."""
         if self._thread is None:
@@ -87,7 +92,8 @@ class SideChannel:
         """End the thread when it has done what was asked, which ends the connection; the next request begins another."""
         if self._thread is not None:
             self._requests.put(None)
-            self._thread.join(_STORE_LIMIT_S)
+            if not self.is_here:
+                self._thread.join(_STORE_LIMIT_S)
             self._thread = None
 
     def _serve(self) -> None:

@@ -5,6 +5,8 @@
     all wait, and nothing travels           an error on all, within 10 s: `report.is_deadlock`
     some do not wait                        a warning with the stack of each at hang_s; the run ends at the collective's own limit, and the
                                             error says who was late, and where
+    none waits for another, but for         a warning with its stack at hang_s: no limit ends that
+    something else, its loader say
 
 Owns: when a rank is told, and the end of a rank that nothing else ends. Not what is said (`report`), nor how (`meeting`).
 """
@@ -22,7 +24,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from lightning_sp.comm.groups import timeout_s
-from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_of_error, user_threads
+from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_here, place_of_error, user_threads
 from lightning_sp.comm.hangs.meeting import Answer, Meeting
 from lightning_sp.comm.hangs.report import (
     Report,
@@ -35,6 +37,7 @@ from lightning_sp.comm.hangs.report import (
     told_deadlock,
     told_late,
     told_places,
+    told_stacks,
 )
 from lightning_sp.comm.hangs.side_channel import SideChannel, has_groups_of_others
 from lightning_sp.comm.hangs.traffic import Traffic, traffic
@@ -72,15 +75,17 @@ class RunWatch:
         self._stopped, self._is_asked = Event(), False
         self._traffic: tuple[int, Traffic | None] = (-1, None)
         self._deadlock: tuple[int, ...] = ()
-        self._warned = -1
+        self._warned, self._is_wait_told = -1, False
         self._end: tuple[float, Answer] | None = None
         self._meeting.begin(self._report(State.ELSEWHERE))
-        Thread(target=self._watch, name="lightning_sp hang watch", daemon=True).start()
+        self._thread = Thread(target=self._watch, name="lightning_sp hang watch", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """End with the run, which has ended as it should."""
         if not self._stopped.is_set():
             self._stopped.set()
+            self._thread.join(_LOOK_S)
             self._meeting.step_down()
             self._meeting.acknowledge()
             self._meeting.tell(self._report(State.ENDED, why="has ended its run, without an error"))
@@ -98,18 +103,36 @@ class RunWatch:
         self._meeting.acknowledge()
         place = place_of_error(error)
         why = self._lost(place) if is_lost else self._raised(error, place)
+        self._stay()
+        return why
+
+    def end_of_world(self) -> str:
+        """Tell the other ranks that this thread destroys the groups of a run in progress, and return it; empty if the run has ended."""
+        if self._stopped.is_set():
+            return ""
+        self._stopped.set()
+        self._meeting.acknowledge()
+        place = place_here()
+        why = f"has destroyed its process groups in the run, in {place.line or place.stack[-1]}"
+        self._tell_end(why, place)
+        self._stay()
+        return f"{why}, at {self._where()}"
+
+    def _stay(self) -> None:
         if self._rank == 0:  # the store may end with this process, and what it says
             self._meeting.wait_for_all(_STAYS_S)
-        return why
 
     def _raised(self, error: BaseException, place: Place) -> str:
         """Tell the others of an error of this rank's own."""
         words = str(error).strip().split("\n")[0]
         why = f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
+        self._tell_end(why, place)
+        return ""
+
+    def _tell_end(self, why: str, place: Place) -> None:
         self._meeting.tell(self._report(State.ENDED, place, why=why))
         if not self._channel.silent_s:
             self._meeting.end(f"rank {self._rank} {why}, at {self._where()}")
-        return ""
 
     # ---- the thread
 
@@ -128,6 +151,8 @@ class RunWatch:
                 self._talk(place, waits=waits)
             if self._end is not None:
                 self._end_if_due(waits=waits)
+            elif place is not None and not waits and not self._is_asked:
+                self._warn_of_other_wait(place)
 
     def _talk(self, place: Place | None, *, waits: bool) -> None:
         state = State.WAITS if waits else State.ELSEWHERE
@@ -158,6 +183,18 @@ class RunWatch:
     def _warn_of_store(self, *, waits: bool) -> None:
         if waits and self._channel.silent_s:
             self._warn(f"rank {self._rank} has waited for {self._main.blocked_s:.0f} s; {self._store_words()}")
+
+    def _warn_of_other_wait(self, place: Place) -> None:
+        """Say once where this rank waits for something that is no other rank, a process of its loader say, while no rank waits for it.
+
+        A wait that looks up every few seconds, as a loader's does, is one wait.
+        """
+        still_s = self._main.still_s
+        if still_s >= self._hang_s and not self._is_wait_told:
+            own = replace(self._report(State.ELSEWHERE, place), since_s=still_s)
+            told = told_stacks([Seen(rank=self._rank, report=own, age_s=0.0, silent_s=0.0)])
+            log.warning(f"sequence_parallel: {told}\nIt waits there, and no rank for it yet: no time limit ends that.")
+        self._is_wait_told = still_s >= self._hang_s
 
     def _warn(self, words: str) -> None:
         if self._main.blocked_s >= self._hang_s and self._warned != self._main.moves:

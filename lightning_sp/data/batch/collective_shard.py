@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -28,6 +30,7 @@ def collective_shard(
     *,
     by_hand: bool,
     ends: bool = False,
+    loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
 ) -> tuple[Any, SequenceInfo, bool]:
     """Return this rank's part of a batch, what was whole, and whether any rank was told to end the run. Every rank must call it.
@@ -39,6 +42,7 @@ def collective_shard(
         group: the world, on a backend for host tensors.
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
+        loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
 
     Communicates: as `comm.check_same_batch`.
@@ -55,22 +59,21 @@ def collective_shard(
             local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, options)
     except Exception as caught:  # sent to the other ranks, which would wait for ever
         fault = caught
-    named = fault is None or isinstance(fault, SequenceParallelError)
-    error = str(fault) if named else f"{type(fault).__name__}: {fault}"
+    error = str(fault) if isinstance(fault, SequenceParallelError) else f"{type(fault).__name__}: {fault}"
     # A batch that runs whole must be the same on all ranks, too.
     compared = local is not batch or (info is not None and info.is_whole and mesh.splits_samples)
     compared = compared or (mesh.tensor_parallel_size > 1 and not (by_hand or is_sharded(batch)))
-    whole = digest(batch) if fault is None and compared else 0
     try:
         agreed = comm.check_same_batch(
             error if fault else None,
-            digest=whole,
+            digest=digest(batch) if fault is None and compared else 0,
             data_parallel_rank=mesh.data_parallel_rank,
             num_ring_passes=mesh.num_ring_passes,
             num_groups=mesh.data_parallel_size,
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
             ends=ends,
+            loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             is_padded=info is not None and info.pads,
             group=group,

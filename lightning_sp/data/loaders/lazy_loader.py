@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_sp.errors import SequenceParallelError
+
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 
@@ -23,11 +25,25 @@ class LazyDataLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches that are left in the epoch."""
+        """Yield the batches that are left in the epoch.
+
+        Raises:
+            SequenceParallelError: the dataset has another number of samples than when its order was made.
+        """
+        self._check_length()
         if self.num_workers and not isinstance(self.worker_init_fn, EndWithRank):
             # Not before: Lightning adds its own where there is none yet.
             self.worker_init_fn = EndWithRank(self.worker_init_fn)
         yield from super().__iter__()
+
+    def _check_length(self) -> None:
+        inner = getattr(self.batch_sampler, "sampler", None)
+        known = getattr(self.batch_sampler if inner is None else inner, "num_samples", None)
+        if known is not None and known != (now := len(self.dataset)):  # type: ignore[arg-type]
+            raise SequenceParallelError(
+                f"the dataset {type(getattr(self.dataset, 'dataset', self.dataset)).__name__} has {now} samples, and had {known} when the order "
+                "of an epoch was made of that number; Trainer(reload_dataloaders_every_n_epochs=1) makes it anew, or keep the number for a run"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Say that the cursor is stored elsewhere. That there is a state tells Lightning that a resume in an epoch is exact."""

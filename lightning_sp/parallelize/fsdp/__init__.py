@@ -1,6 +1,7 @@
 """FSDP2 over every rank, and what it is given so that any model's step may run on it: its units, gradients, outputs and collectives."""
 
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
+from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.optional_units import gathered, optional_units
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward
@@ -26,6 +27,7 @@ __all__ = [
     "RootUnit",
     "abandon_forward",
     "cast_as_in_forward",
+    "check_added",
     "check_layout",
     "check_unsharded",
     "gathered",

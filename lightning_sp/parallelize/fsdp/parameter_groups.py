@@ -19,6 +19,12 @@ def parameter_groups(units: Iterable[FSDPModule]) -> list[Any]:
     return [group for unit in units for group in _groups(unit)]
 
 
+def whole_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that modules show while their unit is gathered, of units that have been gathered once."""
+    known = (each for group in parameter_groups(fsdp_modules(root)) for each in group.fsdp_params)
+    return [each._unsharded_param for each in known if hasattr(each, "_unsharded_param")]
+
+
 def is_freed_after_forward(unit: FSDPModule) -> bool:
     """Return whether a unit's whole parameters are freed when its forward ends, and not only after its backward."""
     return any(group._reshard_after_forward for group in parameter_groups([unit]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,7 @@ def shared_crop(
         control_group,
     )
     own = crop_batch(batch, options, common_extent(*zip(*extents, strict=True)))
+    comm.agree(_why_it_stays(own) if sample_rank == 0 else None, control_group)
     gathered = comm.gather_objects(own if sample_rank == 0 else None, control_group)
     crops: list[Crop] = [crop for crop in gathered if crop is not None]
     # Several groups may share a crop as long as each is shared by equally many: the mean over the tokens stays the same.
@@ -106,6 +108,22 @@ def shared_crop(
     uneven = len({entries_digest(crop.batch) for crop in crops}) > 1
     joined, own = join_crops(crops[:num_groups], options), crops[data_parallel_rank % num_groups]
     return replace(joined, uneven_entries=uneven), replace(own, uneven_entries=uneven)
+
+
+def _why_it_stays(crop: Crop) -> str | None:
+    """Return what of a crop cannot travel between ranks: an object without a pickled form, a lock or a generator say."""
+    stays = []
+    for name, value in plain_entries(crop.batch).items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # whatever an object's own pickling raises
+            stays.append(f"{name!r} ({type(error).__name__}: {error})")
+    if not stays:
+        return None
+    return (
+        f"preflight: the batch's entries {', '.join(stays)} cannot be sent to other ranks, which try one crop together; leave them out in the "
+        "collate function, make plain values of them, or train with preflight=False"
+    )
 
 
 def join_crops(crops: list[Crop], options: ShardOptions) -> Crop:

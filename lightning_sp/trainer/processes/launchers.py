@@ -17,6 +17,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.trainer.processes.other_ranks import wait_at_exit, wait_no_more
 from lightning_sp.trainer.processes.parent import STARTED_BY, is_stopped
 
@@ -55,6 +56,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if self.num_nodes == 1:
+            comm.check_address_here(self.cluster_environment.main_address)
         try:
             return super().launch(_run, function, *args, trainer=trainer, **kwargs)
         except BaseException:
@@ -100,15 +103,20 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a whole run.
 
     Raises:
-        SequenceParallelError: a rank was lost, or the ranks cannot reach one another.
+        SequenceParallelError: a rank was lost, the ranks cannot reach one another, or this one has destroyed its groups.
     """
     try:
         return function(*args, **kwargs)
     except BaseException as error:
         wait_no_more()
         # An exit and an interrupt end a run too, and the other ranks would wait.
-        is_lost = isinstance(error, Exception) and comm.connection_error(error) is not None
+        is_lost = isinstance(error, Exception) and comm.is_of_other_ranks(error)
         told = comm.leave_run(error, is_lost=is_lost)
-        if is_lost and (named := comm.connection_error(error, told)) is not None:
+        if isinstance(error, Exception) and (where := comm.destroyed_in_run()):
+            raise SequenceParallelError(
+                f"this rank {where}: every message between ranks needs them, to the end of the run; call "
+                f"torch.distributed.destroy_process_group after trainer.fit, on all ranks ({type(error).__name__}: {error})"
+            ) from error
+        if isinstance(error, Exception) and (named := comm.connection_error(error, told)) is not None:
             raise named from error
         raise

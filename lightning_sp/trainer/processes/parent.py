@@ -23,7 +23,9 @@ class ParentWatch:
     """Ends this process when its launcher has ended; a class because a run starts and stops it."""
 
     def __init__(self) -> None:
-        self._stopped: Event | None = None  # holds a lock: a strategy is copied before its run
+        # They hold locks: a strategy is copied before its run.
+        self._stopped: Event | None = None
+        self._thread: Thread | None = None
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Begin, if a launcher has started this rank: Lightning's, torchrun or `multiprocessing`."""
@@ -31,13 +33,17 @@ class ParentWatch:
         pid = launcher_pid(environment)
         if pid is not None:
             self._stopped = Event()
-            Thread(target=_watch, args=(pid, self._stopped), name="lightning_sp launcher watch", daemon=True).start()
+            self._thread = Thread(
+                target=_watch, args=(pid, self._stopped), name="lightning_sp launcher watch", daemon=True
+            )
+            self._thread.start()
 
     def stop(self) -> None:
         """End with the run: what a script does after it is its own."""
-        if self._stopped is not None:
+        if self._stopped is not None and self._thread is not None:
             self._stopped.set()
-            self._stopped = None
+            self._thread.join(_POLL_S)
+            self._stopped = self._thread = None
 
 
 def launcher_pid(environment: Mapping[str, str]) -> int | None:

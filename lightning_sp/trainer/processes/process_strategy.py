@@ -6,7 +6,9 @@ its `setup` are fixed, and its integer means are rounded down (Lightning issue 2
 
 from __future__ import annotations
 
+import faulthandler
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -105,7 +107,12 @@ class ProcessStrategy(ParallelStrategy):
         """
         self.set_world_ranks()
         self._parent.start(os.environ)
-        self._process_group_backend = self._process_group_backend or self._default_backend()
+        if not faulthandler.is_enabled():
+            # A crash in native code, gloo's for messages of two sizes say, then shows the lines it came from, as under torchrun. A notebook's
+            # stderr is no file.
+            with suppress(AttributeError, OSError, RuntimeError, ValueError):
+                faulthandler.enable()
+        self._process_group_backend = self._get_process_group_backend()
         if self._host_shards and "cpu:" not in self._process_group_backend:
             raise SequenceParallelError(
                 f"cpu_offload=True with process_group_backend={self._process_group_backend!r}: norms of shards in the host's memory are "
@@ -134,6 +141,10 @@ class ProcessStrategy(ParallelStrategy):
         stage, batch = trainer.state.stage, trainer.fit_loop.epoch_loop.batch_idx
         what = f"{stage.value if stage is not None else trainer.state.fn}, step {trainer.global_step}"
         return f"{what}, batch {batch}" if batch >= 0 else what
+
+    def _get_process_group_backend(self) -> str:
+        """Return the backend given, or that of the device: Lightning's own strategies have this method, and theirs who adapt them."""
+        return self._process_group_backend or self._default_backend()
 
     def _default_backend(self) -> str:
         own = str(_get_default_process_group_backend_for_device(self.root_device))

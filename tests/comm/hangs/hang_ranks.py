@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import threading
 import time
 from datetime import timedelta
@@ -132,6 +134,33 @@ def leaves():
     comm.end_run()
     dist.barrier()
     return told, seconds
+
+
+def destroys():
+    """Return what rank 0 is told when rank 1 destroys its groups in a run, and what that says of itself, once."""
+    comm.watch_run(hang_s=60.0, at=lambda: "train, step 3")
+    dist.barrier()
+    time.sleep(1.0)  # the channel has connected
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return [comm.destroyed_in_run(), comm.destroyed_in_run()]
+    time.sleep(2.0)
+    told = comm.leave_run(RuntimeError("gloo/ Connection closed by peer"), is_lost=True)
+    return [told, comm.destroyed_in_run()]
+
+
+def waits_for_no_rank():
+    """Return what a run says of a main thread that waits for something else than a rank, with the lines of the wait."""
+    handler = logging.handlers.BufferingHandler(99)
+    logging.getLogger("lightning_sp").addHandler(handler)
+    comm.watch_run(hang_s=3.0, at=lambda: "train, step 3")
+    until = time.monotonic() + 7.0
+    for _ in iter(lambda: time.monotonic() < until, False):  # as a loader's wait
+        time.sleep(4.0)
+        sum(range(100_000))
+    comm.end_run()
+    logging.getLogger("lightning_sp").removeHandler(handler)
+    return [each.getMessage() for each in handler.buffer]
 
 
 def cost_s(seconds):

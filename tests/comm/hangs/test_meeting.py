@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_sp.testing import run_ranks
 from tests.comm.hangs import hang_ranks
 
 
@@ -46,6 +47,24 @@ def test_an_error_of_rank_0_is_told_before_it_leaves(pools):
     assert "hang_ranks.py:" in told
     assert told.endswith(" in leaves, at train, step 3")
     assert 0.4 < waited_s < 5.0
+
+
+def test_a_rank_that_destroys_its_groups_in_a_run_is_named():
+    (told, own), (says, again) = run_ranks(hang_ranks.destroys, 2)
+    assert says.startswith("has destroyed its process groups in the run, in tests/comm/hangs/hang_ranks.py:")
+    assert says.endswith(" in destroys, at train, step 3")
+    assert told == f"rank 1 {says}"
+    assert (own, again) == ("", "")
+
+
+def test_a_wait_for_something_else_than_a_rank_is_told_once(pools):
+    for rank, said in enumerate(pools(2).run(hang_ranks.waits_for_no_rank)):
+        assert len(said) == 1
+        assert said[0].startswith(
+            f"sequence_parallel: rank {rank} is in no collective, but in tests/comm/hangs/hang_ranks.py:"
+        )
+        assert " in waits_for_no_rank, at train, step 3, for " in said[0]
+        assert said[0].endswith("It waits there, and no rank for it yet: no time limit ends that.")
 
 
 @pytest.mark.slow

@@ -59,12 +59,21 @@ def plain_entries(batch: Any) -> dict[str, Any]:
         SequenceParallelError: it holds no tensors.
     """
     if (found := entries_of(batch)) is not None:
-        return found
+        return _of_one_shape(found)
     raise SequenceParallelError(
         f"a batch of type {type(batch).__name__} cannot be sharded: no attribute of it is a tensor; it must be a mapping, tuple, list, "
         "dataclass or another object of tensors, or a tensor; return a dict from the collate function, or shard by hand and pass "
         "shard_batch=False"
     )
+
+
+def _of_one_shape(entries: dict[str, Any]) -> dict[str, Any]:
+    if nested := [name for name, value in entries.items() if isinstance(value, Tensor) and value.is_nested]:
+        raise SequenceParallelError(
+            f"the batch's entries {nested} are nested tensors, whose rows have lengths of their own: which tokens a rank gets is said of one "
+            "shape; pad the rows (attention_mask), or pack them into one sequence with position_ids that start again"
+        )
+    return entries
 
 
 def batch_entries(batch: Any, options: ShardOptions) -> dict[str, Any]:
@@ -96,10 +105,15 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
     short = [n for n, d in dims.items() if entries[n].dim() <= d]
     if not dims or short:
         raise SequenceParallelError(
-            f"the batch has no sequence dimension{f' in {short}' if short else ''}: it holds {shapes_of(entries)}; known names are "
+            f"the batch has no sequence dimension{f' in {short}' if short else ''}: it holds {shapes_of(entries) or 'nothing'}; known names are "
             f"{', '.join(STANDARD_NAMES)} with the sequence along dim 1; name others by sequence_dims={{'name': dim}} (tuples by index, "
             "{'0': 1, '1': 1}), say sequence_dims={} if none of them is a sequence, shard by hand and pass shard_batch=False, or train without "
             "splitting sequences: sequence_parallel_size=1"
+        )
+    if empty := [n for n, d in dims.items() if 0 in (entries[n].shape[0], entries[n].shape[d])]:
+        raise SequenceParallelError(
+            f"the batch holds no tokens in {empty}: it holds {shapes_of(entries)}, and a mean over none is not a number; leave empty rows "
+            "and batches out, in the dataset or the collate function"
         )
     return dims
 

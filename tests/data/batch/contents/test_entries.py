@@ -45,6 +45,20 @@ def test_a_batch_of_names_that_are_not_known_passes_whole_where_none_is_split():
         shard_batch(batch, SequenceLayout(2, 1), 0, ShardOptions())
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
+def test_a_batch_without_tokens_is_refused(shape):
+    with pytest.raises(
+        SequenceParallelError, match=r"^the batch holds no tokens in \['input_ids'\]: it holds input_ids: \("
+    ):
+        shard_batch({"input_ids": IDS.new_zeros(shape)}, SequenceLayout(2, 1), 0, ShardOptions())
+
+
+def test_nested_tensors_are_refused():
+    rows = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)], layout=torch.jagged)
+    with pytest.raises(SequenceParallelError, match=r"^the batch's entries \['x'\] are nested tensors, whose rows"):
+        shard_batch({"input_ids": IDS, "x": rows}, SequenceLayout(2, 1), 0, ShardOptions())
+
+
 @pytest.mark.parametrize(
     ("batch", "found"),
     [

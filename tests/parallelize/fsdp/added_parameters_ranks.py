@@ -1,0 +1,37 @@
+"""What the tests of added parameters run on real ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import check_added
+
+
+def _said(model):
+    try:
+        check_added(model)
+        return ""
+    except SequenceParallelError as error:
+        return str(error)
+
+
+def added():
+    """Return what is said of a model as it was sharded, gathered, with a frozen part more, with another weight, and with a new bias."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    found = [_said(model)]
+    model.eval()(torch.ones(2, 4))
+    assert type(model[0].weight.data) is torch.Tensor  # the root stays gathered
+    found.append(_said(model))
+    model.teacher = nn.Linear(4, 3).requires_grad_(False)
+    found.append(_said(model))
+    model.reshard()
+    kept, model[1].weight = model[1].weight, nn.Parameter(torch.zeros(2, 3))
+    found.append(_said(model))
+    model[1].weight, model.extra = kept, nn.Linear(3, 2)
+    model.extra.weight.requires_grad_(False)
+    return [*found, _said(model)]

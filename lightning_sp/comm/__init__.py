@@ -36,6 +36,7 @@ from lightning_sp.comm.groups import (
     world,
 )
 from lightning_sp.comm.hangs import end_run, leave_run, watch_run
+from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
 from lightning_sp.comm.tensor_parallel import copy_to_ranks, gather_parts, own_part, sum_of_ranks
@@ -73,6 +74,7 @@ __all__ = [
     "is_gloo_on_cpu",
     "is_of_communication",
     "is_registered",
+    "is_traced",
     "largest",
     "leave_run",
     "make_group",

@@ -41,7 +41,7 @@ def global_batch(
         draws_whole: likewise.
     """
     placements: dict[str, Placement] = {}
-    for each in info.sequences:
+    for number, each in enumerate(info.sequences):
         storage = Storage(
             layout=each.layout,
             rank=rank,
@@ -54,6 +54,7 @@ def global_batch(
             agree=agree,
             own_draws=own_draws,
             draws_whole=draws_whole,
+            number=number,
         )
         placements |= {name: Placement(storage=storage, dim=dim, length=each.length) for name, dim in each.dims.items()}
     if isinstance(batch, Tensor):

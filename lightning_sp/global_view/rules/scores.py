@@ -9,7 +9,7 @@ S x S of the sequence's is made. What else a model does to scores is refused by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,15 @@ from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.written_attention import (
     HIDDEN_BELOW,
+    NOTED,
     STILL_HIDDEN_BELOW,
     Attention,
+    ScoresMetadata,
     check_ties,
     four_dims,
     masks_of,
     refusal,
+    tensors_of,
 )
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
 
@@ -54,6 +57,26 @@ class Scores(GlobalTensor):
         made = cls.without_memory(shape, dtype, attention.queries.device)
         made.attention, made.lead, made.of_sequence = attention, tuple(lead), attention.of_queries.storage
         return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], ScoresMetadata]:
+        """Tell a compiler what these are made of."""
+        return [f"noted_{name}" for name in tensors_of(self.attention)], ScoresMetadata.of(self)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], metadata: ScoresMetadata, size: Any, stride: Any) -> Scores:
+        """Return what a compiler traces in the place of scores."""
+        return Scores(metadata.attention_of(inner, size), tuple(size[:-2]), metadata.dtype)
+
+    @classmethod
+    def __metadata_guard__(cls, known: ScoresMetadata, given: ScoresMetadata) -> bool:
+        """Return whether scores may take the graph of others."""
+        return known == given
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a tensor of the attention that is noted."""
+        if name.removeprefix("noted_") in NOTED:
+            return getattr(self.attention, name.removeprefix("noted_"))
+        raise AttributeError(name)
 
     def changed(self, **changes: Any) -> Scores:
         """Return scores of which more is known."""

@@ -212,16 +212,8 @@ def lay_out_model(
     blocks = transformer_blocks(module)
     if config.mlp_tile_tokens is not None:
         _tile(blocks, config.mlp_tile_tokens)
-    measures = not (config.compile or any(True for _ in compiled_modules(module)))
     offload = offload_activations(module, config, device, blocks)
-    sees_whole = config.global_view is True
-    left, graphs = compile_forwards(module, blocks) if config.compile and sees_whole else (0, None)
-    checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload, graphs=graphs)
-    take_over_checkpointing(module)
-    if config.compile and not sees_whole:
-        left = compile_blocks(module, blocks)
-    if left:
-        rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
+    _checkpoint_and_compile(module, blocks, config, offload)
     shard_model(module, blocks, fsdp_axes(parameter_mesh), with_gathers(module, config))
     if axis is not None:
         gather_plain_parts(module)
@@ -235,6 +227,19 @@ def lay_out_model(
     remember_layout(module, layout)
     _use_group(module, group)
     _say_layout(config, mesh, world, len(blocks))
+
+
+def _checkpoint_and_compile(module: nn.Module, blocks: list[nn.Module], config: StrategyConfig, offload: Any) -> None:
+    """Let blocks recompute themselves, and compile them: in the global view within that, for a graph recomputes itself."""
+    measures = not (config.compile or any(True for _ in compiled_modules(module)))
+    sees_whole = config.global_view is True
+    left, graphs = compile_forwards(module, blocks) if config.compile and sees_whole else (0, None)
+    checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload, graphs=graphs)
+    take_over_checkpointing(module)
+    if config.compile and not sees_whole:
+        left = compile_blocks(module, blocks)
+    if left:
+        rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
 
 
 def with_gathers(module: nn.Module, config: StrategyConfig) -> StrategyConfig:

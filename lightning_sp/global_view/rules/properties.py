@@ -23,7 +23,7 @@ OF_AUTOGRAD = """
     requires_grad grad_fn is_leaf _base untyped_storage _version retains_grad output_nr retain_grad
 """
 # What a compiler asks of a tensor before it asks its part.
-OF_COMPILER = "grad _grad is_view names"
+OF_COMPILER = "grad _grad is_view"
 OF_VALUES = "tolist numpy item __array__"
 
 

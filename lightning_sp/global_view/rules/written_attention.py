@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -16,6 +16,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.bands import band_of
 from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.global_view.traced import Metadata, placed_again
 
 # A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
@@ -128,6 +129,55 @@ class ScoresMetadata:
     def __deepcopy__(self, _: Any) -> ScoresMetadata:
         places = [deepcopy(each) if isinstance(each, Metadata) else each for each in self.kind]
         return ScoresMetadata(None, tuple(places), self.dtype)
+
+
+class Scores(GlobalTensor):
+    """Scores or weights of an attention, of which nothing is computed.
+
+    Args:
+        attention: what is known of it.
+        lead: the dims before queries and keys, as they are shown.
+        dtype: as it is shown.
+        base: scores of which these are a view; None for none.
+        is_old: a view of them was written into since.
+    """
+
+    attention: Attention
+    lead: tuple[int, ...]
+    base: Scores | None = None
+    is_old: bool = False
+
+    @staticmethod
+    def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:
+        """Return scores of the shape that one device would see."""
+        shape = (*lead, attention.of_queries.length, attention.of_keys.length + attention.shows_sinks)
+        made = cls.without_memory(shape, dtype, attention.queries.device)
+        made.attention, made.lead, made.of_sequence = attention, tuple(lead), attention.of_queries.storage
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], ScoresMetadata]:
+        """Tell a compiler what these are made of."""
+        return [f"noted_{name}" for name in tensors_of(self.attention)], ScoresMetadata.of(self)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], metadata: ScoresMetadata, size: Any, stride: Any) -> Scores:
+        """Return what a compiler traces in the place of scores."""
+        return Scores(metadata.attention_of(inner, size), tuple(size[:-2]), metadata.dtype)
+
+    @classmethod
+    def __metadata_guard__(cls, known: ScoresMetadata, given: ScoresMetadata) -> bool:
+        """Return whether scores may take the graph of others."""
+        return known == given
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a tensor of the attention that is noted."""
+        if name.removeprefix("noted_") in NOTED:
+            return getattr(self.attention, name.removeprefix("noted_"))
+        raise AttributeError(name)
+
+    def changed(self, **changes: Any) -> Scores:
+        """Return scores of which more is known."""
+        return Scores(replace(self.attention, **changes), self.lead, self.dtype)
 
 
 class Masks(NamedTuple):

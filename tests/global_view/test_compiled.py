@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from torch import nn
 
+from lightning_sp import SequenceParallelError
+from lightning_sp.parallelize import compilation
 from tests.global_view import compiled_ranks as ranks
 from tests.global_view.rule_cases import CASES
 from tests.global_view.training_ranks import one_process
@@ -88,3 +91,11 @@ def test_blocks_compiled_train_as_on_one_device(pools, expected, world, options,
                 assert float((found["weights"][name] - weight).abs().max()) < 1e-9, (loss, name)
             assert found["graphs"] > 0, "nothing was compiled"
             assert (found["breaks"], found["notes"]) == ({}, []), loss
+
+
+def test_an_older_torch_is_refused_by_its_version(monkeypatch):
+    monkeypatch.setattr(compilation, "OLDEST", (99, 0))
+    with pytest.raises(
+        SequenceParallelError, match=r"compile=True with global_view=True on torch .*: needs torch 99\.0"
+    ):
+        compilation.compile_forwards(nn.Module(), [])

@@ -1,21 +1,24 @@
 """What the global view costs the host: microseconds of each function of torch on a tensor of the sequence, beside the same on its part.
 
-    python -m benchmarks.global_view
+    python -m benchmarks.global_view [--compiled]
 
 One process plays the first of two ranks; what is timed sends nothing. CPU time, the least of many rounds.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.global_view.compiled.front_end import front_end
 from lightning_sp.global_view.placement import Placement, Storage
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.global_view.table import dispatch
@@ -62,8 +65,48 @@ def microseconds(function: Callable[[Tensor], Any], x: Tensor) -> float:
     return least / CALLS * 1e6
 
 
+class Mlp(nn.Module):
+    """What a block does beside its attention, 14 functions of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 4 * FEATURES)
+        self.down = nn.Linear(4 * FEATURES, FEATURES)
+        self.register_buffer("scale", torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output. Shapes: (B, S, E) -> (B, S, E)."""
+        b, s, e = x.shape
+        table = torch.arange(s, device=x.device)[:, None] / s
+        x = x + (x * table).view(b, s, 2, e // 2).transpose(2, 3).reshape(b, s, e)
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+
+def compiled() -> None:
+    """Print what a forward and backward of `Mlp` costs on a part, in the global view, and compiled there by aot_eager."""
+    shown, local = tensors()
+    block, alone = Mlp(), Mlp()
+    runs: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+        "a part": (alone.forward, local),
+        "global view": (block.forward, shown),
+        "global view, compiled": (front_end("aot_eager").compiled(block.forward), shown),
+    }
+
+    def step(forward: Callable[[Tensor], Any], x: Tensor) -> None:
+        out = forward(x)
+        (out.local if isinstance(out, SequenceTensor) else out).sum().backward()
+
+    print("| | forward, us | forward and backward, us |\n|---|---|---|")
+    for name, (forward, x) in runs.items():
+        step(forward, x)
+        print(f"| {name} | {microseconds(forward, x):.0f} | {microseconds(partial(step, forward), x):.0f} |")
+
+
 def main() -> None:
     """Print the table."""
+    if sys.argv[1:] == ["--compiled"]:
+        compiled()
+        return
     shown, local = tensors()
     print("| function | part, us | global view, us | more, us |\n|---|---|---|---|")
     for name, function in FUNCTIONS.items():

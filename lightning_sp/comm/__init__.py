@@ -37,6 +37,7 @@ from lightning_sp.comm.groups import (
     world,
 )
 from lightning_sp.comm.hangs import destroyed_in_run, end_run, leave_run, watch_run
+from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
 from lightning_sp.comm.tensor_parallel import copy_to_ranks, gather_parts, own_part, sum_of_ranks
@@ -78,6 +79,7 @@ __all__ = [
     "is_of_communication",
     "is_of_other_ranks",
     "is_registered",
+    "is_traced",
     "largest",
     "leave_run",
     "make_group",

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_sp.comm.groups import takes_host_tensors
+from lightning_sp.comm.groups import group_name, takes_host_tensors
+from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op, is_traced
 
 
 class Exchange:
@@ -56,6 +57,9 @@ class Exchange:
 
 def exchange(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     """Return what an `Exchange` brings. Shapes: (sum(sent),) -> (sum(received),)."""
+    if is_traced(buffer):
+        traced: Tensor = all_to_all_op(buffer, list(sent), list(received), group_name(group))
+        return traced
     return Exchange(buffer, sent, received, group).wait()
 
 
@@ -66,6 +70,8 @@ def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """
     if group is None or dist.get_world_size(group) == 1:
         return [tensor]
+    if is_traced(tensor):
+        return list(all_gather_op(tensor.detach(), dist.get_world_size(group), group_name(group)).unbind())
     sent = tensor.detach().contiguous().view(-1).view(torch.uint8)
     parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, sent, group=group)
@@ -104,8 +110,17 @@ def reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum over a group's ranks (the world for None), not differentiable; the tensor itself without processes."""
     if not dist.is_initialized():
         return tensor
+    if is_traced(tensor):
+        return _all_reduced(tensor, "sum", group)
     total = tensor.detach().clone()
     dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_reduced(tensor: Tensor, operation: str, group: ProcessGroup | None) -> Tensor:
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
+    total: Tensor = all_reduce_op(tensor.detach(), operation, group_name(whole))
     return total
 
 
@@ -116,6 +131,8 @@ def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     if not dist.is_initialized():
         return tensor
+    if is_traced(tensor):
+        return _all_reduced(tensor, "max", group)
     result = tensor.detach().clone()
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
     return result
@@ -127,9 +144,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.group = group
-        total = tensor.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return reduce_sum(tensor, group)
 
     @staticmethod
     @once_differentiable

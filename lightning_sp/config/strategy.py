@@ -151,7 +151,9 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         if given != "auto" and not isinstance(given, bool):
             raise SequenceParallelError(f"global_view={given!r}: must be True, False or 'auto'")
         if given is True:
-            for name, why in self._against_global_view().items():
+            against = self._against_global_view()
+            against.pop("compile=True", None)  # which compiles for it, where it is known before the model is laid out
+            for name, why in against.items():
                 raise SequenceParallelError(
                     f"{name} with global_view=True: {why}; leave it out, or use global_view=False"
                 )
@@ -189,7 +191,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         split = self.tensor_parallel_size
         others = {
             f"tensor_parallel_size={split}": (split > 1, "its rules do not know layers of which each rank has a part"),
-            "compile=True": (self.compile, "compiled code does not reach the rules"),
+            "compile=True": (self.compile, "the blocks were compiled for steps that see a part"),
             "shard_batch=False": (not self.shard_batch, "a batch that is sharded by hand shows this rank's part"),
             f"labels_shifted={self.labels_shifted}": (
                 self.labels_shifted is not None,

@@ -88,7 +88,7 @@ def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
 
 
 def _gradient(original: Callable[..., Any], in_progress: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
-    if in_progress():
+    if in_progress() and not torch.compiler.is_compiling():  # which differentiates what it traces
         raise SequenceParallelError(
             f"global_view: torch.autograd.grad inside of a step ({users_line()}): of a weight it would be this rank's share, for gradients are "
             "added up when the step's backward has ended; use the gradients in on_before_optimizer_step, or global_view=False with "

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sp import comm
+from lightning_sp.global_view.known_numbers import read
+
 # A number this low that is added hides a key in each dtype, whatever its score is.
 ADDED_HIDES_BELOW = -1e9
 _ROWS = 256
@@ -43,6 +46,8 @@ def band_of(mask: Tensor | None) -> Band | None:
     Args:
         mask: bool, True if visible; or floating, 0 if visible, and a number that hides. (B or 1, 1, S, S).
     """
+    if mask is not None and comm.is_traced(mask):
+        return read(mask, band_of)
     if mask is None or mask.dim() < 2 or mask.requires_grad or mask.shape[-2] != mask.shape[-1] or mask.shape[-1] == 1:
         return None
     if any(size != 1 for size in mask.shape[1:-2]) or mask.dim() > 4:

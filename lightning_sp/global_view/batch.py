@@ -42,7 +42,7 @@ def global_batch(
         draws_whole: likewise.
     """
     placements: dict[str, Placement] = {}
-    for each in info.all_sequences:
+    for number, each in enumerate(info.all_sequences):
         storage = Storage(
             layout=each.layout,
             rank=rank,
@@ -55,6 +55,7 @@ def global_batch(
             agree=agree,
             own_draws=own_draws,
             draws_whole=draws_whole,
+            number=number,
         )
         placements |= {name: Placement(storage=storage, dim=dim, length=each.length) for name, dim in each.dims.items()}
     if isinstance(batch, Tensor):

@@ -68,7 +68,7 @@ def _local_of(value: Any) -> Any:
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
     """Yield values, those in lists and tuples too. Written out for what runs for each function that is called."""
     for each in values:
-        if type(each) in (list, tuple):
+        if isinstance(each, (list, tuple)):
             yield from _leaves(each)
         else:
             yield each
@@ -76,10 +76,9 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value changed, or each in a list or tuple."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind(mapped(each, change) for each in value)
-    return change(value)
+    if isinstance(value, list):  # a compiler's own kind of list among them
+        return [mapped(each, change) for each in value]
+    return tuple(mapped(each, change) for each in value) if type(value) is tuple else change(value)
 
 
 Rule = Callable[[Call], Any]

@@ -47,6 +47,9 @@ class Storage:
         places: the positions of each rank's tokens, where they are not those of the layout; on the CPU, (ranks, s).
         block: tokens of the batch's sequence that each of this one's stands for; 0 where they are not blocks.
         root: of the batch's own sequence; None for itself.
+        number: of the batch's sequence among its own.
+        is_traced: it stands for another while a compiler traces (`traced`): numbers of tokens may be symbols.
+        only_shapes: and shapes alone are asked of it.
     """
 
     layout: SequenceLayout
@@ -63,6 +66,9 @@ class Storage:
     places: Tensor | None = None
     block: int = 0
     root: Storage | None = None
+    number: int = 0
+    is_traced: bool = False
+    only_shapes: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
     _positions: dict[torch.device, Tensor] = field(default_factory=dict)
     _others: dict[Any, Storage] = field(default_factory=dict)
@@ -76,6 +82,7 @@ class Storage:
         """Return what holds so many tokens: this, or one of more."""
         if length <= self.capacity:
             return self
+        self._check_numbers()
         own = self if self.root is None or self.block else self.root
         if own is not self and length <= own.capacity:
             return own
@@ -83,6 +90,7 @@ class Storage:
 
     def of_blocks(self, number: int, block: int) -> Storage:
         """Return what holds so many blocks of tokens, each block whole on a rank."""
+        self._check_numbers()
         own = self.root or self
         return own._other(own.layout.padded_length(number), block=block)
 
@@ -109,8 +117,15 @@ class Storage:
             )  # fmt: skip
         return self._others[key]
 
+    def _check_numbers(self) -> None:
+        if self.is_traced:
+            raise NotImplementedError(
+                "global_view: a plan of which token goes where is made for one length: not compiled"
+            )
+
     def positions_of(self, rank: int) -> Tensor:
         """Return the positions of a rank's tokens, on the CPU. Shapes: () -> (s,)."""
+        self._check_numbers()
         return layout.positions(self.layout, self.capacity, rank) if self.places is None else self.places[rank]
 
     def positions(self, device: torch.device) -> Tensor:
@@ -123,6 +138,7 @@ class Storage:
         """Return the whole from the parts of all ranks. Shapes: ranks x (..., s, ...) -> (..., capacity, ...)."""
         if self.places is None:
             return layout.merge(parts, self.layout, dim=dim)
+        self._check_numbers()
         return torch.cat(parts, dim).index_select(dim, self.places.flatten().argsort().to(parts[0].device))
 
 

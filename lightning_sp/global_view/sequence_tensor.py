@@ -18,6 +18,7 @@ from typing_extensions import Self
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.deferred import made
 from lightning_sp.global_view.placement import Placement, Storage, gathered
+from lightning_sp.global_view.traced import Metadata, placed_again
 
 
 class GlobalTensor(Tensor):
@@ -75,6 +76,22 @@ class SequenceTensor(GlobalTensor):
         made = cls.without_memory(shape, local.dtype, local.device)
         made.local, made.placement, made.of_sequence, made._whole = local, placement, placement.storage, None
         return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+        """Tell a compiler what this is made of."""
+        return ["local"], Metadata.of(self.placement)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], metadata: Metadata, size: Any, stride: Any) -> SequenceTensor:
+        """Return what a compiler traces in this tensor's place."""
+        local = inner["local"]
+        assert metadata.placement is not None
+        return SequenceTensor(local, placed_again(local, metadata, size[metadata.placement.dim]))
+
+    @classmethod
+    def __metadata_guard__(cls, known: Metadata, given: Metadata) -> bool:
+        """Return whether a tensor may take the graph of another."""
+        return known == given
 
     def whole(self) -> Tensor:
         """Return what is shown, whole on every rank; differentiable. Communicates: as `placement.gathered`, once for what needs no gradient."""

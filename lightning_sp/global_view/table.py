@@ -39,7 +39,7 @@ from lightning_sp.global_view.rules import (
     spectra,
     writing,
 )
-from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, NotCarriedError
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, NotCarriedError, Scores
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -114,7 +114,7 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
 
 def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
     """Do with scores that are made what a function does; raise the error where they are too many, or are written into."""
-    given = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, scores.Scores)]
+    given = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Scores)]
     number = max((made_scores.num_scores(each) for each in given), default=0)
     if not given or writes(call.function) or any(each.is_old for each in given):
         raise error
@@ -127,7 +127,7 @@ def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
 
 
 def _by_rules(call: Call, types: Collection[type]) -> Any:
-    of_scores = scores.Scores in types
+    of_scores = Scores in types
     if (of_scores or score_rows.Maxima in types) and (found := score_rows.on_rows(call, types)) is not NO_RULE:
         return found
     if of_scores and call.name not in products.RULES:

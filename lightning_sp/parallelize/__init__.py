@@ -11,7 +11,13 @@ from lightning_sp.parallelize.activation_checkpointing import (
     without_checkpoints,
 )
 from lightning_sp.parallelize.activation_offload import activation_offload, offload_activations
-from lightning_sp.parallelize.compilation import compile_blocks, compiled_modules, compiles_weights, is_compiled
+from lightning_sp.parallelize.compilation import (
+    compile_blocks,
+    compile_forwards,
+    compiled_modules,
+    compiles_weights,
+    is_compiled,
+)
 from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
@@ -78,6 +84,7 @@ __all__ = [
     "check_unsharded",
     "checkpoint_blocks",
     "compile_blocks",
+    "compile_forwards",
     "compiled_modules",
     "compiles_weights",
     "gather_plain_parts",

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.staged import SAVED_OPERATORS
+from lightning_sp.global_view.compiled.front_end import FrontEnd
 from lightning_sp.parallelize.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
@@ -48,6 +49,7 @@ class BlockCheckpoints:
         policy: by its name; see the module's docstring. "auto": none, and what blocks leave for the backward is measured.
         measures: whether that can be measured; in compiled code it cannot.
         offload: takes the inputs of recomputed blocks away between forward and backward; None leaves them in memory.
+        graphs: of blocks that are compiled in the global view, whose backward recomputes what a selective one does; None where none is.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class BlockCheckpoints:
         *,
         measures: bool = True,
         offload: ActivationOffload | None = None,
+        graphs: FrontEnd | None = None,
     ) -> None:
         self.blocks = [without_compilation(block) for block in blocks]
         # Of each block: "none", "selective", "full" or "measured". A list of strings is what torch.compile can guard.
@@ -64,7 +67,7 @@ class BlockCheckpoints:
         self.activations = ActivationBytes(len(self.blocks))
         self._asked: set[int] = set()
         self._measures = measures
-        self.offload = offload
+        self.offload, self.graphs = offload, graphs
         self.use(policy)
 
     def use(self, policy: str) -> None:
@@ -106,9 +109,10 @@ def checkpoint_blocks(
     *,
     measures: bool = True,
     offload: ActivationOffload | None = None,
+    graphs: FrontEnd | None = None,
 ) -> BlockCheckpoints:
     """Make each block recompute itself as a policy says. The module tree and every name stay as they were. As `BlockCheckpoints`."""
-    checkpoints = BlockCheckpoints(blocks, policy, measures=measures, offload=offload)
+    checkpoints = BlockCheckpoints(blocks, policy, measures=measures, offload=offload, graphs=graphs)
     for number, block in enumerate(checkpoints.blocks):
         # On the instance: a wrapper module would put its own name into every parameter's.
         signature = inspect.signature(block.forward)
@@ -187,6 +191,9 @@ def _checkpointed(
         return forward(*args, **kwargs)
     if how == "measured":
         return checkpoints.activations.of_block(number, checkpoints.blocks[number], forward, args, kwargs)
+    if checkpoints.graphs is not None:
+        with checkpoints.graphs.recomputing(how):
+            return forward(*args, **kwargs)
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     recomputed = partial(checkpoint, use_reentrant=False)
     if how == "selective":

@@ -56,6 +56,7 @@ from lightning_sp.parallelize import (
     check_unsharded,
     checkpoint_blocks,
     compile_blocks,
+    compile_forwards,
     compiled_modules,
     compiles_weights,
     gather_plain_parts,
@@ -212,12 +213,8 @@ def lay_out_model(
         split_model(module, config.tensor_parallel_plan, axis, mesh.tensor_group)
     blocks = transformer_blocks(module)
     _tile(blocks, config.mlp_tile_tokens)
-    measures = not (config.compile or any(True for _ in compiled_modules(module)))
     offload = offload_activations(module, config, device, blocks)
-    checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload)
-    take_over_checkpointing(module)
-    if config.compile and (left := compile_blocks(module, blocks)):
-        rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
+    _checkpoint_and_compile(module, blocks, config, offload)
     shard_model(module, blocks, fsdp_axes(parameter_mesh), with_gathers(module, config))
     if axis is not None:
         gather_plain_parts(module)
@@ -234,9 +231,22 @@ def lay_out_model(
     _say_layout(config, mesh, world, len(blocks))
 
 
+def _checkpoint_and_compile(module: nn.Module, blocks: list[nn.Module], config: StrategyConfig, offload: Any) -> None:
+    """Let blocks recompute themselves, and compile them: in the global view within that, for a graph recomputes itself."""
+    measures = not (config.compile or any(True for _ in compiled_modules(module)))
+    sees_whole = config.global_view is True
+    left, graphs = compile_forwards(module, blocks) if config.compile and sees_whole else (0, None)
+    checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload, graphs=graphs)
+    take_over_checkpointing(module)
+    if config.compile and not sees_whole:
+        left = compile_blocks(module, blocks)
+    if left:
+        rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
+
+
 def with_gathers(module: nn.Module, config: StrategyConfig) -> StrategyConfig:
     """Return the options with weights gathered in float32 where a compiler is: it takes none that note how they are read."""
-    if config.gather_dtype == "float32" or not compiles_weights(module):
+    if config.gather_dtype == "float32" or not (config.compile or compiles_weights(module)):
         return config
     rank_zero_info(
         f"sequence_parallel: gather_dtype={config.gather_dtype!r} gathers float32 here, for compiled code takes no weights that note how they "

@@ -305,7 +305,7 @@ class StepRunner:
 
     def _counted(self, step: Step) -> AbstractContextManager[Any]:
         """Run eagerly until attention calls were counted once, in the preflight if it is on: compiled code counts none."""
-        if self._attention_reached or step.batch.is_whole:
+        if self._attention_reached or step.batch.is_whole or self.context.global_view:
             return nullcontext()
         eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
         return eager

@@ -8,6 +8,7 @@ RULES = "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backw
 REFUSED = "tests/global_view/test_rules.py::test_what_has_no_rule_is_refused_with_the_users_line"
 TRAINING = "tests/global_view/test_training.py"
 AUTO = "tests/global_view/test_auto.py"
+COMPILED = "tests/global_view/test_compiled.py"
 DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_those_of_logits_that_are_made[1-2]"
 
 GLOBAL_VIEW = (
@@ -235,5 +236,26 @@ GLOBAL_VIEW = (
         "by_source(x.local, take) if _is_full(index[-1]) else take(made(x.local))",
         "by_source(x.local, take)",
         DEFERRED,
+    ),
+    fault(
+        "a mask that a graph writes into, known as it was before",
+        "global_view/compiled/known_masks.py",
+        "if _writes(node) and any(each in found for each in reads):",
+        "if False:",
+        f"{COMPILED}::test_a_rule_is_exact_where_it_is_compiled[1-2-16-names0]",
+    ),
+    fault(
+        "a slice that leaves a graph as long as what it was taken from",
+        "global_view/compiled/local_graph.py",
+        "length = sequences[known.like].placement.length + known.longer",
+        "length = sequences[known.like].placement.length",
+        f"{COMPILED}::test_a_rule_is_exact_where_it_is_compiled[1-2-16-names0]",
+    ),
+    fault(
+        "a graph for each length of a mask that is a band",
+        "global_view/compiled/known_masks.py",
+        "band, is_hidden = band_of(~mask), True",
+        "is_hidden = True",
+        f"{COMPILED}::test_a_second_length_is_not_compiled_again[1-2]",
     ),
 )

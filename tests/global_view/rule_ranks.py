@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -91,12 +92,12 @@ def batch_of(length: int, mesh: SequenceMesh) -> tuple[Any, Tensor]:
     return batch, leaf
 
 
-def errors(name: str, length: int, mesh: SequenceMesh) -> Any:
+def errors(name: str, length: int, mesh: SequenceMesh, call: Callable[..., Any] = run) -> Any:
     batch, leaf = batch_of(length, mesh)
     padded, whole = mesh.layout.padded_length(length), Whole(length)
     leaves = [leaf, *parameters(whole)]
     try:
-        result = run(name, batch, whole)
+        result = call(name, batch, whole)
     except SequenceParallelError as error:
         return str(error)
     split = isinstance(next(iter(tree_leaves(result))), SequenceTensor)

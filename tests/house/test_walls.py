@@ -93,6 +93,10 @@ PLANTED = {
         "global_view/rules/pointwise.py",
         "from lightning_sp.global_view.rules import products",
     ),
+    "Inside global_view.compiled": (
+        "global_view/compiled/saved.py",
+        "from lightning_sp.global_view.compiled import local_graph",
+    ),
     "Inside global_view": ("global_view/placement.py", "from lightning_sp.global_view import table"),
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),

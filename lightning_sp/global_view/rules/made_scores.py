@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.placement import Placement, gathered, part_of
-from lightning_sp.global_view.rules.scores import Scores
-from lightning_sp.global_view.rules.written_attention import Attention
+from lightning_sp.global_view.rules.written_attention import Attention, Scores
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

@@ -81,16 +81,24 @@ def pointwise(call: Call) -> Any:
     if found is NO_RULE:
         return NO_RULE
     local, placement = found
-    if call.name in RANDOM and placement.storage.draws_whole:
+    draws = call.name in RANDOM and not _drops_nothing(call)
+    if draws and placement.storage.draws_whole:
         return _drawn_whole(call, placement, written)
     # Of the whole tensors that a step draws every rank needs the same numbers; of tokens that each has for itself, its own.
-    with placement.storage.own_draws() if call.name in RANDOM else nullcontext():
+    with placement.storage.own_draws() if draws else nullcontext():
         result = local.on_locals()
     if call.name == "contiguous" and placement.is_copy(result):
         result = result.clone()  # as one device does of a slice
     if written is not None:
         return written.renew(result if isinstance(result, Tensor) else written.local)
     return placed(result, placement)
+
+
+def _drops_nothing(call: Call) -> bool:
+    """Return whether a dropout is off."""
+    if not call.name.endswith("dropout"):
+        return False
+    return call.argument(1, "p", 0.5) == 0 or not call.argument(2, "training", True)
 
 
 def _drawn_whole(call: Call, placement: Placement, written: Any) -> Any:
@@ -114,7 +122,7 @@ def aligned(call: Call) -> Any:
     """Return the call with every tensor local, and where the sequence of its result is; NO_RULE where two dims have it."""
     tensors = call.tensors
     first = tensors[0].placement
-    wholes = [each for each in (*call.args, *call.kwargs.values()) if is_plain(each) or type(each) in (list, tuple)]
+    wholes = [each for each in (*call.args, *call.kwargs.values()) if is_plain(each) or isinstance(each, (list, tuple))]
     dims = tensors[0].local.dim()
     if not wholes and all(each.placement == first and each.local.dim() == dims for each in tensors):
         return call, first

@@ -12,8 +12,8 @@ from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequ
 from lightning_sp.global_view.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.pointwise import aligned
-from lightning_sp.global_view.rules.scores import Scores, scores_of, times_values
-from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, refusal
+from lightning_sp.global_view.rules.scores import scores_of, times_values
+from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, Scores, refusal
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

@@ -22,6 +22,8 @@ SHOWN = """
 OF_AUTOGRAD = """
     requires_grad grad_fn is_leaf _base untyped_storage _version retains_grad output_nr retain_grad
 """
+# What a compiler asks of a tensor before it asks its part.
+OF_COMPILER = "grad _grad is_view"
 OF_VALUES = "tolist numpy item __array__"
 
 
@@ -31,9 +33,16 @@ def shown(call: Call) -> Any:
         return call.function(*call.args, **call.kwargs)
 
 
+def to_compiler(call: Call) -> Any:
+    """Answer a compiler with what is shown: it has no history and no memory."""
+    return shown(call) if torch.compiler.is_compiling() else NO_RULE
+
+
 def of_autograd(call: Call) -> Any:
     """Answer with what this rank's part has; scores of an attention, which nothing reads, have no history."""
     x = call.args[0]
+    if torch.compiler.is_compiling() and call.name != "_version" and call.function.__name__ != "requires_grad_":
+        return to_compiler(call)
     if call.function.__name__ == "requires_grad_":
         return NO_RULE  # it gives the tensor itself
     if is_sequence(x):
@@ -91,6 +100,7 @@ def data(call: Call) -> Any:
 RULES: dict[str, Rule] = {
     **named(SHOWN, shown),
     **named(OF_AUTOGRAD, of_autograd),
+    **named(OF_COMPILER, to_compiler),
     **named("register_hook register_post_accumulate_grad_hook", hook),
     **named(OF_VALUES, of_values),
     **named("__bool__ __int__ __float__ __index__", number),

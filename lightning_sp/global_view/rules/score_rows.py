@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, named
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
-from lightning_sp.global_view.rules.scores import Scores
-from lightning_sp.global_view.rules.written_attention import refusal
+from lightning_sp.global_view.rules.written_attention import Scores, refusal
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 
 

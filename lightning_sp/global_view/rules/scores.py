@@ -9,7 +9,6 @@ S x S of the sequence's is made. What else a model does to scores is refused by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,41 +22,13 @@ from lightning_sp.global_view.rules.written_attention import (
     HIDDEN_BELOW,
     STILL_HIDDEN_BELOW,
     Attention,
+    Scores,
     check_ties,
     four_dims,
     masks_of,
     refusal,
 )
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor, whole_of
-
-
-class Scores(GlobalTensor):
-    """Scores or weights of an attention, of which nothing is computed.
-
-    Args:
-        attention: what is known of it.
-        lead: the dims before queries and keys, as they are shown.
-        dtype: as it is shown.
-        base: scores of which these are a view; None for none.
-        is_old: a view of them was written into since.
-    """
-
-    attention: Attention
-    lead: tuple[int, ...]
-    base: Scores | None = None
-    is_old: bool = False
-
-    @staticmethod
-    def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:
-        """Return scores of the shape that one device would see."""
-        shape = (*lead, attention.of_queries.length, attention.of_keys.length + attention.shows_sinks)
-        made = cls.without_memory(shape, dtype, attention.queries.device)
-        made.attention, made.lead, made.of_sequence = attention, tuple(lead), attention.of_queries.storage
-        return made
-
-    def changed(self, **changes: Any) -> Scores:
-        """Return scores of which more is known."""
-        return Scores(replace(self.attention, **changes), self.lead, self.dtype)
+from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
 def scores_of(queries: SequenceTensor, keys: SequenceTensor) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.bands import band_of
 from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.traced import Metadata, placed_again
 
 # A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
 HIDDEN_BELOW = -1e4
@@ -66,6 +70,116 @@ class Attention:
     shows_sinks: bool = False
 
 
+# The tensors of an attention that is noted.
+NOTED = ("queries", "keys", "visible", "lowered", "factor", "bias", "sinks")
+
+
+def tensors_of(known: Attention) -> dict[str, Tensor]:
+    """Return the tensors that there are of an attention, by name."""
+    found = {name: getattr(known, name) for name in NOTED}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+class ScoresMetadata:
+    """What guards compare of scores: all that is noted but numbers of tensors.
+
+    Args:
+        attention: what is noted; None in a copy, which guards keep longer than a step.
+        kind: what is compared.
+        dtype: as it is shown.
+    """
+
+    def __init__(self, attention: Attention | None, kind: tuple[Any, ...], dtype: torch.dtype) -> None:
+        self.attention, self.kind, self.dtype = attention, kind, dtype
+
+    @classmethod
+    def of(cls, scores: Any) -> ScoresMetadata:
+        """Return that of scores, or of what is taken from them."""
+        known: Attention = scores.attention
+        numbers = {field.name: getattr(known, field.name) for field in fields(known) if field.name not in NOTED}
+        places = Metadata.of(numbers.pop("of_queries")), Metadata.of(numbers.pop("of_keys"))
+        numbers.pop("lead")
+        kind = (
+            type(scores),
+            scores.dtype,
+            *places,
+            *numbers.items(),
+            *tensors_of(known),
+            getattr(scores, "is_old", None),
+        )
+        return cls(known, kind, scores.dtype)
+
+    def attention_of(self, inner: Mapping[str, Tensor], size: Any) -> Attention:
+        """Return what is noted of what a compiler traces. Args: the tensors by name, the size of the scores as it is shown."""
+        known = self.attention
+        assert known is not None
+        tensors = {name.removeprefix("noted_"): each for name, each in inner.items()}
+        queries, keys = tensors["queries"], tensors["keys"]
+        own = placed_again(queries, Metadata.of(known.of_queries), size[-2])
+        other = placed_again(keys, Metadata.of(known.of_keys), size[-1] - known.shows_sinks)
+        changes: dict[str, Any] = {**tensors, "lead": tuple(queries.shape[:-2])}
+        return replace(known, of_queries=own, of_keys=other, **changes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ScoresMetadata) and self.kind == other.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __deepcopy__(self, _: Any) -> ScoresMetadata:
+        places = [deepcopy(each) if isinstance(each, Metadata) else each for each in self.kind]
+        return ScoresMetadata(None, tuple(places), self.dtype)
+
+
+class Scores(GlobalTensor):
+    """Scores or weights of an attention, of which nothing is computed.
+
+    Args:
+        attention: what is known of it.
+        lead: the dims before queries and keys, as they are shown.
+        dtype: as it is shown.
+        base: scores of which these are a view; None for none.
+        is_old: a view of them was written into since.
+    """
+
+    attention: Attention
+    lead: tuple[int, ...]
+    base: Scores | None = None
+    is_old: bool = False
+
+    @staticmethod
+    def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:
+        """Return scores of the shape that one device would see."""
+        shape = (*lead, attention.of_queries.length, attention.of_keys.length + attention.shows_sinks)
+        made = cls.without_memory(shape, dtype, attention.queries.device)
+        made.attention, made.lead, made.of_sequence = attention, tuple(lead), attention.of_queries.storage
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], ScoresMetadata]:
+        """Tell a compiler what these are made of."""
+        return [f"noted_{name}" for name in tensors_of(self.attention)], ScoresMetadata.of(self)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], metadata: ScoresMetadata, size: Any, stride: Any) -> Scores:
+        """Return what a compiler traces in the place of scores."""
+        return Scores(metadata.attention_of(inner, size), tuple(size[:-2]), metadata.dtype)
+
+    @classmethod
+    def __metadata_guard__(cls, known: ScoresMetadata, given: ScoresMetadata) -> bool:
+        """Return whether scores may take the graph of others."""
+        return known == given
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a tensor of the attention that is noted."""
+        if name.removeprefix("noted_") in NOTED:
+            return getattr(self.attention, name.removeprefix("noted_"))
+        raise AttributeError(name)
+
+    def changed(self, **changes: Any) -> Scores:
+        """Return scores of which more is known."""
+        return Scores(replace(self.attention, **changes), self.lead, self.dtype)
+
+
 class Masks(NamedTuple):
     """What the operator is given of an attention's masks, each whole.
 
@@ -91,6 +205,8 @@ def masks_of(known: Attention) -> Masks:
     """
     if known.lowered is None and known.bias is None:
         return Masks(known.visible, None)
+    if known.of_queries.storage.only_shapes:
+        return Masks(known.lowered, known.bias)
     lowered = known.lowered
     if lowered is None and known.visible is None and band_of(known.bias) is not None:
         # Each query sees itself. Other data-parallel groups may have other masks, and ask.

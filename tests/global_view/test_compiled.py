@@ -1,0 +1,101 @@
+"""Compiled in the global view: the rules' cases and whole trainings, exact, of graphs that hold this rank's part."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from torch import nn
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.parallelize import compilation
+from tests.global_view import compiled_ranks as ranks
+from tests.global_view.rule_cases import CASES
+from tests.global_view.training_ranks import one_process
+
+LENGTH = 29  # padded to 30 or 32
+# Of each kind one: number by number, a table by position, sums, products, attention written out and torch's, masks, writes, whole lines.
+FEW = ("rope", "masked mean", "attention by hand", "attention to nothing", "shifted labels")
+MORE = (
+    *FEW, "learned positions", "max over the sequence", "attention pooling", "a mask that is added", "grouped attention of torch",
+    "written in place", "first token", "stack", "causal convolution",
+)  # fmt: skip
+# What is one graph, of which nothing runs function by function.
+ONE_GRAPH = {
+    "learned positions",
+    "rope",
+    "masked mean",
+    "max over the sequence",
+    "attention by hand",
+    "grouped attention of torch",
+}
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "length", "names"),
+    [
+        (1, 2, 16, FEW),
+        pytest.param(2, 1, 13, MORE, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, MORE, marks=pytest.mark.slow),
+        pytest.param(1, 2, 16, sorted(CASES), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_a_rule_is_exact_where_it_is_compiled(pools, ulysses, ring, length, names):
+    for first in range(0, len(names), 7):
+        some = list(names[first : first + 7])
+        for answers in pools(ulysses * ring).run(ranks.rules, some, length, ulysses, ring):
+            for name, (errors, graphs, breaks, notes) in zip(some, answers, strict=True):
+                assert not isinstance(errors, str), (name, errors)
+                assert max(errors["result"], errors["gradient"]) < 1e-10, (name, errors)
+                if name in ONE_GRAPH and length == 16:
+                    # Dynamo's of the user's functions, and that of this rank's.
+                    assert (graphs, breaks, notes) == (2, 0, []), name
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_a_second_length_is_not_compiled_again(pools, ulysses, ring):
+    for answers in pools(2).run(ranks.lengths, [16, 24, 48, 32], ulysses, ring):
+        assert max(error for error, _ in answers) < 1e-10
+        assert [graphs for _, graphs in answers] == [2, 2, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def expected(pools):
+    """What one device gives, by loss."""
+
+    @cache
+    def of(loss):
+        [found] = pools(1).run(one_process, loss, LENGTH)
+        return found
+
+    return of
+
+
+QUICK = dict(preflight=False)
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "losses"),
+    [
+        (2, dict(ring_size=2, **QUICK), ["input_and_target", "mean_pooled"]),
+        (2, dict(ulysses_size=2, activation_checkpointing="full"), ["input_and_target"]),
+        (2, dict(ring_size=2, activation_checkpointing=True, **QUICK), ["shifted_logits"]),
+        pytest.param(4, dict(ulysses_size=2, ring_size=2), ["shifted_logits", "dpo"], marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_compiled_train_as_on_one_device(pools, expected, world, options, losses):
+    for answers in pools(world).run(ranks.fits, losses, LENGTH, world, options):
+        for loss, found in zip(losses, answers, strict=True):
+            assert found["losses"] == pytest.approx(expected(loss)["losses"], rel=1e-10), loss
+            for name, weight in expected(loss)["weights"].items():
+                assert float((found["weights"][name] - weight).abs().max()) < 1e-9, (loss, name)
+            assert found["graphs"] > 0, "nothing was compiled"
+            assert (found["breaks"], found["notes"]) == ({}, []), loss
+
+
+def test_an_older_torch_is_refused_by_its_version(monkeypatch):
+    monkeypatch.setattr(compilation, "OLDEST", (99, 0))
+    with pytest.raises(
+        SequenceParallelError, match=r"compile=True with global_view=True on torch .*: needs torch 99\.0"
+    ):
+        compilation.compile_forwards(nn.Module(), [])

@@ -18,6 +18,9 @@ from lightning_sp.parallelize.memory_prediction import ModelBytes, StepBytes, es
 
 # What an optimizer keeps for each element of a parameter, by the name of its class; others are taken for Adam.
 _STATES = {"SGD": 1, "Adagrad": 1, "Adafactor": 1, "Lion": 1}
+# Bytes of each number of two states of torchao's: a code, and a scale for a block; of shards as large as it quantizes.
+_QUANTIZED = {"8bit": 2 * (1 + 4 / 256), "4bit": 2 * (1 / 2 + 4 / 128), "Fp8": 2 * (1 + 4 / 256)}
+_LEAST_QUANTIZED = 4096
 # FSDP has a block's parameters while its backward runs, those of the next one already, its gradients whole, and as they leave, those of the
 # block behind it. When its own leave, its parameters are gone, and those of the other ranks arrive. That is four; a device is done with one
 # later than the host. Outside of blocks nothing is fetched ahead.
@@ -43,9 +46,9 @@ def model_bytes(
     """
     state = 0
     for optimizer in optimizers:
-        per_element = _STATES.get(type(getattr(optimizer, "optimizer", optimizer)).__name__, 2)
+        name = type(getattr(optimizer, "optimizer", optimizer)).__name__
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        state += per_element * sum(_local_bytes(each) for each in parameters if not optimizer.state.get(each))
+        state += sum(_state_bytes(name, each) for each in parameters if not optimizer.state.get(each))
     largest = max((sum(map(_whole_bytes, block.parameters())) for block in blocks), default=0)
     outside = sum(map(_whole_bytes, _outside(module, blocks)))
     units = 1 if device.type == "cpu" else 2
@@ -78,6 +81,14 @@ def step_of_shapes(module: nn.Module, blocks: Sequence[nn.Module]) -> StepBytes:
     tables = [each.shape[0] for each in _outside(module, blocks) if each.dim() == 2]
     element = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
     return estimated_step(widths, max(tables, default=0), element)
+
+
+def _state_bytes(optimizer: str, parameter: Tensor) -> int:
+    quantized = next((size for ending, size in _QUANTIZED.items() if optimizer.endswith(ending)), None)
+    local = _local_bytes(parameter)
+    if quantized is not None and (numbers := local // parameter.element_size()) >= _LEAST_QUANTIZED:
+        return math.ceil(quantized * numbers)
+    return _STATES.get(optimizer, 2) * local
 
 
 def _outside(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Tensor]:

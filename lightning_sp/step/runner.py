@@ -231,6 +231,8 @@ class StepRunner:
         """
         step = self.context.loss_step
         self.end()
+        if (used := used_parameters(self.module)) is not None:
+            used.check_reduced()
         was_finite, self._was_finite = self._was_finite, self._loss_check.last_is_finite()
         if step is None or self._was_finite or not was_finite:
             return

@@ -162,7 +162,15 @@ def _state(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 
 def _bytes(tensors: Iterable[Any]) -> int:
     local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
-    return sum(each.numel() * each.element_size() for each in local)
+    return sum(_own_bytes(each) for each in local)
+
+
+def _own_bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor, of a quantized one those of its codes and scales."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return sum(_own_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    size: int = tensor.numel() * tensor.element_size()
+    return size
 
 
 def _size(number: float) -> str:

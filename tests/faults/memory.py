@@ -27,11 +27,11 @@ MEMORY = (
         IN_BACKWARD_LAW,
     ),
     fault(
-        "a unit of a reentrant checkpoint that is stepped before it runs again",
-        "parallelize/fsdp/unused_parameters.py",
-        "or not group.reduce_grads or number in self._without_graph:",
-        "or not group.reduce_grads:",
-        IN_BACKWARD_LAW,
+        "gradients that a reentrant checkpoint leaves where nobody adds them up",
+        "step/runner.py",
+        "            used.check_reduced()\n",
+        "            pass\n",
+        f"{IN_BACKWARD}::test_a_reentrant_checkpoint_of_what_runs_twice_is_refused",
     ),
     fault(
         "weights that no rank used, stepped by zeros",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -29,8 +30,8 @@ class Again(Llama):
     """Runs its blocks more than once, as ALBERT does, or by a checkpoint of its own.
 
     Args:
-        how: "twice"; "reentrant", twice in a reentrant checkpoint; "mixed", so and once without, in the order in which a count of calls with a
-            graph would be wrong; "unread", once more for an output that nothing reads; "looked at", once more without gradients.
+        how: "twice"; "once", in a reentrant checkpoint; "reentrant", twice in one; "mixed", so once and without once; "unread", once more for an
+            output that nothing reads; "looked at", once more without gradients.
     """
 
     def __init__(self, how: str) -> None:
@@ -43,12 +44,12 @@ class Again(Llama):
         x = self.embedding(input_ids)
         cos, sin = rotary_angles(position_ids, head_dim=8, theta=self.config.rope_theta, dtype=x.dtype)
         for layer in self.layers:
-            for number in range(2):
+            for number in range(1 if self.how == "once" else 2):
                 x = self.run(layer, x, cos, sin, number)
         return self.head(self.norm(x))
 
     def run(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, number: int) -> Tensor:
-        if self.how == "reentrant" or (self.how == "mixed" and number == 0):
+        if self.how in ("once", "reentrant") or (self.how == "mixed" and number == 0):
             return checkpoint(layer, x, cos, sin, use_reentrant=True)
         if number == 1 and self.how in ("unread", "looked at"):
             with torch.set_grad_enabled(self.how == "unread"):
@@ -117,7 +118,7 @@ BUILDS = {
     "untied": HuggingFaceLlama,
     "tied": TiedLlama,
     "experts": Experts,
-    **{how: partial(Again, how) for how in ("twice", "reentrant", "mixed", "unread", "looked at")},
+    **{how: partial(Again, how) for how in ("twice", "once", "reentrant", "mixed", "unread", "looked at")},
 }
 
 
@@ -134,6 +135,7 @@ def fit(
     options: dict[str, Any] | None = None,
     save: str = "",
     resume: str = "",
+    in_flight: int = 0,
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """Fit; return losses, weights, the optimizer's states, and the most bytes of gradients that lived when a unit was stepped.
@@ -146,13 +148,14 @@ def fit(
         options: of the optimizer.
         save: path of a checkpoint at the end.
         resume: path of one to begin with.
+        in_flight: units whose gradients may be on their way, as on a GPU.
         trainer_options: of the Trainer.
     """
     torch.manual_seed(3)
     module = Module(BUILDS[build], optimizer, options or {})
-    trainer = quiet_trainer(world, strategy=dict(preflight=False, **strategy), **{"max_steps": 3, **trainer_options})
+    trainer = quiet_trainer(world, strategy={"preflight": False, **strategy}, **{"max_steps": 3, **trainer_options})
     seen = Seen(module)
-    with seen:
+    with seen, mock.patch.object(optimizer_in_backward, "OptimizerInBackward", partial(InFlight, units=in_flight)):
         trainer.fit(module, DataLoader(TokenDataset(12, 32), batch_size=2), ckpt_path=resume or None, weights_only=True)
     if save:
         trainer.save_checkpoint(save)
@@ -172,6 +175,13 @@ def fit(
         "units": {n: b for n, b in seen.units(module)},
         "left": sum(p.grad is not None for p in module.parameters()),
     }
+
+
+class InFlight(optimizer_in_backward.OptimizerInBackward):
+    """Waits for as many units as a test says."""
+
+    def __init__(self, *args: Any, in_flight: int, units: int) -> None:
+        super().__init__(*args, in_flight=units)
 
 
 class Seen:
@@ -302,6 +312,18 @@ class Hooked(Module):
 class ByNormOfAll(Module):
     def configure_optimizers(self) -> Any:
         return NormOfAll(self.parameters(), lr=0.1)
+
+
+def reentrant(world: int, strategy: dict[str, Any]) -> list[str]:
+    """Return why reentrant checkpoints of what runs twice are refused."""
+    said = []
+    for how in ("reentrant", "mixed"):
+        try:
+            fit(world, strategy, how)
+            said.append("NOT REFUSED")
+        except SequenceParallelError as error:
+            said.append(str(error))
+    return said
 
 
 def refusals(world: int, strategy: dict[str, Any], names: list[str]) -> list[str]:

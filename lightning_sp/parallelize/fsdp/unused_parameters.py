@@ -28,6 +28,7 @@ from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
+from lightning_sp.parameter_names import user_name
 
 _ATTRIBUTE = "_lightning_sp_unused_parameters"
 
@@ -76,9 +77,8 @@ class UsedParameters:
         self._asked: tuple[comm.Largest, int] | None = None
         self.when_complete: Callable[[Any, dict[nn.Parameter, bool]], None] | None = None
         self._heads = {number for number, each in enumerate(self._groups) if each in parameter_groups(heads)}
-        # Of each unit, its calls that have had no backward; and those that ran without a graph, as a reentrant checkpoint's do.
+        # Of each unit, its calls that have had no backward.
         self._calls = dict.fromkeys(range(len(self._groups)), 0)
-        self._without_graph: set[int] = set()
         self._ending = False
         first = 0
         for number, each in enumerate(self._groups):
@@ -98,15 +98,13 @@ class UsedParameters:
 
     def count_calls(self) -> None:
         """Count the units' calls from now on: what has run before has no backward in what follows."""
-        self._calls, self._without_graph = dict.fromkeys(self._calls, 0), set()
+        self._calls = dict.fromkeys(self._calls, 0)
 
     def _pre_forward(self, number: int, pre_forward: Any, *args: Any) -> Any:
-        recomputed = torch._C._current_graph_task_id() != -1  # by a backward, and has none
         if torch.is_grad_enabled():
             self._ran.add(number)
-            self._calls[number] += not recomputed
-        elif not recomputed:
-            self._without_graph.add(number)
+            # What a backward recomputes has no backward.
+            self._calls[number] += torch._C._current_graph_task_id() == -1
         return pre_forward(*args)
 
     def _post_backward(self, number: int, first: int, post_backward: Any, *args: Any) -> None:
@@ -130,9 +128,9 @@ class UsedParameters:
     def _tell_complete(self, number: int, first: int) -> None:
         """Tell who asks if no more gradients of a unit are to come in this backward."""
         group = self._groups[number]
-        if self.when_complete is None or not group.reduce_grads or number in self._without_graph:
+        if self.when_complete is None or not group.reduce_grads:
             return
-        if self._calls[number] == 0:  # below it, a backward that nobody has seen the forward of
+        if self._calls[number] == 0:  # below it, a backward of what a reentrant checkpoint ran without a graph
             has_gradient = [(i, each.sharded_param) for i, each in enumerate(group.fsdp_params, first)]
             self.when_complete(group, {p: i in self._used for i, p in has_gradient if p.grad is not None})
 
@@ -191,6 +189,26 @@ class UsedParameters:
         if self.gather_dtypes is not None:
             self.gather_dtypes.learn(flags[num + 2 * num_units :])
         return set(flags[:num].nonzero().flatten().tolist())
+
+    def check_reduced(self) -> None:
+        """Refuse what a backward has left on whole parameters: nobody would add it to the other ranks', or step by it. Alike on all ranks.
+
+        Raises:
+            SequenceParallelError: FSDP's backward had ended before the step's.
+        """
+        left = [
+            each
+            for group in self._groups
+            if group.reduce_grads
+            for each in group.fsdp_params
+            if _gradient(each) is not None
+        ]
+        if left:
+            raise SequenceParallelError(
+                f"the backward went on when FSDP's had ended: gradients of {user_name(left[0]._param_fqn or '')} and {len(left) - 1} other "
+                "parameters were not added up. A reentrant checkpoint (torch.utils.checkpoint.checkpoint, use_reentrant=True) of what runs more "
+                "than once in a step ends it: give use_reentrant=False, or use the strategy's activation_checkpointing"
+            )
 
     def _ask(self, used: set[int], ran: set[int]) -> comm.Largest:
         """Ask which parameters any rank used, which units any rank ran, and which any rank left out."""

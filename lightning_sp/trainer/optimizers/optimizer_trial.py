@@ -169,7 +169,8 @@ def _stepped(
         for parameter in parameters:
             gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
             parameter.grad = sharded_like(gradient, parameter)
-        step(copied)
+        with torch.compiler.set_stance("force_eager"):  # small weights are not worth a compiler's minutes (torchao)
+            step(copied)
     return [p.detach() - old for p, old in zip(parameters, before, strict=True)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -76,6 +77,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         cpu_offload: bool = False,
         gather_dtype: str = "float32",
         gradient_dtype: str = "auto",
+        optimizer_in_backward: bool = False,
         kernel: str = "auto",
         ring_transport: str = "auto",
         ring_saves_kv: bool = False,
@@ -330,7 +332,14 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             step, clipping = self._module.trainer.global_step, loops.clipping(self._module.trainer)
             root, world = self._module, self._groups.world
             self._run.update.tell(self.optimizers, step, world, root=root, clipping=clipping)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        stepped = nullcontext() if self._in_backward is None else self._in_backward.during_backward(self._may_step)
+        with stepped:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _may_step(self) -> bool:
+        """Return whether units may be stepped in a backward in progress: not where the weights are still to explain a loss."""
+        self._run.update.check(self._groups.world)
+        return not self._steps.is_to_explain
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -52,6 +52,7 @@ LONGEST_FIRST = (
     "tests/rewrite/test_encoder_decoder.py",
     "tests/trainer/compile/test_compiled_loss.py",
     "tests/trainer/test_lightning.py",
+    "tests/trainer/test_optimizer_in_backward.py",
     "tests/trainer/test_lightning_options.py",
     "tests/data/test_datamodule.py",
     # Of what is collected last the longest, so that both workers end together.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_sp.checkpoint.quantized_states import restored_states, stored_states
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
 from lightning_sp.quantized_weights import quantized_parameters
@@ -79,7 +80,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    state = {_name_of(parameter, names): dict(values) for parameter, values in optimizer.state.items()}
+    state = {_name_of(each, names): stored_states(optimizer, each, values) for each, values in optimizer.state.items()}
     return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
@@ -115,12 +116,10 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, stored: Mappin
         _check_groups(index, [sorted(group) for group in own_groups], [sorted(group) for group in stored_groups])
         values = dict(stored["state"])
     numbers = {name: number for number, name in enumerate(parameters)}
+    sharded = {n: {k: sharded_like(v, parameters[n]) for k, v in state.items()} for n, state in values.items()}
     optimizer.load_state_dict(
         {
-            "state": {
-                numbers[name]: {key: sharded_like(value, parameters[name]) for key, value in state.items()}
-                for name, state in values.items()
-            },
+            "state": {numbers[n]: restored_states(optimizer, parameters[n], state) for n, state in sharded.items()},
             "param_groups": [
                 {**group, "params": [numbers[name] for name in own]}
                 for group, own in zip(stored["param_groups"], own_groups, strict=True)

@@ -41,6 +41,9 @@ class MemoryOptions:
             to it and that nothing else reads them; the results are the same to the bit. Where anything is compiled: as "float32".
         gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
             their own.
+        optimizer_in_backward: Step each unit of FSDP, a block say, when the backward has its gradients, and free them: gradients of about one
+            unit are in memory, and not of all. The same to the bit. Not with gradient clipping, accumulation or manual optimization, which
+            need all gradients at once.
         loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them, 64
             tokens at least. None: the logits of all tokens, in the copies that torch makes.
         activation_checkpointing: Which transformer blocks recompute their activations in the backward. "auto": as few as a step's predicted peak
@@ -73,6 +76,7 @@ class MemoryOptions:
     cpu_offload: bool = False
     gather_dtype: str = "float32"
     gradient_dtype: str = "auto"
+    optimizer_in_backward: bool = False
     loss_chunk_tokens: Size | None = "auto"
     activation_checkpointing: bool | str = "auto"
     memory_budget_gib: float | Literal["auto"] = "auto"
@@ -97,6 +101,7 @@ class MemoryOptions:
             raise SequenceParallelError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"
             )
+        self._check_optimizer_in_backward()
         _check_policy(self.activation_checkpointing)
         _check_budget(self.memory_budget_gib)
         if self.memory_budget_gib != "auto" and self.checkpoint_policy != "auto":
@@ -105,6 +110,15 @@ class MemoryOptions:
                 "activation_checkpointing='auto', which chooses by it; leave one of the two out"
             )
         self._check_offload()
+
+    def _check_optimizer_in_backward(self) -> None:
+        if not isinstance(self.optimizer_in_backward, bool):
+            raise SequenceParallelError(f"optimizer_in_backward={self.optimizer_in_backward!r}: must be True or False")
+        if self.optimizer_in_backward and self.cpu_offload:
+            raise SequenceParallelError(
+                "optimizer_in_backward=True with cpu_offload=True: gradients leave the device as they come, and the host that steps them would "
+                "hold up the backward; use one of the two"
+            )
 
     @property
     def checkpoint_policy(self) -> str:

@@ -10,6 +10,8 @@ Each is a fixed number and one for each token. Casts are copies of weights in an
 it, too, and they are as large in a step of any length. Gradients of a block's activations are half of what it keeps: they come as what was
 saved goes. Of six kinds of blocks that were looked at the most was 0.37 (docs/log/memory.md).
 
+With `optimizer_in_backward` the first moment has no gradients, and the last one those of the largest unit of FSDP alone.
+
 What is left out (buffers of messages, kernels' workspaces, an allocator's gaps) has room in that the largest blocks are taken for all, and all
 that FSDP has whole for each moment.
 """
@@ -75,15 +77,17 @@ class ModelBytes:
 
     Args:
         base: resident before the step, but for gradients: shards, buffers, what is there of the optimizer.
-        gradients: this rank's shards of them.
+        gradients: this rank's shards of them; where the optimizer steps in the backward, those that are there at a time.
         optimizer: of its state, as far as it is not there.
         gathered: parameters and gradients that FSDP has whole at a time.
+        steps_in_backward: whether a step leaves no gradient to the next one's forward.
     """
 
     base: int
     gradients: int
     optimizer: int
     gathered: int
+    steps_in_backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +153,8 @@ def moments(policy: str, step: StepBytes, model: ModelBytes) -> tuple[Moment, Mo
     kept = sum(block.under(how) for block, how in pairs) + step.outside
     one = max((block.kept for block, _ in pairs), default=0) * (1 + _GRADIENTS)
     one_of_casts = 2 * max(max((block.casts for block, _ in pairs), default=0), step.outside_casts)
-    forward = Moment(fixed=stays + model.gradients + _kept_casts(policy, step), per_token=math.ceil(kept / step.tokens))
+    before = 0 if model.steps_in_backward else model.gradients
+    forward = Moment(fixed=stays + before + _kept_casts(policy, step), per_token=math.ceil(kept / step.tokens))
     begin = Moment(fixed=stays + cast_bytes(policy, step), per_token=bytes_per_token(policy, step))
     end = Moment(fixed=stays + model.gradients + one_of_casts, per_token=math.ceil(one / step.tokens))
     return forward, begin, end

@@ -30,7 +30,7 @@ class AutoCheckpointing:
     """
 
     def __init__(self, config: StrategyConfig) -> None:
-        self._budget_gib, self._waits = config.memory_budget_gib, False
+        self._budget_gib, self._waits, self._in_backward = config.memory_budget_gib, False, config.optimizer_in_backward
         self.most_tokens = 0 if config.checkpoint_policy == "auto" else sys.maxsize
 
     def before_step(
@@ -52,7 +52,7 @@ class AutoCheckpointing:
         if not checkpoints.blocks:
             self.most_tokens = sys.maxsize
             return
-        model = model_bytes(module, checkpoints.blocks, optimizers, device)
+        model = model_bytes(module, checkpoints.blocks, optimizers, device, steps_in_backward=self._in_backward)
         step = measured or step_of_shapes(module, checkpoints.blocks)
         budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)
         own = [each for policy in CANDIDATES for each in moments(policy, step, model)]

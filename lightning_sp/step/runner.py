@@ -218,6 +218,11 @@ class StepRunner:
         """Whether the last training loss is made of operations that none before was, and nothing has compared; the same on all ranks."""
         return self._loss_check.last_has_new_operations()
 
+    @property
+    def is_to_explain(self) -> bool:
+        """Whether `end_backward` will run the step in progress once more, with the weights that made its loss; the same on all ranks."""
+        return self._was_finite and not self._loss_check.last_is_finite()
+
     def end_backward(self, run: Callable[[], Any]) -> None:
         """End a step after its backward; where its loss is nan or infinite and the last one was not, warn of the layer that made it.
 
@@ -226,6 +231,8 @@ class StepRunner:
         """
         step = self.context.loss_step
         self.end()
+        if (used := used_parameters(self.module)) is not None:
+            used.check_reduced()
         was_finite, self._was_finite = self._was_finite, self._loss_check.last_is_finite()
         if step is None or self._was_finite or not was_finite:
             return

@@ -54,6 +54,8 @@ def check_trainer_features(trainer: Trainer, module: LightningModule, config: St
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         _check_callback(callback, trainer)
     _check_after_backward(trainer, module)
+    if config.optimizer_in_backward:
+        _check_optimizer_in_backward(trainer, module)
     seconds = getattr(trainer, "_val_check_time_interval", None)
     if seconds is not None and trainer.world_size > 1:
         raise SequenceParallelError(
@@ -139,3 +141,39 @@ def _check_after_backward(trainer: Trainer, module: LightningModule) -> None:
             f"{named[0]}.on_after_backward with accumulate_grad_batches={accumulation}: the gradients of {accumulation} micro-batches are "
             "summed over the ranks, and divided by the tokens of all, after the last of them; use on_before_optimizer_step instead"
         )
+
+
+def _check_optimizer_in_backward(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what needs the gradients of all parameters at once, beside a step that frees them as they come."""
+    given, accumulation, clips = (
+        "optimizer_in_backward=True with",
+        trainer.accumulate_grad_batches,
+        trainer.gradient_clip_val,
+    )
+    instead = "leave optimizer_in_backward=False"
+    if not module.automatic_optimization:
+        raise SequenceParallelError(
+            f"{given} manual optimization: when the optimizer steps is the step's own affair; {instead}"
+        )
+    if accumulation > 1:
+        raise SequenceParallelError(
+            f"{given} accumulate_grad_batches={accumulation}: the gradients of {accumulation} micro-batches are added up before the step, so "
+            f"all of them are in memory; give larger batches, or {instead}"
+        )
+    if clips or is_overridden("configure_gradient_clipping", module):
+        what = f"gradient_clip_val={clips}" if clips else f"{type(module).__name__}.configure_gradient_clipping"
+        raise SequenceParallelError(
+            f"{given} {what}: gradients are clipped when all of them are known, and here the first are freed before the last come; {instead}, "
+            "or use an optimizer that bounds its own steps"
+        )
+    if is_overridden("optimizer_zero_grad", module):
+        raise SequenceParallelError(
+            f"{given} {type(module).__name__}.optimizer_zero_grad: gradients are freed as weights are stepped, and none is left to zero; leave "
+            f"the hook out, or {instead}"
+        )
+    for hook in ("on_after_backward", "on_before_optimizer_step"):
+        if named := [type(each).__name__ for each in (module, *trainer.callbacks) if is_overridden(hook, each)]:  # type: ignore[attr-defined]
+            raise SequenceParallelError(
+                f"{given} {named[0]}.{hook}: it would see no gradients, which are freed in the backward; look at one as it comes "
+                f"(parameter.register_post_accumulate_grad_hook in on_fit_start), or {instead}"
+            )

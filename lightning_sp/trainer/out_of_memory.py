@@ -18,7 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token, step_bytes
-from lightning_sp.parallelize.model_bytes import model_bytes, step_of_shapes
+from lightning_sp.parallelize.model_bytes import largest_unit_bytes, model_bytes, step_of_shapes
 
 # Remedies that a message names, and the least that one saves, of what activations need.
 _SHOWN, _LEAST = 3, 0.02
@@ -34,12 +34,14 @@ class Held:
         gradients: of them.
         optimizer: its state.
         gathered: parameters and gradients that FSDP has whole at a time.
+        freed_in_backward: gradients of all but the largest unit of FSDP; 0 where the run needs all of them at once.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
+    freed_in_backward: int = 0
 
     @property
     def shards(self) -> int:
@@ -77,6 +79,7 @@ def explain_out_of_memory(
         gradients=_bytes(each.grad for each in module.parameters() if each.grad is not None),
         optimizer=_bytes(_state(trainer.optimizers)),
         gathered=whole.gathered,
+        freed_in_backward=0 if _needs_all_gradients(module) else max(0, whole.gradients - largest_unit_bytes(module)),
     )
     policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
     left = checkpoints.activations.step or step_of_shapes(module, checkpoints.blocks)
@@ -124,6 +127,8 @@ def remedies(
     whole = step_bytes(policy, step, tokens)
     if config.loss_chunk_tokens is None:
         yield "loss_chunk_tokens='auto'", step.outside / step.tokens * tokens
+    if held.freed_in_backward and not config.optimizer_in_backward:
+        yield "optimizer_in_backward=True", float(held.freed_in_backward)
     if shard_size < world:
         yield f"shard_size={world} for {shard_size}", held.shards * (1 - shard_size / world)
     for other in ("selective", "full"):
@@ -142,6 +147,13 @@ def remedies(
     )
 
 
+def _needs_all_gradients(module: LightningModule) -> bool:
+    """Return whether a run clips, accumulates or steps by hand."""
+    trainer = module.trainer
+    needs = trainer.accumulate_grad_batches > 1 or trainer.gradient_clip_val
+    return bool(needs or not module.automatic_optimization)
+
+
 def _state(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -150,7 +162,15 @@ def _state(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 
 def _bytes(tensors: Iterable[Any]) -> int:
     local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
-    return sum(each.numel() * each.element_size() for each in local)
+    return sum(_own_bytes(each) for each in local)
+
+
+def _own_bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor, of a quantized one those of its codes and scales."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return sum(_own_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    size: int = tensor.numel() * tensor.element_size()
+    return size
 
 
 def _size(number: float) -> str:

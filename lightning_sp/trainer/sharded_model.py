@@ -52,6 +52,7 @@ from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
+from lightning_sp.trainer.optimizers.optimizer_in_backward import OptimizerInBackward, step_in_backward
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
 from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code, superseded
@@ -77,6 +78,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self._averages = WeightAverages()
         self._sigterm = Sigterm()
         self._later = AsynchronousCheckpoints(config, self._log_once)
+        self._in_backward: OptimizerInBackward | None = None
         self._after_saves: list[Callable[[Trainer], None]] = []
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
@@ -217,6 +219,8 @@ class ShardedModelStrategy(ProcessStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         step_whole_where_needed(self.optimizers, self._groups.world)
+        if self.config.optimizer_in_backward:
+            self._in_backward = step_in_backward(self.optimizers, self._module, self.root_device, self._groups.world)
 
     @override
     def on_train_start(self) -> None:
@@ -334,4 +338,7 @@ class ShardedModelStrategy(ProcessStrategy):
     def teardown(self) -> None:
         self._sigterm.stop()
         self._later.settle()
+        if self._in_backward is not None:
+            self._in_backward.uninstall()
+            self._in_backward = None
         super().teardown()

@@ -15,7 +15,45 @@ CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
 STAGED = "tests/rewrite/test_staged_heads.py"
 STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
 
+IN_BACKWARD = "tests/trainer/test_optimizer_in_backward.py"
+IN_BACKWARD_LAW = f"{IN_BACKWARD}::test_a_fit_is_to_the_bit_that_of_steps_behind_the_backward[2]"
+
 MEMORY = (
+    fault(
+        "a unit that is stepped in the backward of the first of its calls",
+        "parallelize/fsdp/unused_parameters.py",
+        "if self._calls[number] == 0:  # below it",
+        "if True:  # below it",
+        IN_BACKWARD_LAW,
+    ),
+    fault(
+        "gradients that a reentrant checkpoint leaves where nobody adds them up",
+        "step/runner.py",
+        "            used.check_reduced()\n",
+        "            pass\n",
+        f"{IN_BACKWARD}::test_a_reentrant_checkpoint_of_what_runs_twice_is_refused",
+    ),
+    fault(
+        "weights that no rank used, stepped by zeros",
+        "trainer/optimizers/optimizer_in_backward.py",
+        "self._step_and_free({each for each, now in used.items() if now})",
+        "self._step_and_free({each for each, now in used.items()})",
+        IN_BACKWARD_LAW,
+    ),
+    fault(
+        "gradients that are kept when a unit is stepped",
+        "trainer/optimizers/optimizer_in_backward.py",
+        "                each.grad = None\n",
+        "                pass\n",
+        IN_BACKWARD_LAW,
+    ),
+    fault(
+        "a step in the backward of a loss that is to be explained",
+        "strategy.py",
+        "return not self._steps.is_to_explain",
+        "return True",
+        f"{IN_BACKWARD}::test_a_loss_that_is_not_finite_is_explained_with_the_weights_that_made_it",
+    ),
     fault(
         "the gradient of a stage's rows laid where another stage's are",
         "rewrite/staged_heads/gradients.py",
@@ -61,7 +99,7 @@ MEMORY = (
     fault(
         "a head that is reduced before its last part has its gradient, or for each part",
         "parallelize/fsdp/unused_parameters.py",
-        "if self._calls.get(number, 0) > 1 and not self._ending:",
+        "if number in self._heads and self._calls[number] > 1 and not self._ending:",
         "if False:",
         f"{ONCE}[chunked]",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,8 @@ def test_the_peak_is_the_most_of_the_forwards_end_and_the_backwards_begin_and_en
             end = 10_550 + gradients + 2 * 70 + 20 * 1500 // 10
             assert [each.at(20) for each in moments(policy, step, model)] == [forward, begin, end]
             assert peak_bytes(policy, step, model, 20) == max(forward, begin, end)
+            freed = replace(model, steps_in_backward=True)
+            assert [each.at(20) for each in moments(policy, step, freed)] == [forward - gradients, begin, end]
 
 
 def test_casts_are_kept_by_blocks_that_do_not_recompute_themselves_and_do_not_grow():

@@ -42,6 +42,7 @@ def test_what_remedies_save(on_gpu):
     found = dict(remedies(held, step, 20, "none", config, ranks=2, world=4, shard_size=2, on_gpu=on_gpu))
     # By hand, a token: none 4 x 100 + 50 + 300, selective 4 x 25 + 75 + 50 + 300, full 4 x 5 + 95 + 50 + 300.
     assert found["loss_chunk_tokens='auto'"] == 300 * 20
+    assert "optimizer_in_backward=True" not in found
     assert found["shard_size=4 for 2"] == 32000 / 2
     assert found["activation_checkpointing='selective'"] == 225 * 20
     assert found["activation_checkpointing='full'"] == 285 * 20
@@ -50,3 +51,12 @@ def test_what_remedies_save(on_gpu):
     assert found.get("cpu_offload=True") == (32000 if on_gpu else None)
     assert found["sequence_parallel_size=4 for 2, or half as many tokens"] == 750 * 20 / 2
     assert torch.tensor([*found.values()]).min() > 0
+
+
+def test_gradients_that_a_run_does_not_need_at_once_are_a_remedy():
+    step = StepBytes(tokens=10, blocks=(BlockBytes(kept=1000, attention=200, inputs=50),), outside=0)
+    held = Held(parameters=8000, gradients=8000, optimizer=16000, gathered=0, freed_in_backward=7000)
+    for given, saved in ((False, 7000), (True, None)):
+        config = StrategyConfig(optimizer_in_backward=given)
+        found = dict(remedies(held, step, 20, "none", config, ranks=2, world=4, shard_size=4, on_gpu=False))
+        assert found.get("optimizer_in_backward=True") == saved

@@ -52,7 +52,13 @@ _LAYOUT = "_lightning_sp_layout"
 # Wrappers that do what the strategy does.
 _REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 # Options of memory that change nothing of a model.
-_OF_EACH_RUN = ("loss_chunk_tokens", "delayed_init", "activation_checkpointing", "memory_budget_gib")
+_OF_EACH_RUN = (
+    "loss_chunk_tokens",
+    "delayed_init",
+    "activation_checkpointing",
+    "memory_budget_gib",
+    "optimizer_in_backward",
+)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 

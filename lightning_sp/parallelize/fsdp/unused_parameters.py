@@ -8,6 +8,9 @@ A unit must run on all ranks or on none, for its parameters are gathered from al
 
 A head may run several times in a forward, for one part of the tokens after the other. FSDP2 would gather and reduce it for each. Here its
 gradients are reduced when the first of these calls has had its backward, which comes last.
+
+Who steps an optimizer in the backward is told of a unit when its gradients are complete: when each of its calls has had its backward. Of
+those it is told that this rank has used, for what another rank has used is known at the backward's end.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
+from lightning_sp.parameter_names import user_name
 
 _ATTRIBUTE = "_lightning_sp_unused_parameters"
 
@@ -57,6 +61,8 @@ class UsedParameters:
         group: the world, on a backend for host tensors; None is torch's default group.
         before_end: called when a backward has ended, before it is asked what was used.
         gather_dtypes: what ranks tell each other of how weights are read, with the same message; None where all are gathered in float32.
+        when_complete: called in a backward with a unit's group when no more gradients of it are to come, and with its parameters and whether
+            this rank has used each; None where nobody asks. Of some units that is not known before the backward's end: it is not called.
     """
 
     def __init__(self, units: Sequence[FSDPModule], heads: Sequence[FSDPModule] = ()) -> None:
@@ -69,8 +75,10 @@ class UsedParameters:
         self._zeros: set[int] = set()
         self._ran: set[int] = set()
         self._asked: tuple[comm.Largest, int] | None = None
-        # Of each head, its calls that have had no backward.
-        self._calls = {number: 0 for number, each in enumerate(self._groups) if each in parameter_groups(heads)}
+        self.when_complete: Callable[[Any, dict[nn.Parameter, bool]], None] | None = None
+        self._heads = {number for number, each in enumerate(self._groups) if each in parameter_groups(heads)}
+        # Of each unit, its calls that have had no backward.
+        self._calls = dict.fromkeys(range(len(self._groups)), 0)
         self._ending = False
         first = 0
         for number, each in enumerate(self._groups):
@@ -88,17 +96,19 @@ class UsedParameters:
         expected = list(groups)
         self._ran.update(number for number, each in enumerate(self._groups) if each in expected)
 
+    def count_calls(self) -> None:
+        """Count the units' calls from now on: what has run before has no backward in what follows."""
+        self._calls = dict.fromkeys(self._calls, 0)
+
     def _pre_forward(self, number: int, pre_forward: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
             self._ran.add(number)
-            if (
-                number in self._calls and torch._C._current_graph_task_id() == -1
-            ):  # what a backward recomputes has no backward
-                self._calls[number] += 1
+            # What a backward recomputes has no backward.
+            self._calls[number] += torch._C._current_graph_task_id() == -1
         return pre_forward(*args)
 
     def _post_backward(self, number: int, first: int, post_backward: Any, *args: Any) -> None:
-        if self._calls.get(number, 0) > 1 and not self._ending:
+        if number in self._heads and self._calls[number] > 1 and not self._ending:
             self._calls[number] -= 1
             return
         group = self._groups[number]
@@ -111,6 +121,18 @@ class UsedParameters:
                     self._zeros.add(index)
                 each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
         post_backward(*args)
+        if not self._ending:
+            self._calls[number] -= 1
+            self._tell_complete(number, first)
+
+    def _tell_complete(self, number: int, first: int) -> None:
+        """Tell who asks if no more gradients of a unit are to come in this backward."""
+        group = self._groups[number]
+        if self.when_complete is None or not group.reduce_grads:
+            return
+        if self._calls[number] == 0:  # below it, a backward of what a reentrant checkpoint ran without a graph
+            has_gradient = [(i, each.sharded_param) for i, each in enumerate(group.fsdp_params, first)]
+            self.when_complete(group, {p: i in self._used for i, p in has_gradient if p.grad is not None})
 
     def _end(self, end: Any) -> None:
         """End a backward of FSDP2, and give what no rank used no gradient in place of zeros.
@@ -126,9 +148,10 @@ class UsedParameters:
         self._ending = True
         try:
             end()
+            self.before_end()
         finally:
-            self._ending, self._calls = False, dict.fromkeys(self._calls, 0)
-        self.before_end()
+            self._ending = False
+            self.count_calls()
         if not any(group.reduce_grads for group in self._groups):
             return
         used, zeros, ran = self._used, self._zeros, self._ran
@@ -166,6 +189,26 @@ class UsedParameters:
         if self.gather_dtypes is not None:
             self.gather_dtypes.learn(flags[num + 2 * num_units :])
         return set(flags[:num].nonzero().flatten().tolist())
+
+    def check_reduced(self) -> None:
+        """Refuse what a backward has left on whole parameters: nobody would add it to the other ranks', or step by it. Alike on all ranks.
+
+        Raises:
+            SequenceParallelError: FSDP's backward had ended before the step's.
+        """
+        left = [
+            each
+            for group in self._groups
+            if group.reduce_grads
+            for each in group.fsdp_params
+            if _gradient(each) is not None
+        ]
+        if left:
+            raise SequenceParallelError(
+                f"the backward went on when FSDP's had ended: gradients of {user_name(left[0]._param_fqn or '')} and {len(left) - 1} other "
+                "parameters were not added up. A reentrant checkpoint (torch.utils.checkpoint.checkpoint, use_reentrant=True) of what runs more "
+                "than once in a step ends it: give use_reentrant=False, or use the strategy's activation_checkpointing"
+            )
 
     def _ask(self, used: set[int], ran: set[int]) -> comm.Largest:
         """Ask which parameters any rank used, which units any rank ran, and which any rank left out."""

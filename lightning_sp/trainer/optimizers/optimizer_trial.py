@@ -9,7 +9,7 @@ a shard is uneven), and one that unwraps shards itself would train wrongly witho
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from torch.optim import (
 from lightning_sp import comm
 from lightning_sp.checkpoint import sharded_like
 from lightning_sp.mesh import tensor_parallel_part
+from lightning_sp.trainer.optimizers.part_steps import step_only
 
 # Each element's step is made of its own gradients alone.
 ELEMENTWISE = {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, ASGD, Adadelta}
@@ -61,6 +62,17 @@ def verdict_on_shards(optimizer: Optimizer, group: ProcessGroup | None) -> Verdi
     return next((verdict for verdict in verdicts if verdict != Verdict()), Verdict())
 
 
+def verdict_on_parts(optimizer: Optimizer, group: ProcessGroup | None) -> str | None:
+    """Return why an optimizer cannot step its weights one after the other; None where that is its step of all, to the bit.
+
+    It is left as it is. Every rank must call it. As `verdict_on_shards`.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return None
+    verdicts: list[str | None] = comm.gather_objects(_trial_of_parts(optimizer), group)
+    return next(filter(None, verdicts), None)
+
+
 def cuda_devices(optimizer: Optimizer) -> list[torch.device]:
     """Return the CUDA devices of an optimizer's parameters, whose random streams it may draw from."""
     return list({p.device for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"})
@@ -83,6 +95,33 @@ def _trial(optimizer: Optimizer) -> Verdict:
         if not apart <= _TOLERANCE * scale + 1e-12:
             return Verdict(fails=f"it moves a weight of shape {tuple(whole.shape)} otherwise than the whole one")
     return Verdict()
+
+
+def _trial_of_parts(optimizer: Optimizer) -> str | None:
+    steps = []
+    with torch.random.fork_rng(devices=cuda_devices(optimizer)):
+        for in_parts in (False, True):
+            wholes, _ = _trial_parameters(optimizer)
+            try:
+                steps.append(_stepped(optimizer, wholes, _step_each if in_parts else _step_all))
+            except (
+                Exception
+            ) as error:  # whatever a step without a closure, or an optimizer that cannot be made anew, raises
+                return f"it could not be tried on small weights ({_first_line(error)})"
+    at_once, apart = steps
+    for whole, part in zip(at_once, apart, strict=True):
+        if not torch.equal(whole, part):
+            return f"it moves a weight of shape {tuple(whole.shape)} otherwise when others are stepped after it"
+    return None
+
+
+def _step_all(optimizer: Optimizer) -> None:
+    optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+
+
+def _step_each(optimizer: Optimizer) -> None:
+    for each in [each for group in optimizer.param_groups for each in group["params"]]:
+        step_only(optimizer, optimizer.step, {each})
 
 
 def _first_line(error: Exception) -> str:
@@ -117,7 +156,9 @@ def _of_shape(like: DTensor, value: Tensor) -> DTensor:
     )
 
 
-def _stepped(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> list[Any]:
+def _stepped(
+    optimizer: Optimizer, groups: list[list[nn.Parameter]], step: Callable[[Optimizer], None] = _step_all
+) -> list[Any]:
     """Step an optimizer like another over other parameters, and return how far each has moved."""
     copied = _like(optimizer, groups)
     parameters = _all(groups)
@@ -128,7 +169,8 @@ def _stepped(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> list[Any
         for parameter in parameters:
             gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
             parameter.grad = sharded_like(gradient, parameter)
-        copied.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+        with torch.compiler.set_stance("force_eager"):  # small weights are not worth a compiler's minutes (torchao)
+            step(copied)
     return [p.detach() - old for p, old in zip(parameters, before, strict=True)]
 
 

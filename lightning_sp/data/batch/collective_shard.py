@@ -50,8 +50,7 @@ def collective_shard(
     Raises:
         SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.
     """
-    fault: Exception | None = None
-    local, info = batch, None
+    local, info, fault = batch, None, None
     try:
         if by_hand or is_sharded(batch):
             info = hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options)

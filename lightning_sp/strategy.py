@@ -144,12 +144,14 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._prepare_trainer(trainer)
         abandon_forward(self._module)
         self._averages.note_dtypes(self._module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        # Batches of a test have the names of the fit before it, which the preflight has compared.
+        anew = fitting or self._prepared is not self._module
         if self._prepared is not self._module:
             self._prepare(self._module)
         self._averages.copy(self._module, trainer)
-        self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=True)
+        self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=anew)
         self.barrier()
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self._steps.start_run()
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
@@ -202,7 +204,6 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         else:
             self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step)
             self._first_evaluations.offer(batch, (loops.evaluated_step(trainer), dataloader_idx))
-        self._row_metrics.follow(self._module, self.data_parallel_group if whole else self.sequence_mesh.token_group)
         self._evaluated.advance(trainer, dataloader_idx)
         self._before_hooks()
         # What the module makes of whole rows on their way it draws alike.
@@ -247,6 +248,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
         args = self._handed.of_step(args)
+        self._follow_metrics()
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
         self._checkpointing.before_step(self._steps, self._batch, self.optimizers, self.ranks_per_node)
         dropout = self._run.begin_micro_batch(rows, trainer, mesh, self.root_device)
@@ -295,9 +297,15 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         super().on_predict_end()
         share_predictions(self._module.trainer.predict_loop, self.sequence_mesh, self._groups.world)
 
+    def _follow_metrics(self) -> None:
+        """Add up metrics over the ranks that have other rows or tokens in the step that begins."""
+        mesh, alike = self.sequence_mesh, self._info.is_whole or self.sees_whole_sequences
+        self._row_metrics.follow(self._module, mesh.data_group if alike else mesh.token_group)
+
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compare_evaluation(run, *args)
         args = self._handed.of_step(args)
+        self._follow_metrics()
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
         kept = KeptValues(self._module) if self._first_evaluations.keeps(run.__name__) else None
         output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs), filler=filler)

@@ -171,7 +171,9 @@ class Trial:
                 gradients = _backward(self.module, loss)
                 buffers = buffers_of(self.module)
                 found.attributes(self.module, self.control_group)
-                found.metrics(self.module, None, self.control_group, self.context.mesh.token_group)
+                mesh = self.context.mesh
+                alike = mesh.data_group if self.context.global_view else None
+                found.metrics(self.module, alike, self.control_group, mesh.token_group)
                 return Outcome(
                     loss=loss,
                     gradients=gradients,

@@ -48,6 +48,7 @@ def sharded_cross_entropy(
         average over that group.
     """
     logits, target = logits.flatten(0, -2), shift_labels.flatten()
+    is_part = isinstance(logits, SequenceTensor)
     if isinstance(logits, SequenceTensor):
         logits, target, _ = local_targets(logits, target)
     elif isinstance(target, SequenceTensor):
@@ -58,6 +59,8 @@ def sharded_cross_entropy(
         if reduction == "sum" and step is not None and group is None:
             step.num_over_groups += 1
             group = step.summed_over or comm.world()
-        return interception.reduce(logits, target, group, ignore_index=ignore_index, reduction=reduction)
+        return interception.reduce(
+            logits, target, group, ignore_index=ignore_index, reduction=reduction, is_part=is_part
+        )
     total, count = sum_and_count(F.cross_entropy, logits, target, None, ignore_index)
     return reduce_loss(total, count, group, reduction)

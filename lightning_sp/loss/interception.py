@@ -26,7 +26,7 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
 from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, nonzero_count, reduce_loss, sum_and_count
-from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_of_targets
+from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_in_global_view, kind_of_targets
 
 # Binds the names of a model's files that are bound to the first function to the second, until the stack closes.
 Rebind = Callable[[CrossEntropy, CrossEntropy, ExitStack], None]
@@ -149,8 +149,9 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return each_token if shown is None else shown(each_token)
         each = partial(original, **{name: value for name, value in options.items() if value is not None})
         return self.reduce(
-            input, target, None, weight, each=each, name=name, ignore_index=ignore_index, reduction=reduction
-        )
+            input, target, None, weight, each=each, name=name, ignore_index=ignore_index, reduction=reduction,
+            is_part=shown is not None,
+        )  # fmt: skip
 
     def reduce(
         self,
@@ -163,16 +164,22 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         reduction: str,
         each: Callable[..., Tensor] | None = None,
         name: str = "F.cross_entropy",
+        is_part: bool = False,
     ) -> Tensor:
         """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a reference run.
 
-        A sum without a group is over the rows of this data-parallel group, or of all where a trial has told so.
+        A sum without a group is over the rows of this data-parallel group, or of all where a trial has told so. `is_part` says of the global
+        view whether the logits were a tensor of the sequence, of which this rank has a part: what was none is whole on each rank.
 
         Shapes: (tokens, V), (tokens,) -> ().
         """
         step, original = self.context.loss_step, each or self._originals["cross_entropy"]
         target = _without_fillers(target, ignore_index)
-        kind = "unknown" if step is None else kind_of_targets(input, target, self.context, name)
+        kind: Kind = "unknown"
+        if step is not None and self.context.global_view and not step.batch.is_whole:
+            kind = kind_in_global_view(target, self.context, step) if is_part else "rows"
+        elif step is not None:
+            kind = kind_of_targets(input, target, self.context, name)
         real = self._real_tokens(step) if step is not None and kind == "tokens" and target.is_floating_point() else None
         total, count = sum_and_count(original, input, target, weight, ignore_index, real)
         if step is None:
@@ -181,7 +188,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return reduce_loss(total, count, group, reduction)
         step.num_losses += 1
         if reduction == "sum":
-            check_summable(kind, input, step, self.context.mesh.layout.size, name)
+            if not is_part:
+                check_summable(kind, input, step, self.context.mesh.layout.size, name)
             step.num_sums += group is None
             step.num_summed_in_part += count_of_targets(target) if kind == "unknown" else 0
             return self._sum(total, kind, step) if group is None else comm.sum_over_ranks(total, group)

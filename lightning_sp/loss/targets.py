@@ -65,6 +65,12 @@ def kind_of_targets(input: Tensor, target: Tensor, context: SequenceContext, nam
     return kind
 
 
+def kind_in_global_view(target: Tensor, context: SequenceContext, step: Step) -> Kind:
+    """Return what the targets of logits of the sequence are of: all of this rank's tokens, or some that the step has chosen."""
+    rows, lengths = step.batch.rows, [context.local_tokens(each) for each in step.batch.sequences]
+    return "tokens" if count_of_targets(target) in [rows * each for each in lengths] else "unknown"
+
+
 def count_of_targets(target: Tensor) -> int:
     """Return the number of targets; class probabilities, (N, V, ...), are one for each position."""
     return target.numel() // (target.shape[min(1, target.dim() - 1)] if target.is_floating_point() else 1)

@@ -343,6 +343,12 @@ def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if "storage of size 0" in str(error):
+                raise SequenceParallelError(
+                    f"preflight: the backward of training_step needs weights that FSDP freed after another backward within the step ({error}); "
+                    "torch.autograd.grad(..., create_graph=True), as a gradient penalty has it, is differentiated once more; write the penalty "
+                    "with finite differences, (critic(x + d) - critic(x)) / d.norm(), or leave it out"
+                ) from error
             if "DTensor" not in str(error):
                 raise
             raise SequenceParallelError(

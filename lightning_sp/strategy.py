@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,6 +32,7 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import abandon_forward, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
@@ -41,7 +43,7 @@ from lightning_sp.step.prepare import attention_mesh, base_mesh, lay_out_model
 from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.batch_hooks import moves_batches
+from lightning_sp.trainer.batch_hooks import moves_batches, of_user
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.logged_sums import LoggedSums
@@ -255,11 +257,23 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._batch = replace(self._batch, dropout=dropout)
         # A step may take entries out of its batch.
         self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
+        kept = KeptValues(self._module, trains=True) if self._steps.context.keeps_in_training else None
         output = self._steps.train(self._batch, lambda: self._counted_step(Strategy.training_step, *args, **kwargs))
         self._steps.check_sums()
+        self._make_whole(kept)
         if output is None or not self._module.automatic_optimization:
             self._steps.end_without_backward()
         return output
+
+    def _make_whole(self, kept: KeptValues | None) -> None:
+        """Make what training_step has kept for the epoch's end whole; where it is no tensor of tokens, say so once, and leave it."""
+        if kept is None or self.sees_whole_sequences:
+            return
+        try:
+            kept.replace(partial(self._whole_output, does="training_step keeps"))
+        except SequenceParallelError as error:
+            self._steps.context.keeps_in_training = False
+            rank_zero_warn(f"{error}. From here on what training_step keeps is of each rank's own tokens")
 
     def _training_step_again(self, *args: Any, **kwargs: Any) -> Any:
         with loops.without_loggers(self._module.trainer):
@@ -300,7 +314,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def _follow_metrics(self) -> None:
         """Add up metrics over the ranks that have other rows or tokens in the step that begins."""
         mesh, alike = self.sequence_mesh, self._info.is_whole or self.sees_whole_sequences
-        self._row_metrics.follow(self._module, mesh.data_group if alike else mesh.token_group)
+        holders = [self._module, *of_user(self._module.trainer)]
+        self._row_metrics.follow(holders, mesh.data_group if alike else mesh.token_group)
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compare_evaluation(run, *args)
@@ -375,5 +390,5 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._runner.close()
         self._run.end()
         self._averages.release()
-        self._row_metrics.follow(self._module, None)
+        self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)
         super().teardown()

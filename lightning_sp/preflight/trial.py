@@ -31,6 +31,7 @@ from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated
+from lightning_sp.step.kept_values import KeptValues
 
 SEED = 1234
 
@@ -49,6 +50,7 @@ class Outcome:
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
         numbers: that it logs; known of a sharded run alone.
+        keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
     """
 
     loss: Tensor | None
@@ -60,6 +62,7 @@ class Outcome:
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
     numbers: Mapping[str, Number] = field(default_factory=dict)
+    keeps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,7 @@ class Trial:
                 self.context.drawn_from(SEED),
                 recorded_numbers(self.module) as found,
             ):
+                before = KeptValues(self.module, trains=True)
                 with self._named():
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -181,6 +185,7 @@ class Trial:
                     num_sums=num_sums,
                     num_over_groups=num_over_groups,
                     numbers=found.numbers,
+                    keeps=bool(before.new()),
                 )
         finally:
             self.context.step = None

@@ -6,7 +6,7 @@ of, are added up over the world. A metric that names its own ranks keeps them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,19 +25,19 @@ class RowMetrics:
     def __init__(self) -> None:
         self._given: dict[int, Metric] = {}  # to which a group was given, by their number
 
-    def follow(self, module: nn.Module, group: ProcessGroup | None) -> None:
+    def follow(self, holders: Sequence[Any], group: ProcessGroup | None) -> None:
         """Let metrics that name no ranks add up over one rank of each data-parallel group, over those of all tokens, or over the world again.
 
         What a metric holds already was counted by a step of another view, training's say: it adds up as that did until it is reset.
 
         Args:
-            module: that holds them.
+            holders: the module that holds them, and callbacks.
             group: the ranks with other rows, where the ranks of a sequence hold them alike; else those that hold each token once, None where
                 these are all; None at the end of a run.
         """
         if group is None and not self._given:
             return
-        for _, outermost in outermost_metrics(module):
+        for _, outermost in (each for holder in holders for each in outermost_metrics(holder)):
             if not was_updated(outermost):
                 for each in _parts(outermost):
                     self._follow(each, group)
@@ -69,12 +69,14 @@ def was_updated(metric: Metric | MetricCollection) -> bool:
     return any(each.update_called for each in _parts(metric))
 
 
-def outermost_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the metrics and collections of metrics that are no part of another one, those in plain lists and dicts of modules too."""
-    for name, value in vars(module).items():
+def outermost_metrics(holder: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the metrics and collections of metrics of a module or a callback that are no part of another one, those in lists and dicts too."""
+    for name, value in vars(holder).items():
+        if _is_metric(value):  # of a callback: a module has them among its modules
+            yield f"{prefix}{name}", value
         if isinstance(value, (list, tuple, dict)) and not name.startswith("_") and len(value) <= _MOST_IN_A_LIST:
             yield from ((f"{prefix}{name}.{key}", each) for key, each in _items(value) if _is_metric(each))
-    for name, child in module.named_children():
+    for name, child in holder.named_children() if isinstance(holder, nn.Module) else ():
         path = f"{prefix}{name}"
         if _is_metric(child):
             yield path, child

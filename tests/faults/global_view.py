@@ -27,6 +27,13 @@ GLOBAL_VIEW = (
         f"{METRICS}::test_a_metric_of_training_keeps_its_ranks_through_a_validation_of_another_view",
     ),
     fault(
+        "what training keeps for an epoch's end, a rank's part of it",
+        "strategy.py",
+        "        self._make_whole(kept)\n",
+        "",
+        f"{METRICS}::test_a_metric_of_training_keeps_its_ranks_through_a_validation_of_another_view",
+    ),
+    fault(
         "predictions of a metric that are sent without memory",
         "step/runner.py",
         "            make_whole(self.module)\n",

@@ -101,6 +101,11 @@ class OnParts(Counting):
     def __init__(self) -> None:
         super().__init__("accuracy", False)
         self.seen_whole: list[bool] = []
+        self.kept: list[Tensor] = []
+
+    def on_train_epoch_end(self) -> None:
+        kept = torch.cat(self.kept)
+        self.numbers += [float(kept.numel()), float((kept * torch.arange(LENGTH)).sum())]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = self.embed(batch["input_ids"]) + self.places(batch["position_ids"])
@@ -109,14 +114,16 @@ class OnParts(Counting):
         self.trained.update((batch["shift_labels"] >= 0).sum())
         self.log("trained", self.trained, on_step=False, on_epoch=True)
         self.seen_whole.append(getattr(self.trainer.strategy, "sees_whole_sequences", False))
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch["shift_labels"].flatten())
+        logits = self.head(x)
+        self.kept.append(logits.argmax(-1))
+        return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["shift_labels"].flatten()))
 
 
 def trained_on_parts(world: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Fit an epoch; return what its metric of training says, and whether a step of training saw whole sequences."""
+    """Fit an epoch; return what its metric and its list of training say, and whether a step of training saw whole sequences."""
     module = OnParts()
     made = [{"input_ids": a, "shift_labels": b, "position_ids": torch.arange(LENGTH)} for a, b in rows(12, 0)]
     strategy: Any = SequenceParallelStrategy(**options) if options else "auto"
@@ -125,7 +132,8 @@ def trained_on_parts(world: int, options: dict[str, Any]) -> dict[str, Any]:
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(module, DataLoader(made, 4), DataLoader(made[:4], 4))
-    return {"trained": float(trainer.callback_metrics["trained"]), "whole": any(module.seen_whole)}
+    trained = float(trainer.callback_metrics["trained"])
+    return {"trained": trained, "whole": any(module.seen_whole), "numbers": module.numbers}
 
 
 def run(counts: str, shifts: bool, world: int, rows_of_a_batch: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def test_a_metric_alone_shows_that_a_part_is_not_the_whole(pools, counts):
 
 
 def test_a_metric_of_training_keeps_its_ranks_through_a_validation_of_another_view(pools):
-    """Training is on parts, for it names its positions; its sum is read behind a validation that counts them itself."""
+    """Training is on parts, for it names its positions; its sum is read behind a validation that counts them itself. A list is whole."""
     [plain] = pools(1).run(ranks.trained_on_parts, 1, {})
     for found in pools(2).run(ranks.trained_on_parts, 2, dict(ulysses_size=2)):
         assert found == plain

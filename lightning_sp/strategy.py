@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,6 +33,7 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import abandon_forward, check_added, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
@@ -43,7 +45,7 @@ from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
-from lightning_sp.trainer.batch_hooks import moves_batches
+from lightning_sp.trainer.batch_hooks import moves_batches, of_user
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.logged_sums import LoggedSums
@@ -149,13 +151,15 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._prepare_trainer(trainer)
         abandon_forward(self._module)
         self._averages.note_dtypes(self._module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        # Batches of a test have the names of the fit before it, which the preflight has compared.
+        anew = fitting or self._prepared is not self._module
         if self._prepared is not self._module:
             self._prepare(self._module)
         self._averages.copy(self._module, trainer)
-        self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=True)
+        self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=anew)
         self._batch_ends.follow(trainer)
         self.barrier()
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self._steps.start_run()
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
@@ -214,7 +218,6 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._first_evaluations.offer(
                 batch, (loops.evaluated_step(trainer), dataloader_idx), padded=self._info.is_padded
             )
-        self._row_metrics.follow(self._module, self.data_parallel_group if whole else self.sequence_mesh.token_group)
         self._evaluated.advance(trainer, dataloader_idx)
         self._before_hooks()
         # What the module makes of whole rows on their way it draws alike.
@@ -261,17 +264,30 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
         args = self._handed.of_step(args)
+        self._follow_metrics()
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
         self._checkpointing.before_step(self._steps, self._batch, self.optimizers, self.ranks_per_node)
         dropout = self._run.begin_micro_batch(rows, trainer, mesh, self.root_device)
         self._batch = replace(self._batch, dropout=dropout)
         # A step may take entries out of its batch.
         self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
+        kept = KeptValues(self._module, trains=True) if self._steps.context.keeps_in_training else None
         output = self._steps.train(self._batch, lambda: self._counted_step(Strategy.training_step, *args, **kwargs))
         self._steps.check_sums()
+        self._make_whole(kept)
         if output is None or not self._module.automatic_optimization:
             self._steps.end_without_backward()
         return output
+
+    def _make_whole(self, kept: KeptValues | None) -> None:
+        """Make what training_step has kept for the epoch's end whole; where it is no tensor of tokens, say so once, and leave it."""
+        if kept is None or self.sees_whole_sequences:
+            return
+        try:
+            kept.replace(partial(self._whole_output, does="training_step keeps"))
+        except SequenceParallelError as error:
+            self._steps.context.keeps_in_training = False
+            rank_zero_warn(f"{error}. From here on what training_step keeps is of each rank's own tokens")
 
     def _training_step_again(self, *args: Any, **kwargs: Any) -> Any:
         with loops.without_loggers(self._module.trainer):
@@ -309,9 +325,16 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         super().on_predict_end()
         share_predictions(self._module.trainer.predict_loop, self.sequence_mesh, self._groups.world)
 
+    def _follow_metrics(self) -> None:
+        """Add up metrics over the ranks that have other rows or tokens in the step that begins."""
+        mesh, alike = self.sequence_mesh, self._info.is_whole or self.sees_whole_sequences
+        holders = [self._module, *of_user(self._module.trainer)]
+        self._row_metrics.follow(holders, mesh.data_group if alike else mesh.token_group)
+
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compare_evaluation(run, *args)
         args = self._handed.of_step(args)
+        self._follow_metrics()
         filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
         kept = KeptValues(self._module) if self._first_evaluations.keeps(run.__name__) else None
         output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs), filler=filler)
@@ -391,5 +414,5 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._runner.close()
         self._run.end()
         self._averages.release()
-        self._row_metrics.follow(self._module, None)
+        self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)
         super().teardown()

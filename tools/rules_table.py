@@ -13,6 +13,7 @@ from lightning_sp.global_view.rules import (
     along_lines,
     along_places,
     along_sequence,
+    attention,
     chosen,
     convolutions,
     indexing,
@@ -75,6 +76,10 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
     "Rows of an attention that is written out": (
         score_rows,
         "Noted likewise: the largest score of each query, which a softmax does not see, and sinks.",
+    ),
+    "torch's own attention": (
+        attention,
+        "Of the sequence by the operator; within rows or blocks local; with whole queries or keys by products and a softmax.",
     ),
     "nn.MultiheadAttention": (multihead, "By the rules of its parts."),
     "Losses": (

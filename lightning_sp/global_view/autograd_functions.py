@@ -37,9 +37,14 @@ class _Watched(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = name_of(func)
         if name not in PROPERTIES:
-            self.is_pointwise &= RULES.get(name) is pointwise
+            self.is_pointwise &= RULES.get(name) is pointwise or _keeps_shape(name, args, result)
             self.made += tree_leaves(result)
         return result
+
+
+def _keeps_shape(name: str, args: Any, result: Any) -> bool:
+    """Return whether a function of shapes leaves every number where it is: `x.view_as(x)`, as a gradient's reversal returns its input."""
+    return name in ("view", "view_as", "reshape", "expand_as") and args[0].shape == result.shape
 
 
 @contextmanager
@@ -58,7 +63,7 @@ def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
         call = Call(
             name=cls.__name__, function=lambda *given, **named: original(cls, *given, **named), args=args, kwargs=kwargs
         )
-        found = aligned(call) if call.tensors else NO_RULE
+        found = aligned(call) if call.tensors and cls is not BackwardHookFunction else NO_RULE
         if found is NO_RULE:
             raise _refusal(cls)
         local, placement = found

@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
 
+# Of one tensor of all pairs of tokens, scores say, on a rank: 1 GiB in float32.
+MOST_NUMBERS = 2**28
+
 
 class _NoRule:
     """What a rule gives for arguments that it does not know."""

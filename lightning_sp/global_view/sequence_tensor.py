@@ -39,6 +39,8 @@ class GlobalTensor(Tensor):
         """Do what the table says of a function; a sharded weight among its arguments is made whole first, by its own class."""
         if len(types) > 1 and any(issubclass(each, DTensor) or hasattr(each, "is_term") for each in types):
             return NotImplemented
+        if _is_below_autograd():
+            raise _past_rules(func)
         given = dict(kwargs) if kwargs else {}
         # Most functions have it first; a list of tensors, `cat`'s, is searched.
         first = next((each for each in args if isinstance(each, GlobalTensor)), None)
@@ -49,10 +51,21 @@ class GlobalTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse a kernel that no rule stands before."""
-        raise SequenceParallelError(
-            f"global_view: {func} was reached with a tensor of the sequence, past the functions of torch that have rules (in compiled code "
-            "or torch.vmap, say); write it with functions of torch, or hand it lightning_sp.reductions.unshard(x)"
-        )
+        raise _past_rules(func)
+
+
+def _is_below_autograd() -> bool:
+    """Return whether a kernel is called for which autograd has done its part: a mode of torch, below a scripted function say, asks once more."""
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    return below and torch.is_grad_enabled()
+
+
+def _past_rules(func: Any) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"global_view: {func} was reached with a tensor of the sequence, past the functions of torch that have rules (in a function of "
+        "torch.jit.script or torch.jit.trace, in compiled code or torch.vmap, say): its gradient would be lost; write it with functions of "
+        "torch, without the decorator, or hand it lightning_sp.reductions.unshard(x)"
+    )
 
 
 class SequenceTensor(GlobalTensor):

@@ -15,12 +15,23 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, users_line, whole_is_small, writes
+from lightning_sp.global_view.call import (
+    MOST_NUMBERS,
+    NO_RULE,
+    Call,
+    Rule,
+    is_plain,
+    is_sequence,
+    users_line,
+    whole_is_small,
+    writes,
+)
 from lightning_sp.global_view.read_only import VIEWS, read_only
 from lightning_sp.global_view.rules import (
     along_lines,
     along_places,
     along_sequence,
+    attention,
     chosen,
     convolutions,
     indexing,
@@ -39,7 +50,7 @@ from lightning_sp.global_view.rules import (
     spectra,
     writing,
 )
-from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, NotCarriedError, Scores
+from lightning_sp.global_view.rules.written_attention import NotCarriedError, Scores
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -53,6 +64,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         chosen.RULES,
         scans.RULES,
         products.RULES,
+        attention.RULES,
         losses.RULES,
         along_sequence.RULES,
         along_places.RULES,
@@ -105,11 +117,25 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     if "keepdims" in kwargs:  # numpy's name
         kwargs = {("keepdim" if name == "keepdims" else name): value for name, value in kwargs.items()}
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        _check_transformed(call)
     _check_written(call)
     try:
         return _by_rules(call, types)
     except NotCarriedError as error:
         return _of_made_scores(call, error)
+
+
+def _check_transformed(call: Call) -> None:
+    """Refuse tensors that torch.vmap or torch.func have wrapped: what they show is not what they hold, and they end with their function."""
+    wrapped = torch._C._functorch
+    for each in tree_leaves((call.args, call.kwargs)):
+        if is_plain(each) and (wrapped.is_batchedtensor(each) or wrapped.is_gradtrackingtensor(each)):
+            raise SequenceParallelError(
+                f"global_view: {call.name} of a tensor of the sequence and one inside of torch.vmap or torch.func ({users_line()}): these "
+                "see one of many, or a level of derivatives, that a part of a sequence has not; write it with a dim more, as torch.einsum "
+                "does, or hand the function lightning_sp.reductions.unshard(x)"
+            )
 
 
 def _of_made_scores(call: Call, error: NotCarriedError) -> Any:

@@ -151,16 +151,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return each_token if shown is None else shown(each_token)
         each = partial(original, **{name: value for name, value in options.items() if value is not None})
         return self.reduce(
-            input,
-            target,
-            None,
-            weight,
-            each=each,
-            name=name,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            placement=placement,
-        )
+            input, target, None, weight, each=each, name=name, ignore_index=ignore_index, reduction=reduction, placement=placement,
+        )  # fmt: skip
 
     def reduce(
         self,
@@ -177,14 +169,15 @@ class CrossEntropyInterception(AbstractContextManager[None]):
     ) -> Tensor:
         """Return the loss over `group`, None for the step's ranks, counting it into the step; over this rank alone in a reference run.
 
-        A sum without a group is over the rows of this data-parallel group, or of all where a trial has told so.
+        A sum without a group is over the rows of this data-parallel group, or of all where a trial has told so. `placement` is of the global
+        view: where the logits' sequence is; what had none is whole on each rank.
 
         Shapes: (tokens, V), (tokens,) -> ().
         """
         step, original = self.context.loss_step, each or self._originals["cross_entropy"]
         target = _without_fillers(target, ignore_index)
         kind: Kind = "unknown"
-        if step is not None and self.context.global_view:
+        if step is not None and self.context.global_view and not step.batch.is_whole:
             kind = kind_in_global_view(target, self.context, placement)
         elif step is not None:
             kind = kind_of_targets(input, target, self.context, name)
@@ -200,7 +193,10 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             return reduce_loss(total, count, group, reduction)
         step.num_losses += 1
         if reduction == "sum":
-            check_summable(kind, input, step, self.context.mesh.layout.size, name)
+            if placement is None and kind != "unknown" and self.context.global_view:
+                kind = "rows"  # the ranks of a sequence have it alike, one row's tokens too
+            elif placement is None:
+                check_summable(kind, input, step, self.context.mesh.layout.size, name)
             step.num_sums += group is None
             step.num_summed_in_part += count_of_targets(target) if kind == "unknown" else 0
             return self._sum(total, kind, step) if group is None else comm.sum_over_ranks(total, group)

@@ -45,8 +45,18 @@ def check_parameters(root: nn.Module) -> None:
             raise SequenceParallelError(
                 f"{user_name(name)} is a single number of shape (): FSDP2 splits along the first dim, and it has none; make it one of shape (1,)"
             )
+    _check_scripted(root)
     _check_embeddings(root)
     check_hooks(root, "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _check_scripted(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise SequenceParallelError(
+                f"{user_name(name)} is compiled by torch.jit.script or torch.jit.trace ({module.original_name}): FSDP2 changes which tensors a "
+                "module holds, and code of TorchScript has its own; leave torch.jit out, or pass compile=True for compiled blocks"
+            )
 
 
 def _check_embeddings(root: nn.Module) -> None:

@@ -125,7 +125,8 @@ def run_part(
         output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
         found.attributes(module, world, evaluates=True)
-        found.metrics(module, None, world, mesh.token_group)
+        alike = mesh.data_group if runner.context.global_view else None
+        found.metrics(module, alike, world, mesh.token_group)
         shown = leaves(whole_output(output)) if predicts else []
         keeps = any(comm.gather_objects(bool(before.new()), world))
         kept, why = _whole_values(before, whole_output) if keeps else ([], "")

@@ -279,7 +279,8 @@ def _inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
     if not options.infer_sequences:
         return {}
     entries = batch_entries(batch, options)
-    return inferred_dims(entries, named_dims(entries, replace(options, infer_sequences=False)))
+    # An earlier trial's are inferred once more: what this one returns is all that later batches know.
+    return inferred_dims(entries, named_dims(entries, replace(options, infer_sequences=False, inferred_dims={})))
 
 
 def _check_inferred(inferred: Mapping[str, int], *, compared: bool) -> None:

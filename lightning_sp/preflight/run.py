@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import write_counts
@@ -81,6 +82,7 @@ def run_preflight(
         trial.context.unsharded.set(*(others or (None,)))
         sharded = with_sums_settled(trial, whole, _run_sharded(trial, whole))
     found = _judged(trial, whole, sharded, started)
+    trial.context.keeps_in_training |= any(comm.gather_objects(sharded.keeps, trial.control_group))
     if found is not None and not math.isnan(found.difference):
         _run_with_small_numbers(trial, whole)
         if monitored is not None:

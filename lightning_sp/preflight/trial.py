@@ -31,6 +31,7 @@ from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated
+from lightning_sp.step.kept_values import KeptValues
 
 SEED = 1234
 
@@ -49,6 +50,7 @@ class Outcome:
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
         numbers: that it logs; known of a sharded run alone.
+        keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
     """
 
     loss: Tensor | None
@@ -60,6 +62,7 @@ class Outcome:
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
     numbers: Mapping[str, Number] = field(default_factory=dict)
+    keeps: bool = False
 
 
 # What to look at where a step fails on one device too.
@@ -173,6 +176,7 @@ class Trial:
                 self.context.drawn_from(SEED),
                 recorded_numbers(self.module) as found,
             ):
+                before = KeptValues(self.module, trains=True)
                 with self._named():
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -181,7 +185,9 @@ class Trial:
                 gradients = _backward(self.module, loss)
                 buffers = buffers_of(self.module)
                 found.attributes(self.module, self.control_group)
-                found.metrics(self.module, None, self.control_group, self.context.mesh.token_group)
+                mesh = self.context.mesh
+                alike = mesh.data_group if self.context.global_view else None
+                found.metrics(self.module, alike, self.control_group, mesh.token_group)
                 return Outcome(
                     loss=loss,
                     gradients=gradients,
@@ -189,6 +195,7 @@ class Trial:
                     num_sums=num_sums,
                     num_over_groups=num_over_groups,
                     numbers=found.numbers,
+                    keeps=bool(before.new()),
                 )
         finally:
             self.context.step = None
@@ -351,6 +358,12 @@ def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if "storage of size 0" in str(error):
+                raise SequenceParallelError(
+                    f"preflight: the backward of training_step needs weights that FSDP freed after another backward within the step ({error}); "
+                    "torch.autograd.grad(..., create_graph=True), as a gradient penalty has it, is differentiated once more; write the penalty "
+                    "with finite differences, (critic(x + d) - critic(x)) / d.norm(), or leave it out"
+                ) from error
             if "DTensor" not in str(error):
                 raise
             raise SequenceParallelError(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_sp import comm
 from lightning_sp.comm import HostGroups
 from lightning_sp.config import StrategyConfig, resolve_shard_size
 from lightning_sp.context.sequence import SequenceInfo
@@ -110,6 +114,15 @@ class CurrentSequence:
             else:
                 group = self._mesh.token_group
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor as Lightning does: where the ranks of a sequence have the same rows, from one rank of each data-parallel group."""
+        of_world = group is None or group is dist.group.WORLD  # Lightning's own word for none
+        mesh, batch = self._mesh, self._batch
+        if of_world and mesh and batch and (batch.is_whole or (self.sees_whole_sequences and mesh.layout.size > 1)):
+            with nullcontext() if sync_grads else torch.no_grad():
+                return torch.stack(comm.gather_over_ranks(tensor.contiguous(), mesh.data_group))
+        return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc,no-any-return]
 
     def _add_up(self, number: Tensor) -> Tensor:
         """Return the sum of a logged number, of which its values and its name tell how it adds up."""

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_sp.step.isolation import OF_THE_FRAMEWORK
 
@@ -31,10 +32,12 @@ class KeptValues:
 
     Args:
         module: the user's LightningModule. What its layers hold is their own.
+        trains: whether the step is one of training, whose hooks write features to dicts and attributes that the next step writes to again:
+            what is put into lists, without a history, is kept.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, trains: bool = False) -> None:
+        self._module, self._trains = module, trains
         self._held = list(_containers(module))  # while they are held, no other object has their number
         self._before = {id(each): _content(each) for each in self._held}
 
@@ -61,7 +64,14 @@ class KeptValues:
         for each in _containers(self._module):
             if id(each) in self._before:
                 places += _added(each, self._before[id(each)])
-        return places
+        return [each for each in places if not self._trains or _is_put_away(each)]
+
+
+def _is_put_away(place: _Place) -> bool:
+    if not isinstance(place.container, (list, deque)):
+        return False
+    tensors = [each for each in tree_leaves(place.container[place.key]) if isinstance(each, Tensor)]
+    return any(each.dim() > 1 for each in tensors) and not any(each.requires_grad for each in tensors)
 
 
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,9 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.autograd_functions import watched_functions
+from lightning_sp.global_view.collectives import collectives_refused
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
+from lightning_sp.global_view.scripted_functions import scripted_functions_in_python
 from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import (
@@ -377,7 +379,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
-        [watched_functions(lambda: context.step is not None)]
+        [watched_functions(lambda: context.step is not None), scripted_functions_in_python(), collectives_refused()]
         if whole_view
         else [
             FlexInterception(context, names),

@@ -44,6 +44,7 @@ from lightning_sp.rewrite import WholeAttention
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.non_finite import explain_non_finite
 from lightning_sp.step.predictions import unshard_tokens
+from lightning_sp.trainer.row_metrics import make_whole
 
 
 class StepRunner:
@@ -164,6 +165,8 @@ class StepRunner:
         output = run_with_whole_parameters(run)
         for each in self.context.at_step_end:
             each()
+        if self.context.global_view:
+            make_whole(self.module)
         return tree_map(make_logits, output) if any(map(is_deferred, tree_leaves(output))) else output
 
     def before_backward(self, loss: Tensor) -> Tensor:

@@ -9,9 +9,73 @@ REFUSED = "tests/global_view/test_rules.py::test_what_has_no_rule_is_refused_wit
 TRAINING = "tests/global_view/test_training.py"
 AUTO = "tests/global_view/test_auto.py"
 COMPILED = "tests/global_view/test_compiled.py"
+METRICS = "tests/global_view/test_metrics.py"
 DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_those_of_logits_that_are_made[1-2]"
 
 GLOBAL_VIEW = (
+    fault(
+        "metrics that count a row once for each rank of its sequence",
+        "trainer/row_metrics.py",
+        "        metric.process_group = group\n",
+        "        metric.process_group = None\n",
+        f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
+    ),
+    fault(
+        "metrics of training whose ranks change before they are read",
+        "trainer/row_metrics.py",
+        "            if not was_updated(outermost):\n",
+        "            if True:\n",
+        f"{METRICS}::test_a_metric_of_training_keeps_its_ranks_through_a_validation_of_another_view",
+    ),
+    fault(
+        "what training keeps for an epoch's end, a rank's part of it",
+        "strategy.py",
+        "        self._make_whole(kept)\n",
+        "",
+        f"{METRICS}::test_a_metric_of_training_keeps_its_ranks_through_a_validation_of_another_view",
+    ),
+    fault(
+        "predictions of a metric that are sent without memory",
+        "step/runner.py",
+        "            make_whole(self.module)\n",
+        "            pass\n",
+        f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
+    ),
+    fault(
+        "a metric's matrix that is not compared",
+        "preflight/recording/logged.py",
+        "elif isinstance(value, Tensor) and value.numel() and not value.is_complex():",
+        "elif False:",
+        f"{METRICS}::test_a_metric_alone_shows_that_a_part_is_not_the_whole[matrix]",
+    ),
+    fault(
+        "names that a second epoch's trial forgets",
+        "preflight/first_batch.py",
+        "replace(options, infer_sequences=False, inferred_dims={})",
+        "replace(options, infer_sequences=False)",
+        f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
+    ),
+    fault(
+        "chosen tokens told by their number in the global view",
+        "loss/interception.py",
+        "if step is not None and self.context.global_view and not step.batch.is_whole:",
+        "if False:",
+        f"{TRAINING}::test_weights_and_losses_are_those_of_one_device[2-options2-losses2]",
+    ),
+    fault(
+        "a query that sees no whole key",
+        "global_view/rules/attention.py",
+        "scores.masked_fill(~(mask | ~left), -math.inf)",
+        "scores.masked_fill(~mask, -math.inf)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "causal attention to a memory that sees one key more",
+        "global_view/rules/attention.py",
+        "dtype=torch.bool, device=q.device).tril()",
+        "dtype=torch.bool, device=q.device).tril(1)",
+        f"{RULES}[1-2-16]",
+    ),
     fault(
         "lines whose tokens lie in the order of the ranks",
         "global_view/lines.py",

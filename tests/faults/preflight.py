@@ -60,8 +60,8 @@ PREFLIGHT = (
     fault(
         "what a step keeps in attributes, not compared",
         "preflight/trial.py",
-        "                found.attributes(self.module, self.control_group)\n                found.metrics",
-        "                found.metrics",
+        "                found.attributes(self.module, self.control_group)\n                mesh",
+        "                mesh",
         "tests/preflight/test_training_numbers.py::test_what_a_step_keeps_of_a_shard_is_named_in_a_warning[2-{'ulysses_size': 2}]",
     ),
     fault(
@@ -74,8 +74,8 @@ PREFLIGHT = (
     fault(
         "what an evaluation keeps in attributes, not compared",
         "preflight/evaluation_runs.py",
-        "        found.attributes(module, world, evaluates=True)\n        found.metrics(module, None, world, mesh.token_group)\n",
-        "        found.metrics(module, None, world, mesh.token_group)\n",
+        "        found.attributes(module, world, evaluates=True)\n        alike",
+        "        alike",
         "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
     ),
     fault(

@@ -212,11 +212,22 @@ def smoothness(module: Any, batch: Any) -> Tensor:
     return loss + (x[:, 1:] - x[:, :-1]).pow(2).mean()
 
 
+def chosen_sums(module: Any, batch: Any) -> Tensor:
+    """Sums over tokens that a mask or numbers choose: as many on a rank as rows, or as it has tokens without one of each row."""
+    ids = batch["input_ids"]
+    logits, count = module.model(ids)[0], ids.shape[0] * 14
+    first = torch.arange(ids.numel(), device=ids.device).view_as(ids) < 2 * count
+    some = F.cross_entropy(logits[first], ids[first], reduction="sum") / (2 * count)
+    two = F.cross_entropy(logits[:, [3, 5]].flatten(0, 1), ids[:, [4, 6]].flatten(), reduction="sum")
+    each = F.cross_entropy(logits[:, 7], ids[:, 8], reduction="sum") + F.cross_entropy(logits[0, 2:6], ids[0, 3:7])
+    return some + (two + each) / ids.shape[0]
+
+
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     each.__name__: each
     for each in (
         input_and_target, shifted_logits, masked_mean, z_loss, mean_pooled, last_pooled, first_pooled, max_pooled, attention_pooled,
-        dpo, ipo, grpo, distillation, regression, contrastive, multi_token, smoothness,
+        dpo, ipo, grpo, distillation, regression, contrastive, multi_token, smoothness, chosen_sums,
     )
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.global_view.line_cases import LINE_CASES
 from tests.global_view.more_cases import MORE_CASES
+from tests.global_view.token_cases import TOKEN_CASES
 from tests.global_view.whole import Case, E, H, V, Whole
 
 
@@ -170,6 +171,7 @@ def written_rows(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
 CASES: dict[str, Case] = {
     **MORE_CASES,
     **LINE_CASES,
+    **TOKEN_CASES,
     "logarithm of what padding would be": lambda x, ids, mask, w: F.linear(x[:, 1:].abs().log(), w.weight),
     "differences, normalized": normalized_differences,
     "scores used twice": scores_used_twice,

@@ -19,6 +19,8 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.autograd_functions import watched_functions
 from lightning_sp.global_view.batch import global_batch
+from lightning_sp.global_view.collectives import collectives_refused
+from lightning_sp.global_view.scripted_functions import scripted_functions_in_python
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 from lightning_sp.layout import pad, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
@@ -97,7 +99,8 @@ def errors(name: str, length: int, mesh: SequenceMesh, call: Callable[..., Any] 
     padded, whole = mesh.layout.padded_length(length), Whole(length)
     leaves = [leaf, *parameters(whole)]
     try:
-        result = call(name, batch, whole)
+        with watched_functions(lambda: False), scripted_functions_in_python():
+            result = call(name, batch, whole)
     except SequenceParallelError as error:
         return str(error)
     split = isinstance(next(iter(tree_leaves(result))), SequenceTensor)
@@ -140,6 +143,12 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+def below_autograd(x: Tensor) -> Tensor:
+    """What a mode of torch does that asks for a kernel once more."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return x.exp()
+
+
 def with_hook(module: Any) -> Any:
     module.register_full_backward_hook(lambda *_: None)
     return module
@@ -157,6 +166,9 @@ REFUSED: dict[str, Any] = {
     "written by out=": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(2, E, dtype=x.dtype)),
     "exchanged in place": lambda x: x.mul(1).transpose_(1, 2),
     "a backward hook": lambda x: with_hook(torch.nn.Linear(E, E, dtype=x.dtype))(x),
+    "many weights at once": lambda x: torch.vmap(lambda weight: x @ weight)(torch.ones(3, E, E, dtype=x.dtype)),
+    "sent": lambda x: torch.distributed.all_reduce(x),
+    "below autograd": lambda x: below_autograd(x),
     "many rows at once": lambda x: torch.vmap(lambda row: row.mean(0))(x),
     "hooked": lambda x: x.mul(1).register_hook(print),
     "histogram": lambda x: x.detach().histc(5),
@@ -179,7 +191,7 @@ def refused(names: list[str]) -> list[str]:
     for name in names:
         batch, _ = batch_of(16, mesh)
         try:
-            with watched_functions(lambda: True):
+            with watched_functions(lambda: True), collectives_refused():
                 REFUSED[name](batch[0])
             messages.append("not refused")
         except SequenceParallelError as error:

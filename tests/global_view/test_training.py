@@ -12,7 +12,7 @@ from tests.global_view.modules import LOSSES
 
 LENGTH = 29  # padded to 30 or 32
 # Of the losses, what each layout tries in the default run.
-FEW = ("input_and_target", "mean_pooled", "dpo", "smoothness", "Buckets")
+FEW = ("input_and_target", "mean_pooled", "dpo", "smoothness", "chosen_sums", "Buckets")
 # Made of the same functions as others: the slow run has them.
 VARIANTS = (
     "z_loss", "last_pooled", "first_pooled", "ipo", "grpo", "regression", "masked_mean", "OfOneKey", "Alibi", "Capped", "Cosine", "TokenShift",

@@ -30,5 +30,7 @@ def said(topic: str, name: str, factor: float = 1.0) -> dict[str, Any]:
         return out * factor if out.dtype == torch.bfloat16 else out
 
     patched = mock.patch.object(rewrite, "attend", wrong) if factor != 1 else nullcontext()
-    with tempfile.TemporaryDirectory() as folder, patched:
+    # The global view has the model's own attention, and is right.
+    on_parts = mock.patch.object(Flow, "strategy_options", {"global_view": factor == 1 and "auto"})
+    with tempfile.TemporaryDirectory() as folder, patched, on_parts:
         return alarm(Flow(topic, name), "ulysses 2", folder, "bf16-mixed")

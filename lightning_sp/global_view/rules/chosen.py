@@ -24,8 +24,11 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 def is_choice(x: SequenceTensor, index: Any) -> bool:
     """Return whether a whole index chooses rows of (rows * tokens, ...) or (tokens, features)."""
     own = x.placement
-    is_index = isinstance(index, Tensor) and index.dim() == 1 and not index.is_floating_point()
-    return is_index and own.inner == 1 and (own.outer > 1 or (own.dim == 0 and x.dim() == 2))
+    return _is_index(index) and own.inner == 1 and (own.outer > 1 or (own.dim == 0 and x.dim() == 2))
+
+
+def _is_index(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dim() == 1 and not index.is_floating_point()
 
 
 def _chosen(x: SequenceTensor, index: Tensor) -> tuple[Placement, Tensor, Tensor]:
@@ -94,7 +97,8 @@ def index_add(call: Call) -> Any:
     if (
         not is_sequence(x)
         or not isinstance(source, Tensor)
-        or not is_choice(x, index)
+        or not _is_index(index)
+        or x.placement.inner > 1
         or dim % x.dim() != x.placement.dim
     ):
         return NO_RULE

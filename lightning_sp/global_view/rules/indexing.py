@@ -96,7 +96,7 @@ def take_range(x: SequenceTensor, start: int, stop: int, step: int) -> Any:
     if (start, length, step) == (0, own.shown, 1):
         return x
     if length == 0:
-        return NO_RULE
+        return x.local.narrow(own.dim, 0, 0)  # no token: whole on every rank
     if own.inner > 1:
         x = as_tokens(x)
         own = x.placement
@@ -169,7 +169,21 @@ def summed(local: Tensor, x: SequenceTensor) -> Tensor:
     return total.bool() if is_bool else total
 
 
+def _is_int(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or _is_number(value)
+
+
 def _by_tensors(x: SequenceTensor, slots: Sequence[Any]) -> Any:
+    if any(_is_int(each) for each in slots):
+        # As torch does, which takes single ones first.
+        some = [slice(None)] * x.dim()
+        dim = 0
+        for each in slots:
+            if _is_int(each):
+                some[dim] = each
+            dim += each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else each is not None
+        left = tuple(each for each in slots if not _is_int(each))
+        return _by_slices(x, some)[left]
     own = x.placement
     expanded: list[Any] = []
     for each in slots:

@@ -5,6 +5,7 @@ Also those along another dim than the sequence (softmax over the vocabulary, a n
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import (
+    MOST_NUMBERS,
     NO_RULE,
     Call,
     Rule,
@@ -22,10 +24,11 @@ from lightning_sp.global_view.call import (
     named,
     placed,
     users_line,
+    whole_is_small,
     writes,
 )
 from lightning_sp.global_view.movement import as_tokens, brought
-from lightning_sp.global_view.placement import Placement, part_of
+from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 NAMES = """
@@ -158,12 +161,25 @@ def _in_one_order(call: Call) -> Any:
 
 
 def _with_smaller_whole(call: Call) -> Any:
-    """Align tensors whose sequences lie in different dims, with the smaller ones whole: no larger than what a rank has of the largest."""
+    """Align tensors whose sequences lie in different dims, with all but the largest whole.
+
+    Each of these is no larger than what a rank has of the result: of pairs, (B, S, 1, E) and (B, 1, S, E), those of its tokens of the first.
+    """
     largest = max(call.tensors, key=lambda each: each.numel())
     others = [each for each in call.tensors if each is not largest]
     if call.args[0] is not largest and writes(call.function):
         return NO_RULE
-    if any(each.numel() > largest.local.numel() or each.placement.dim == largest.placement.dim for each in others):
+    size = largest.placement.storage.layout.size
+    numbers = (
+        largest.numel()
+        if all(map(whole_is_small, call.tensors))
+        else math.prod(broadcast(*(each.shape for each in call.tensors)))
+    )
+    most = numbers // size
+    if (
+        any(each.numel() > most or each.placement.dim == largest.placement.dim for each in others)
+        or most > MOST_NUMBERS
+    ):
         return NO_RULE
     wholes = {id(each): each.whole() for each in others}
     args = tuple(mapped(each, lambda value: wholes.get(id(value), value)) for each in call.args)

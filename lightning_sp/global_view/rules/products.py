@@ -8,12 +8,22 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed, writes
-from lightning_sp.global_view.movement import brought, in_order
-from lightning_sp.global_view.placement import broadcast, part_of
+from lightning_sp.global_view.call import (
+    MOST_NUMBERS,
+    NO_RULE,
+    Call,
+    Rule,
+    is_plain,
+    is_sequence,
+    named,
+    placed,
+    writes,
+)
+from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.rules.scores import scores_of, times_values
-from lightning_sp.global_view.rules.written_attention import MOST_NUMBERS, Scores, refusal
+from lightning_sp.global_view.rules.written_attention import Scores, refusal
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -24,7 +34,7 @@ def linear(call: Call) -> Any:
         return NO_RULE
     if x.placement.dim < x.dim() - 1:
         return placed(call.on_locals(), x.placement)
-    if x.placement.outer * x.placement.inner > 1 or weight.dim() != 2:
+    if weight.dim() != 2:
         return NO_RULE
     found = _by_whole(x, weight.mT)
     return found if found is NO_RULE or bias is None else found + bias
@@ -272,35 +282,6 @@ def _count(names: list[str], sizes: dict[str, int]) -> int:
     return count
 
 
-def grouped_attention(call: Call) -> Any:
-    """Attend: torch's own function, of queries, keys and values of the sequence."""
-    q, k, v = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
-    given = ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False)
-    mask, dropout, causal = (call.argument(3 + i, name, default) for i, (name, default) in enumerate(given))
-    if not all(is_sequence(each) and each.placement.dim == each.dim() - 2 for each in (q, k, v)):
-        return NO_RULE
-    if any(each.placement.outer * each.placement.inner > 1 for each in (q, k, v)):
-        return NO_RULE
-    q, k, v = in_order(q), in_order(k), in_order(v)
-    own, other = q.placement, k.placement
-    lead = broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-
-    def four(x: SequenceTensor) -> Tensor:
-        local = x.local.expand(*lead, *x.local.shape[-3:])
-        return local.reshape(-1, *local.shape[-3:])
-
-    mask = mask.whole() if is_sequence(mask) else mask
-    mask = mask[(None,) * (4 - mask.dim())] if isinstance(mask, Tensor) else None
-    bias = mask if isinstance(mask, Tensor) and mask.is_floating_point() else None
-    visible = mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
-    out = own.storage.attend(
-        four(q), four(k), four(v), queries=own, keys=other, visible=visible, bias=bias,
-        scale=call.kwargs.get("scale"), dropout=dropout, causal=causal, documents=True,
-    )  # fmt: skip
-    # What the operator gave is saved for its backward, and may be written into on one device.
-    return SequenceTensor(out.reshape(*lead, *out.shape[1:]).clone(), own.at(len(lead) + 1))
-
-
 RULES: dict[str, Rule] = {
     **named("linear", linear),
     **named("matmul rmatmul bmm mm", product),
@@ -312,5 +293,4 @@ RULES: dict[str, Rule] = {
     **named("cdist", distances),
     **named("tensordot", tensordot),
     **named("einsum", einsum),
-    **named("scaled_dot_product_attention", grouped_attention),
 }

@@ -21,8 +21,6 @@ from lightning_sp.global_view.traced import Metadata, placed_again
 
 # A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
 HIDDEN_BELOW = -1e4
-# Of one tensor of scores on a rank, where they are made after all: 1 GiB in float32.
-MOST_NUMBERS = 2**28
 # What such a number may become by a scale behind it: the exponential of it is 0 in each dtype.
 STILL_HIDDEN_BELOW = -1e3
 

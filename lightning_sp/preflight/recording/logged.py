@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sp import comm
 from lightning_sp.preflight.recording.attributes import attributes_of, changed_attributes
+from lightning_sp.trainer.row_metrics import outermost_metrics, was_updated
 
 # Behind a name: what weighs the number in its mean over an epoch. Synchronized, the ranks' own add up.
 WEIGHT = " (batch_size)"
@@ -28,7 +29,7 @@ class Number:
     Args:
         value: of the step on this rank.
         reduced: over the ranks by which function when it is shown: "mean", "sum", "min" or "max"; empty where each rank shows its own.
-        logged: whether the step has made it of its tensors and logged it.
+        logged: whether it is one that the step has made of its tensors and logged, or one of its metrics.
     """
 
     value: float
@@ -98,8 +99,8 @@ class StepNumbers:
             control_group: the world, on a backend for host objects: a metric that some ranks left out is left out.
             of_tokens: what metrics that name no ranks were given in steps on parts of sequences.
         """
-        held = dict(_outermost_metrics(module))
-        updated = {name for name, metric in held.items() if _was_updated(metric)}
+        held = dict(outermost_metrics(module))
+        updated = {name for name, metric in held.items() if was_updated(metric)}
         for name in sorted(set.intersection(*comm.gather_objects(updated, control_group))):
             metric = held[name]
             for each in metric.modules():
@@ -112,8 +113,8 @@ class StepNumbers:
                 # A number logged under the metric's own name is what is shown: by `log("accuracy", self.accuracy(...))` a step's.
                 shown = self._names.get(id(metric), f"{name} (metric)" if name in self.numbers else name)
                 for part, value in (found if isinstance(found, Mapping) else {"": found}).items():
-                    if isinstance(value, Tensor) and value.numel() == 1:
-                        self.numbers[part if part and shown == name else shown + part] = Number(_plain(value))
+                    for of_value, number in _numbers_of(value):
+                        self.numbers[(part if part and shown == name else shown + part) + of_value] = number
 
     def _take(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
         if isinstance(value, Metric):
@@ -135,7 +136,7 @@ def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
     # Lightning's own: a user's override may take *args.
     log = next(vars(each)["log"] for each in reversed(type(module).__mro__) if "log" in vars(each))
     found = StepNumbers(log, attributes_of(module))
-    for _, metric in _outermost_metrics(module):
+    for _, metric in outermost_metrics(module):
         metric.reset()
     with ExitStack() as undo:
         for name in ("log", "log_dict"):
@@ -144,24 +145,25 @@ def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
         yield found
 
 
-def _outermost_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the metrics and collections of metrics that are no part of another one."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(child, (Metric, MetricCollection)):
-            yield path, child
-        else:
-            yield from _outermost_metrics(child, f"{path}.")
+def _numbers_of(value: Any) -> Iterator[tuple[str, Number]]:
+    """Yield what is compared of a metric's value: the number itself, sums of several ones, of matrices by their places too."""
+    if isinstance(value, (list, tuple)):
+        yield from ((f"[{i}]{name}", number) for i, each in enumerate(value) for name, number in _numbers_of(each))
+    elif isinstance(value, Tensor) and value.numel() == 1:
+        yield "", Number(_plain(value), logged=True)
+    elif isinstance(value, Tensor) and value.numel() and not value.is_complex():
+        many = value.detach().double()
+        yield " (sum)", Number(_plain(many.sum()))
+        yield " (sum of squares)", Number(_plain(many.square().sum()))
+        if many.dim() > 1:  # a list of tokens may have another order
+            places = torch.linspace(1, 2, many.numel(), dtype=many.dtype, device=many.device)
+            yield " (sum by places)", Number(_plain((many.flatten() * places).sum()))
 
 
 def _name_of(reduce_fx: Any) -> str:
     """Return how Lightning reduces over the ranks, in its words; empty for a function that it does not know."""
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     return name.removeprefix("a") if name in ("amax", "amin") else name
-
-
-def _was_updated(metric: Any) -> bool:
-    return any(isinstance(each, Metric) and each.update_called for each in metric.modules())
 
 
 def _plain(value: Tensor | float) -> float:

@@ -22,13 +22,6 @@ USERS = (
         "tests/trainer/test_same_options.py::test_other_options_on_one_rank_are_refused_on_all",
     ),
     fault(
-        "a checkpoint that one rank resumes and another does not see",
-        "trainer/same_options.py",
-        "        if None in paths and any(paths):\n",
-        "        if False:\n",
-        "tests/trainer/test_same_options.py::test_a_checkpoint_that_one_rank_resumes_and_another_does_not_see_is_named",
-    ),
-    fault(
         "a model in eval mode on one rank, without dropout there",
         "step/agreed_update.py",
         ", **evaluating(root)}",
@@ -36,11 +29,11 @@ USERS = (
         f"{UPDATE}[eval-modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, ]",
     ),
     fault(
-        "another accumulate_grad_batches on one rank in a run",
+        "another gradient_clip_val on one rank in a run",
         "trainer/loops.py",
-        '        "accumulate_grad_batches": trainer.accumulate_grad_batches,\n',
+        '        "gradient_clip_val": trainer.gradient_clip_val,\n',
         "",
-        f"{UPDATE}[accumulation-accumulate_grad_batches is 1 on rank 0; 4 on rank 1: must be the same on all]",
+        f"{UPDATE}[clipping-gradient_clip_val is None on rank 0; 0.5 on rank 1]",
     ),
     fault(
         "a weight put in another's place, which FSDP2 puts back",

@@ -1,6 +1,6 @@
 """What the global view costs the host: microseconds of each function of torch on a tensor of the sequence, beside the same on its part.
 
-    python -m benchmarks.global_view [--compiled]
+    python -m benchmarks.global_view [--compiled [inductor]]
 
 One process plays the first of two ranks; what is timed sends nothing. CPU time, the least of many rounds.
 """
@@ -82,14 +82,14 @@ class Mlp(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
 
 
-def compiled() -> None:
-    """Print what a forward and backward of `Mlp` costs on a part, in the global view, and compiled there by aot_eager."""
+def compiled(backend: str = "aot_eager") -> None:
+    """Print what a forward and backward of `Mlp` costs on a part, in the global view, and compiled there."""
     shown, local = tensors()
     block, alone = Mlp(), Mlp()
     runs: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
         "a part": (alone.forward, local),
         "global view": (block.forward, shown),
-        "global view, compiled": (front_end("aot_eager").compiled(block.forward), shown),
+        "global view, compiled": (front_end(backend).compiled(block.forward), shown),
     }
 
     def step(forward: Callable[[Tensor], Any], x: Tensor) -> None:
@@ -104,8 +104,8 @@ def compiled() -> None:
 
 def main() -> None:
     """Print the table."""
-    if sys.argv[1:] == ["--compiled"]:
-        compiled()
+    if sys.argv[1:2] == ["--compiled"]:
+        compiled(*sys.argv[2:])
         return
     shown, local = tensors()
     print("| function | part, us | global view, us | more, us |\n|---|---|---|---|")

@@ -7,7 +7,7 @@ would see. What would reach a kernel without a rule is refused: the tensor has n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class GlobalTensor(Tensor):
     """A tensor without memory, whose functions the table of rules has. A subclass of `Tensor`, for models and losses test for that."""
 
     of_sequence: Storage
+    # Calls in progress that the project's front end of the compiler made.
+    captures: ClassVar[int] = 0
 
     @classmethod
     def without_memory(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
@@ -97,6 +99,11 @@ class SequenceTensor(GlobalTensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], metadata: Metadata, size: Any, stride: Any) -> SequenceTensor:
         """Return what a compiler traces in this tensor's place."""
+        if not GlobalTensor.captures:
+            raise SequenceParallelError(
+                "global_view: code that you compiled is called with a tensor of the sequence, whose gradients a compiler does not see; leave it "
+                "uncompiled and pass compile=True to the strategy, which compiles its blocks"
+            )
         local = inner["local"]
         assert metadata.placement is not None
         return SequenceTensor(local, placed_again(local, metadata, size[metadata.placement.dim]))

@@ -67,9 +67,11 @@ class FrontEnd:
             for each in sequences:
                 _mark(each)
             self._running.append(function)
+            GlobalTensor.captures += 1
             try:
                 return captured(*args, **kwargs)
             finally:
+                GlobalTensor.captures -= 1
                 self._running.pop()
 
         return run

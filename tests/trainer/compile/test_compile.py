@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
+from tests.global_view import compiled_ranks, training_ranks
 from tests.trainer import scenarios
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -41,3 +42,14 @@ def test_a_compiled_fit_is_the_eager_fit_of_one_process(pools, model, checkpoint
                     assert max_error(step[name], one[name]) < allowed, (layout, name)
             assert answer["graphs"] > 0, "nothing was compiled"
             assert answer["graph_breaks"] == {}, layout
+
+
+def test_a_block_with_attention_by_hand_compiled_in_the_global_view_trains_as_on_one_device(pools):
+    [expected] = pools(1).run(training_ranks.one_process, "input_and_target", 29)
+    options = dict(ring_size=2, preflight=False)
+    for [found] in pools(2).run(compiled_ranks.fits, ["input_and_target"], 29, 2, options, "inductor"):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        for name, weight in expected["weights"].items():
+            assert float((found["weights"][name] - weight).abs().max()) < 1e-9, name
+        assert found["graphs"] > 0, "nothing was compiled"
+        assert (found["breaks"], found["notes"]) == ({}, [])

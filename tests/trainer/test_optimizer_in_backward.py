@@ -52,6 +52,7 @@ def test_a_fit_is_to_the_bit_that_of_steps_behind_the_backward(pools, world, lay
         for case, one, other in zip(cases, plain, in_backward, strict=True):
             same(one, other)
             assert other["left"] == 0
+            assert other["predicted"] == max(other["units"].values())
             steps, largest = other["steps"], max(other["units"].values())
             # A head, two blocks, and behind the backward what is left; tied, the head is of what is left.
             num = 2 if case["build"] in LATE else 3 if case["build"] == "tied" else 4

@@ -19,7 +19,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,13 +32,12 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import abandon_forward, check_added, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
 from lightning_sp.step.kept_values import KeptValues
-from lightning_sp.step.predictions import share_predictions, unsharded_output, whole_outputs
+from lightning_sp.step.predictions import share_predictions
 from lightning_sp.step.prepare import attention_mesh, base_mesh, lay_out_model
 from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
@@ -190,7 +188,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         """Give all ranks of a sequence the same samples, from the resumed position on."""
         if (
             self._host_groups is None
-        ):  # asked for its length before a run, which makes it anew; Lightning's own sampler is in it
+        ):  # asked for its length before a run, which makes it anew, by Lightning's own sampler
             return dataloader
         training = self._module.trainer.training
         loader = same_samples(
@@ -215,9 +213,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
         else:
             self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
-            self._first_evaluations.offer(
-                batch, (loops.evaluated_step(trainer), dataloader_idx), padded=self._info.is_padded
-            )
+            evaluated = loops.evaluated_step(trainer), dataloader_idx
+            self._first_evaluations.offer(batch, evaluated, padded=self._info.is_padded)
         self._evaluated.advance(trainer, dataloader_idx)
         self._before_hooks()
         # What the module makes of whole rows on their way it draws alike.
@@ -274,20 +271,12 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         kept = KeptValues(self._module, trains=True) if self._steps.context.keeps_in_training else None
         output = self._steps.train(self._batch, lambda: self._counted_step(Strategy.training_step, *args, **kwargs))
         self._steps.check_sums()
-        self._make_whole(kept)
+        if kept is not None and not self.sees_whole_sequences:
+            whole = partial(self._whole_output, does="training_step keeps")
+            self._steps.context.keeps_in_training = kept.replace_or_leave(whole)
         if output is None or not self._module.automatic_optimization:
             self._steps.end_without_backward()
         return output
-
-    def _make_whole(self, kept: KeptValues | None) -> None:
-        """Make what training_step has kept for the epoch's end whole; where it is no tensor of tokens, say so once, and leave it."""
-        if kept is None or self.sees_whole_sequences:
-            return
-        try:
-            kept.replace(partial(self._whole_output, does="training_step keeps"))
-        except SequenceParallelError as error:
-            self._steps.context.keeps_in_training = False
-            rank_zero_warn(f"{error}. From here on what training_step keeps is of each rank's own tokens")
 
     def _training_step_again(self, *args: Any, **kwargs: Any) -> Any:
         with loops.without_loggers(self._module.trainer):
@@ -311,13 +300,6 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole_output(self._evaluate(Strategy.predict_step, *args, **kwargs))
-
-    @override
-    def _whole_output(self, output: Any, does: str = "predict_step returns", **options: Any) -> Any:
-        groups = self._groups.sequence, self._groups.world
-        if self.sees_whole_sequences:
-            return whole_outputs(output, *groups, does)
-        return unsharded_output(output, self._info, self.unshard, *groups, does, **options)
 
     @override
     def on_predict_end(self) -> None:
@@ -352,17 +334,17 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         elif step is not None:
             closure_loss = self._weighed(closure_loss, step.token_counts)
         if loops.is_update(self._module.trainer):
-            step, clipping = self._module.trainer.global_step, loops.clipping(self._module.trainer)
-            root, world = self._module, self._groups.world
-            self._run.update.tell(self.optimizers, step, world, root=root, clipping=clipping)
-        stepped = nullcontext() if self._in_backward is None else self._in_backward.during_backward(self._may_step)
-        with stepped:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            module, clipping = self._module, loops.clipping(self._module.trainer)
+            self._run.update.tell(
+                self.optimizers, module.trainer.global_step, self._groups.world, root=module, clipping=clipping
+            )
 
-    def _may_step(self) -> bool:
-        """Return whether units may be stepped in a backward in progress: not where the weights are still to explain a loss."""
-        self._run.update.check(self._groups.world)
-        return not self._steps.is_to_explain
+        def may_step() -> bool:  # units, in the backward: not where the weights are still to explain a loss
+            self._run.update.check(self._groups.world)
+            return not self._steps.is_to_explain
+
+        with nullcontext() if self._in_backward is None else self._in_backward.during_backward(may_step):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -292,10 +292,6 @@ class TriedSteps(CurrentSequence, ABC):
     def _trial_options(self) -> dict[str, Any]:
         """Return what a trial is told of the run."""
 
-    @abstractmethod
-    def _whole_output(self, output: Any, does: str = ..., **options: Any) -> Any:
-        """Return a prediction, or what a step keeps, with whole sequences. Every rank must call it."""
-
 
 def _with(error: SequenceParallelError, *lines: str) -> SequenceParallelError:
     """Return a refusal of the kind of another, with more lines."""

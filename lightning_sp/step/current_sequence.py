@@ -22,6 +22,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.batch_ends import holds_more_than_numbers, whole_batch
+from lightning_sp.step.predictions import unsharded_output, whole_outputs
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.batch_end_hooks import BatchEnd
 from lightning_sp.trainer.log_once import LogOnce
@@ -42,7 +43,6 @@ class CurrentSequence:
     _prepared: Any = None  # the module that is laid out
     _sums: LoggedSums
     _log_once: LogOnce
-    _whole_output: Callable[..., Any]
     _module: Any
     _groups: HostGroups
 
@@ -86,6 +86,14 @@ class CurrentSequence:
         """
         mesh = self.sequence_mesh
         return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
+
+    def _whole_output(self, output: Any, does: str = "predict_step returns", **options: Any) -> Any:
+        """Return a prediction, or what a step keeps or returns, with whole sequences. Every rank must call it."""
+        groups = self._groups.sequence, self._groups.world
+        if self.sees_whole_sequences:
+            return whole_outputs(output, *groups, does)
+        assert self._batch is not None
+        return unsharded_output(output, self._batch, self.unshard, *groups, does, **options)
 
     def _whole_batch_end(self, handed: BatchEnd, reads: tuple[bool, bool], hook: str) -> BatchEnd:
         """Return what a user's hook at a batch's end is handed with whole sequences. Every rank must call it."""

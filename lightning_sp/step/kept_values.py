@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.step.isolation import OF_THE_FRAMEWORK
 
 # Lists and dicts within one are looked into where it holds no more: one for each loader, or for each kind of output.
@@ -54,6 +56,15 @@ class KeptValues:
         places = self._places()
         for place, value in zip(places, change(self.new()), strict=True):
             place.container[place.key] = value
+
+    def replace_or_leave(self, change: Callable[[list[Any]], list[Any]]) -> bool:
+        """Do the same; where `change` refuses a value, say so, leave them all, and return False."""
+        try:
+            self.replace(change)
+        except SequenceParallelError as error:
+            rank_zero_warn(f"{error}. From here on what training_step keeps is of each rank's own tokens")
+            return False
+        return True
 
     def _places(self) -> list[_Place]:
         attributes = vars(self._module)

@@ -59,9 +59,9 @@ LOSS = (
     fault(
         "labels shifted after sharding",
         "data/batch/shard_sequence.py",
-        '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n',
-        '    local_labels = None if labels is None else cut("shift_labels", labels, 1)\n'
-        "    if labels is not None and not any(name in entries for name in ('shift_labels', 'targets')):\n"
+        '    local_labels = None if sequence.targets is None else cut("shift_labels", sequence.targets, 1)\n',
+        '    local_labels = None if sequence.targets is None else cut("shift_labels", sequence.targets, 1)\n'
+        "    if local_labels is not None and not any(name in entries for name in ('shift_labels', 'targets')):\n"
         '        local_labels = torch.nn.functional.pad(cut("labels", entries["labels"], 1), (0, 1), value=-100)[:, 1:]\n',
         REWRITTEN,
     ),
@@ -78,7 +78,7 @@ LOSS = (
     fault(
         "labels shifted inside the model, on a shard",
         "loss/targets.py",
-        "if size > 1 and not context.global_view and count == rows * (local - 1) and local > 1 and not pooled:",
+        "if size > 1 and count == rows * (local - 1) and local > 1 and not pooled:",
         "if False:",
         "tests/loss/test_loss.py::test_a_loss_that_is_no_mean_over_tokens_is_refused",
     ),

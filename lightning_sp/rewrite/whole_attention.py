@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_sp import comm
 from lightning_sp.context.masks import build_mask
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
@@ -77,11 +78,14 @@ class WholeAttention:
         if queries.storage is keys.storage and queries.length == keys.length:
             of_keys = of_queries
         window: tuple[int | None, int | None] = (None, None)
+        is_added = bias is not None and not comm.is_traced(bias)
         if of_keys is of_queries:
             visible, causal, window = _known_band(visible, causal, window)
             bias, causal, window = _known_band(bias, causal, window)
-        if bias is not None:
-            queries.storage.agree(_NO_KEY if bool((bias.detach() <= HIDDEN_BELOW).all(-1).any()) else None)
+        if is_added:
+            # Whoever adds numbers asks, a band's too: those of other data-parallel groups may be none.
+            lost = bias is not None and bool((bias.detach() <= HIDDEN_BELOW).all(-1).any())
+            queries.storage.agree(_NO_KEY if lost else None)
         mask = build_mask(of_queries, of_keys, causal=causal, window_size=window)
         if visible is not None:
             mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))

@@ -20,7 +20,7 @@ FLOWS = {flow.name: flow for flow in flows()}
 SUBSET = (
     "dpo", "adversarial", "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "bart_classes",
     "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "idefics_images",
-    "kept_for_the_end", "counted_for_the_end", "accuracy_from_zero", "questions_and_passages", "two_loaders_cycled",
+    "kept_for_the_end", "counted_for_the_end", "accuracy_from_zero", "questions_and_passages", "two_loaders_cycled", "mask_added_to_scores",
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {

@@ -75,15 +75,25 @@ def changed_attributes(
                 continue
             old = None
         if isinstance(value, Tensor):
-            if not isinstance(old, Tensor) or value.shape != old.shape or not torch.equal(value, old):
+            if not _is_equal(value, old):
                 for_hooks = evaluates and name.count(".") == 1 and "[" not in name
                 shape = f" of shape {tuple(value.shape)}" if value.dim() and not for_hooks else ""
-                found[f"{name}{shape}{ATTRIBUTE}"] = (
-                    float(value.detach().double().norm()) if value.numel() != 1 else float(value.detach())
-                )
+                found[f"{name}{shape}{ATTRIBUTE}"] = _number_of(value)
         elif value != old:
             found[f"{name}{ATTRIBUTE}"] = float(value)
     return found
+
+
+def _is_equal(value: Tensor, old: Any) -> bool:
+    if not isinstance(old, Tensor) or value.shape != old.shape:
+        return False
+    if isinstance(value, GlobalTensor) or isinstance(old, GlobalTensor):  # of two steps, each with its own places
+        return _number_of(value) == _number_of(old)
+    return torch.equal(value, old)
+
+
+def _number_of(value: Tensor) -> float:
+    return float(value.detach().double().norm()) if value.numel() != 1 else float(value.detach())
 
 
 def _without_copy(value: Any) -> Any:

@@ -17,6 +17,7 @@ from lightning_sp.parallelize.compilation import (
     compiled_modules,
     compiles_weights,
     is_compiled,
+    run_as_written,
 )
 from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.fsdp import (
@@ -104,6 +105,7 @@ __all__ = [
     "refuses_measuring",
     "remember_layout",
     "reshard",
+    "run_as_written",
     "run_with_whole_parameters",
     "shard_model",
     "split_model",

@@ -70,6 +70,7 @@ from lightning_sp.parallelize import (
     recorded,
     refuse_live_saves,
     remember_layout,
+    run_as_written,
     shard_model,
     split_model,
     take_over_checkpointing,
@@ -390,4 +391,9 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     with ExitStack() as stack:
         for each in entered:
             stack.enter_context(each)
+        if whole_view and (number := stack.enter_context(run_as_written(module))):
+            rank_zero_info(
+                f"sequence_parallel: the global view runs {number} modules that you compiled as they are written, for their graphs know nothing "
+                "of it; global_view=True with compile=True compiles its blocks"
+            )
         yield

@@ -35,11 +35,22 @@ CASES = [
     ),
 ]
 
+# In the global view compiled code runs as it is written.
+WHOLE = [
+    dict(model="gpt", how="torch.compile(model)", strategy=dict(**RING, global_view=True)),
+    dict(model="gpt", how="block.compile()", strategy=dict(**ULYSSES, global_view=True, preflight=False)),
+    dict(
+        model="hugging face",
+        how="torch.compile(block)",
+        strategy=dict(**RING, global_view=True, activation_checkpointing=True),
+    ),
+]
+
 
 @pytest.fixture(scope="module")
 def eager(pools):
     """What plain Lightning makes of the same models, uncompiled, from rank 0's seed."""
-    keys = dict.fromkeys((case["model"], case.get("early", False), case.get("before", False)) for case in CASES)
+    keys = dict.fromkeys((case["model"], case.get("early", False), case.get("before", False)) for case in CASES + WHOLE)
     cases = [dict(model=m, how="", world=1, strategy=None, early=early, before=before) for m, early, before in keys]
     return dict(zip(keys, pools(1).run(ranks.fits, cases)[0], strict=True))
 
@@ -53,12 +64,14 @@ def same(actual, expected, case):
         assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
 
 
-@pytest.mark.parametrize("cases", [CASES[2:4], pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "cases", [CASES[2:4], pytest.param(CASES, marks=pytest.mark.slow), WHOLE], ids=["few", "all", "global view"]
+)
 def test_a_compiled_model_trains_as_the_eager_one_of_one_device(pools, eager, cases):
     for answers in pools(2).run(ranks.fits, [dict(world=2, **case) for case in cases]):
         for case, actual in zip(cases, answers, strict=True):
             same(actual, eager[case["model"], case.get("early", False), case.get("before", False)], case)
-            assert actual["graphs"] > 0, ("nothing was compiled", case)
+            assert (actual["graphs"] > 0) == (cases is not WHOLE), ("nothing was compiled, or in the global view", case)
 
 
 def test_checkpoints_have_the_models_own_names(pools, eager, tmp_path):

@@ -239,6 +239,8 @@ def _without_data() -> Iterator[None]:
         mock.patch("lightning_sp.step.prepare.broadcast_initial_weights", unchanged),
         # A loss of tensors without data is torch's own there: Dynamo asks for its shape.
         mock.patch("lightning_sp.loss.interception.FakeTensor", type("NoTensor", (), {})),
+        # Nor are they those of a compiler, for which collectives are operators.
+        mock.patch("lightning_sp.comm.operators.FakeTensor", type("NoTensor", (), {})),
     ):
         yield
 

@@ -55,7 +55,7 @@ class KeptValues:
         """
         places = self._places()
         for place, value in zip(places, change(self.new()), strict=True):
-            place.container[place.key] = value
+            place.container[place.key] = _within(place.container[place.key], value) if self._trains else value
 
     def replace_or_leave(self, change: Callable[[list[Any]], list[Any]]) -> bool:
         """Do the same; where `change` refuses a value, say so, leave them all, and return False."""
@@ -123,3 +123,11 @@ def _added(container: Any, before: Any) -> Iterator[_Place]:
         return
     old = {id(each) for each in before}
     yield from (_Place(container, index) for index, each in enumerate(container) if id(each) not in old)
+
+
+def _within(old: Any, new: Any) -> Any:
+    """Return what takes a value's place: a list itself with the new values, for a backward may add to it."""
+    if type(old) is not list or not isinstance(new, list) or len(old) != len(new):
+        return new
+    old[:] = [_within(*pair) for pair in zip(old, new, strict=True)]
+    return old

@@ -48,6 +48,15 @@ def test_a_list_that_is_new_is_another_and_the_callers_stays_as_it_is():
     assert (batch, module.last_batch) == ({"ids": "part"}, {"ids": "whole"})
 
 
+def test_a_list_of_training_stays_the_one_that_layers_add_to_in_the_backward():
+    module = Module()
+    kept, masks = KeptValues(module, trains=True), [torch.zeros(2, 3)]
+    module.rows.append(masks)
+    kept.replace(lambda values: [[torch.ones(2, 6) for _ in value] for value in values])
+    assert module.rows[-1] is masks
+    assert masks[0].shape == (2, 6)
+
+
 def test_values_that_were_taken_away_are_not_missed():
     module = Module()
     kept = KeptValues(module)

@@ -144,10 +144,10 @@ def run(
 
 
 def several_training_loaders(mode: str) -> str:
-    """Fit from two loaders at once; return the refusal."""
+    """Fit from two loaders at once; without the global view; return the refusal."""
     loaders = {name: DataLoader(TokenDataset(4), batch_size=2) for name in ("text", "code")}
     try:
-        trainer_of({"ring_size": 2}, 2).fit(User(), CombinedLoader(loaders, mode))
+        trainer_of({"ring_size": 2, "global_view": False}, 2).fit(User(), CombinedLoader(loaders, mode))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"

@@ -96,7 +96,7 @@ def test_loggers_and_checkpoints_of_one_device(pools, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_several_training_loaders_at_once_are_refused_by_name(pools, mode):
+def test_several_training_loaders_at_once_are_refused_by_name_without_the_global_view(pools, mode):
     for message in pools(2).run(ranks.several_training_loaders, mode):
         assert message.startswith("SequenceParallelError"), message
         assert "'text', 'code'" in message

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -21,41 +20,47 @@ class EvenHeads:
     """Heads of all ranks in equal steps, so that one view of a tensor has them all, rank by rank.
 
     Args:
-        first: head of rank 0.
+        first: of a step those before are no rank's.
         width: heads of a rank.
         step: from the heads of one rank to those of the next that has others.
+        num_steps: of a tensor.
         sharing: ranks, one after the other, that have the same heads.
-        num_ranks: of all.
     """
 
     first: int
     width: int
     step: int
+    num_steps: int
     sharing: int
-    num_ranks: int
 
     def rank_major(self, tensor: Tensor) -> Tensor:
-        """Return a view of the heads of each rank, those that share some once. Shapes: (B, H, s, D) -> (U / sharing, s, B, width, D)."""
-        end = self.first + (self.num_ranks // self.sharing - 1) * self.step + self.width
-        return tensor[:, self.first : end].unfold(1, self.width, self.step).permute(1, 2, 0, 4, 3)
+        """Return a view of the heads of each rank, those that share some once. Shapes: (B, H, s, D) -> (U / sharing, s, B, width, D).
+
+        A split dim and a slice of it, for a compiler knows what a write to these leaves as it was: to `unfold` it fills the rest with zeros.
+        """
+        batch, _, tokens, dim = tensor.shape
+        steps = tensor.view(batch, self.num_steps, self.step, tokens, dim)
+        return steps[:, :, self.first : self.first + self.width].permute(1, 3, 0, 2, 4)
 
     def shared(self, of_ranks: Tensor) -> Tensor:
         """Return what each rank has, by those who share it. Shapes: (U, ...) -> (U / sharing, sharing, ...)."""
-        return of_ranks.view(self.num_ranks // self.sharing, self.sharing, *of_ranks.shape[1:])
+        return of_ranks.view(self.num_steps, self.sharing, *of_ranks.shape[1:])
 
 
 @lru_cache(maxsize=4096)
-def even_heads(ranges: tuple[Range, ...]) -> EvenHeads | None:
-    """Return the heads of all ranks as equal steps; None where one has more of them, or other steps, than another."""
+def even_heads(ranges: tuple[Range, ...], num_heads: int) -> EvenHeads | None:
+    """Return the heads of all ranks as equal steps; None where one has more of them, or other steps, than another.
+
+    Args:
+        ranges: of each rank.
+        num_heads: of all.
+    """
     starts = [start for start, _ in ranges]
-    first, *others = widths = [length(each) for each in ranges]
+    width, *others = [length(each) for each in ranges]
     distinct = sorted(set(starts))
-    sharing = len(starts) // len(distinct)
-    steps = {after - before for before, after in pairwise(distinct)} or {max(first, 1)}
-    if (
-        any(width != first for width in others)
-        or len(steps) > 1
-        or starts != [each for each in distinct for _ in range(sharing)]
-    ):
+    step, rest = divmod(num_heads, len(distinct))
+    first, sharing = distinct[0], len(starts) // len(distinct)
+    expected = [first + step * number for number in range(len(distinct)) for _ in range(sharing)]
+    if rest or starts != expected or first + width > step or any(other != width for other in others):
         return None
-    return EvenHeads(first=distinct[0], width=first, step=steps.pop(), sharing=sharing, num_ranks=len(widths))
+    return EvenHeads(first=first, width=width, step=step, num_steps=len(distinct), sharing=sharing)

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.attention.plan.intervals import Range
-from lightning_sp.attention.schemes.even_heads import even_heads
+from lightning_sp.attention.schemes.even_heads import EvenHeads, even_heads
 from lightning_sp.attention.schemes.head_split import HeadSplit, length
 from lightning_sp.comm.collectives import Exchange, exchange
 
@@ -181,8 +181,7 @@ def _pack(tensors: Sequence[Tensor], heads: Sequence[tuple[Range, ...]]) -> tupl
     widths = [sum(length(own) for own in of_a_rank) for of_a_rank in zip(*heads, strict=True)]
     counts = [tokens * batch * width * dim for width in widths]
     buffer = tensors[0].new_empty(sum(counts))
-    even = [each for each in map(even_heads, heads) if each]
-    if len(even) == len(heads):
+    if even := _even(heads, tensors):
         places = buffer.view(len(widths), tokens, batch, widths[0], dim).split_with_sizes(
             [each.width for each in even], 3
         )
@@ -205,8 +204,7 @@ def _lay(received: Tensor, heads: Sequence[tuple[Range, ...]], whole: Sequence[T
     """
     batch, _, tokens, dim = whole[0].shape
     widths = [sum(length(own) for own in of_a_rank) for of_a_rank in zip(*heads, strict=True)]
-    even = [each for each in map(even_heads, heads) if each and each.step >= each.width]
-    if len(even) == len(heads):
+    if even := _even(heads, whole):
         parts = received.view(len(widths), tokens, batch, widths[0], dim).split_with_sizes(
             [each.width for each in even], 3
         )
@@ -222,6 +220,13 @@ def _lay(received: Tensor, heads: Sequence[tuple[Range, ...]], whole: Sequence[T
     ]
     for parts, ranges, into in zip(zip(*per_rank, strict=True), heads, whole, strict=True):
         lay_side_by_side(parts, ranges, into)
+
+
+def _even(heads: Sequence[tuple[Range, ...]], tensors: Sequence[Tensor]) -> list[EvenHeads]:
+    """Return each tensor's heads as equal steps; empty where those of one are none."""
+    # A model has fixed numbers of heads: to specialise on them costs nothing under dynamic shapes.
+    found = [even_heads(ranges, int(each.shape[1])) for ranges, each in zip(heads, tensors, strict=True)]
+    return [] if None in found else [each for each in found if each]
 
 
 def _sum(shares: Tensor, dim: int, out: Tensor) -> None:

@@ -216,7 +216,7 @@ def test_stages_have_each_head_once_and_the_keys_that_they_need(heads, kv_heads)
         for num_stages in (n for n in range(1, heads // size + 1) if heads // size % n == 0):
             split = HeadSplit(heads, kv_heads, size, num_stages)
             for rank in range(size):
-                stages = split.each_stage()
+                stages = [*split.each_stage()]
                 assert [h for s in stages for h in range(*s.queries(rank))] == list(range(*split.queries(rank)))
                 assert len({s.queries(rank)[1] - s.queries(rank)[0] for s in stages}) == 1
                 travelled = [kv for s in stages for kv in range(*s.travelling(rank))]
@@ -224,7 +224,7 @@ def test_stages_have_each_head_once_and_the_keys_that_they_need(heads, kv_heads)
                 assert sum(s.width(rank) for s in stages) == split.width(rank)
                 for stage in stages:
                     _check_groups(stage, rank, heads // kv_heads)
-                passes = split.passes()
+                passes = [*split.passes()]
                 assert [s for p in passes for s in p.each_stage()] == stages
                 assert [kv for p in passes for kv in range(*p.keys(rank))] == travelled, "of one pass alone"
                 for one_pass in passes:

@@ -46,7 +46,7 @@ def test_one_copy_moves_what_a_copy_for_each_rank_does(split: HeadSplit, monkeyp
     packed, counts = ulysses._pack(tensors, _heads(split))
     laid = _zeros(split)
     ulysses._lay(packed, _heads(split), laid)
-    monkeypatch.setattr(ulysses, "even_heads", lambda _: None)
+    monkeypatch.setattr(ulysses, "even_heads", lambda *_: None)
     packed_by_rank, counts_by_rank = ulysses._pack(tensors, _heads(split))
     laid_by_rank = _zeros(split)
     ulysses._lay(packed_by_rank, _heads(split), laid_by_rank)
@@ -61,10 +61,12 @@ def test_one_copy_moves_what_a_copy_for_each_rank_does(split: HeadSplit, monkeyp
     ("num_heads", "num_kv_heads", "size"), [(8, 8, 4), (8, 2, 4), (8, 1, 8), (32, 8, 8), (6, 3, 3)]
 )
 def test_usual_heads_are_even(num_heads: int, num_kv_heads: int, size: int) -> None:
-    assert None not in map(even_heads, _heads(HeadSplit(num_heads, num_kv_heads, size)))
+    split = HeadSplit(num_heads, num_kv_heads, size)
+    assert even_heads(split.all_queries(), num_heads)
+    assert even_heads(split.all_travelling(), num_kv_heads)
 
 
 def test_ranks_with_more_heads_than_others_are_not() -> None:
-    assert even_heads(HeadSplit(6, 6, 4).all_queries()) is None
+    assert even_heads(HeadSplit(6, 6, 4).all_queries(), 6) is None
     # Heads 0 and 1, 0 and 1, 1 and 2: no equal steps.
-    assert even_heads(((0, 2), (0, 2), (1, 3))) is None
+    assert even_heads(((0, 2), (0, 2), (1, 3)), 3) is None

@@ -99,7 +99,7 @@ def test_loggers_and_checkpoints_of_one_device(pools, tmp_path):
 def test_several_training_loaders_at_once_are_refused_by_name_without_the_global_view(pools, mode):
     for message in pools(2).run(ranks.several_training_loaders, mode):
         assert message.startswith("SequenceParallelError"), message
-        assert "'text', 'code'" in message
+        assert "'code', 'text'" in message
         assert "ConcatDataset" in message
 
 

@@ -82,10 +82,8 @@ class WholeAttention:
         if of_keys is of_queries:
             visible, causal, window = _known_band(visible, causal, window)
             bias, causal, window = _known_band(bias, causal, window)
-        if is_added:
-            # Whoever adds numbers asks, a band's too: those of other data-parallel groups may be none.
-            lost = bias is not None and bool((bias.detach() <= HIDDEN_BELOW).all(-1).any())
-            queries.storage.agree(_NO_KEY if lost else None)
+        if is_added:  # all ask: what is a band here, and adds nothing, may be none in other data-parallel groups
+            queries.storage.agree(_NO_KEY if _hides_all_keys(bias) else None)
         mask = build_mask(of_queries, of_keys, causal=causal, window_size=window)
         if visible is not None:
             mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))
@@ -94,6 +92,10 @@ class WholeAttention:
         return attend(
             self.context, query, key, value, mask=mask, scale=scale, sinks=sinks, softcap=softcap, bias=bias, dropout_p=dropout
         )  # fmt: skip
+
+
+def _hides_all_keys(bias: Tensor | None) -> bool:
+    return bias is not None and bool((bias.detach() <= HIDDEN_BELOW).all(-1).any())
 
 
 def _shown(placement: Placement, documents: bool) -> SequenceInfo:

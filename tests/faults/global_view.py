@@ -156,7 +156,7 @@ GLOBAL_VIEW = (
     fault(
         "added numbers that hide all keys of a query, computed",
         "rewrite/whole_attention.py",
-        "queries.storage.agree(_NO_KEY if lost else None)",
+        "queries.storage.agree(_NO_KEY if _hides_all_keys(bias) else None)",
         "queries.storage.agree(None)",
         f"{REFUSED}[a bias that hides all keys-words8]",
     ),

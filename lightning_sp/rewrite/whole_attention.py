@@ -74,12 +74,12 @@ class WholeAttention:
                 "F.scaled_dot_product_attention, which keeps to the documents that you have declared, or one document a row; "
                 "packed_documents=False attends to the whole row"
             )
-        of_queries, of_keys = _shown(queries, documents), _shown(keys, documents)
-        if queries.storage is keys.storage and queries.length == keys.length:
-            of_keys = of_queries
+        of_queries = _shown(queries, documents)
+        alike = queries.storage is keys.storage and queries.length == keys.length
+        of_keys = of_queries if alike else _shown(keys, documents)
         window: tuple[int | None, int | None] = (None, None)
         is_added = bias is not None and not comm.is_traced(bias)
-        if of_keys is of_queries:
+        if alike:
             visible, causal, window = _known_band(visible, causal, window)
             bias, causal, window = _known_band(bias, causal, window)
         if is_added:  # all ask: what is a band here, and adds nothing, may be none in other data-parallel groups
@@ -87,8 +87,7 @@ class WholeAttention:
         mask = build_mask(of_queries, of_keys, causal=causal, window_size=window)
         if visible is not None:
             mask = replace(mask, dense=_padded(visible, of_queries, of_keys, True))
-        if bias is not None:
-            bias = _padded(bias, of_queries, of_keys, 0.0)
+        bias = None if bias is None else _padded(bias, of_queries, of_keys, 0.0)
         return attend(
             self.context, query, key, value, mask=mask, scale=scale, sinks=sinks, softcap=softcap, bias=bias, dropout_p=dropout
         )  # fmt: skip

@@ -17,7 +17,8 @@ from lightning_sp import ShardOptions, shard_batch
 from lightning_sp.comm import host_groups
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.step.prepare import attention_mesh, base_mesh, interceptions, lay_out_model
+from lightning_sp.step.meshes import attention_mesh, base_mesh
+from lightning_sp.step.prepare import interceptions, lay_out_model
 from lightning_sp.step.runner import StepRunner
 
 

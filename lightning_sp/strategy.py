@@ -37,8 +37,9 @@ from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
 from lightning_sp.step.kept_values import KeptValues
+from lightning_sp.step.meshes import attention_mesh, base_mesh
 from lightning_sp.step.predictions import share_predictions
-from lightning_sp.step.prepare import attention_mesh, base_mesh, lay_out_model
+from lightning_sp.step.prepare import lay_out_model
 from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
@@ -77,6 +78,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         cpu_offload: bool = False,
         gather_dtype: str = "float32",
         gradient_dtype: str = "auto",
+        fp8: bool | Literal["emulated"] = False,
         optimizer_in_backward: bool = False,
         kernel: str = "auto",
         ring_transport: str = "auto",
@@ -186,9 +188,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a sequence the same samples, from the resumed position on."""
-        if (
-            self._host_groups is None
-        ):  # asked for its length before a run, which makes it anew, by Lightning's own sampler
+        if self._host_groups is None:
+            # Asked for its length before a run, which makes it anew, by Lightning's own sampler.
             return dataloader
         training = self._module.trainer.training
         loader = same_samples(
@@ -226,13 +227,12 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def _sharded(self, batch: Any) -> Any:
-        assert self._mesh is not None
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop)
-        local, info, ends = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
+        local, info, ends = shard(batch, self.sequence_mesh, self._options(), self._groups.world, most_tokens=most)
         self._sigterm.agree(trainer, ends)
-        seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
+        seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self.sequence_mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
         self._batch = replace(info, seed=seed)
         return local

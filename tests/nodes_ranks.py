@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import log, rank_zero_only
 
 from lightning_sp.config import StrategyConfig
 from lightning_sp.models import Llama, LlamaConfig
-from lightning_sp.step.prepare import attention_mesh, base_mesh
+from lightning_sp.step.meshes import attention_mesh, base_mesh
 
 
 def split_and_said(per_node, given):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union
 
 from lightning_sp.config import (
     BALANCES,
@@ -22,7 +23,6 @@ from lightning_sp.config import (
     STAGE_INPUTS,
     AttentionOptions,
     MemoryOptions,
-    Size,
     StrategyConfig,
 )
 from lightning_sp.strategy import SequenceParallelStrategy
@@ -66,22 +66,16 @@ def type_of(name: str, hint: Any) -> str:
     """Return an option's type as a reader knows it."""
     if name in CHOICES:
         return " ".join(f'`"{choice}"`' for choice in CHOICES[name])
-    if hint == Size | None:
-        return '`int` or `"auto"` or `None`'
-    if hint == Size:
-        return '`int` or `"auto"`'
-    if hint == Size | None:
-        return '`int`, `"auto"` or `None`'
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
-    shown = [_name_of(kind) for kind in kinds]
-    return " or ".join(f"`{kind}`" for kind in [*shown, *(["None"] if kinds != [hint] else [])])
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is Union else (hint,)
+    return " or ".join(f"`{shown}`" for kind in kinds for shown in _names_of(kind))
 
 
-def _name_of(kind: Any) -> str:
+def _names_of(kind: Any) -> list[str]:
+    if typing.get_origin(kind) is Literal:
+        return [f'"{choice}"' for choice in typing.get_args(kind)]
     if typing.get_origin(kind) is Mapping:
-        return f"dict[{', '.join(each.__name__ for each in typing.get_args(kind))}]"
-    name: str = kind.__name__
-    return name
+        return [f"dict[{', '.join(each.__name__ for each in typing.get_args(kind))}]"]
+    return ["None" if kind is types.NoneType else kind.__name__]
 
 
 def page() -> str:

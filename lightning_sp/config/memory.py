@@ -27,7 +27,7 @@ def every_nth(policy: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """What each rank holds of a model and its activations; of it `gradient_dtype` alone changes a result, by rounding.
+    """What each rank holds of a model and its activations; of it `gradient_dtype` and `fp8` alone change a result, by rounding.
 
     Args:
         shard_size: Ranks over which FSDP2 splits parameters; the rest of the world replicates. "auto": the whole world.
@@ -41,6 +41,10 @@ class MemoryOptions:
             to it and that nothing else reads them; the results are the same to the bit. Where anything is compiled: as "float32".
         gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
             their own.
+        fp8: Multiply in the linear layers of transformer blocks with float8 numbers, by torchao (H100 and later). Forward and the gradient of
+            the input, with a scale for each token, so that a part of a sequence is rounded as it is in the whole; the gradient of a weight in
+            the layer's own dtype. "emulated" rounds alike on any device, slower than without. False: no layer but those that the model has
+            itself.
         optimizer_in_backward: Step each unit of FSDP, a block say, when the backward has its gradients, and free them: gradients of about one
             unit are in memory, and not of all. The same to the bit. Not with gradient clipping, accumulation or manual optimization, which
             need all gradients at once.
@@ -76,6 +80,7 @@ class MemoryOptions:
     cpu_offload: bool = False
     gather_dtype: str = "float32"
     gradient_dtype: str = "auto"
+    fp8: bool | Literal["emulated"] = False
     optimizer_in_backward: bool = False
     loss_chunk_tokens: Size | None = "auto"
     activation_checkpointing: bool | str = "auto"
@@ -100,6 +105,11 @@ class MemoryOptions:
         if self.reshard_after_forward != "auto" and not isinstance(self.reshard_after_forward, bool):
             raise SequenceParallelError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"
+            )
+        if self.fp8 != "emulated" and not isinstance(self.fp8, bool):
+            raise SequenceParallelError(
+                f"fp8={self.fp8!r}: must be True, False or 'emulated'; the recipe is torchao's rowwise_with_gw_hp, the one whose scales do "
+                "not look along the sequence, as those of tensorwise, rowwise and MX do"
             )
         self._check_optimizer_in_backward()
         _check_policy(self.activation_checkpointing)

@@ -171,6 +171,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 self.gather_dtype == "auto",
                 "the preflight reads a rank's part of a weight to make it whole",
             ),
+            f"fp8={self.fp8!r}": (bool(self.fp8), "a rank would scale by its part of a weight"),
             "cpu_offload=True": (self.cpu_offload, "parts of split layers in the host's memory were never tried"),
             "exclude_frozen_parameters=True": (
                 self.exclude_frozen_parameters,

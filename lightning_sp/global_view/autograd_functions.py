@@ -63,6 +63,8 @@ def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
         call = Call(
             name=cls.__name__, function=lambda *given, **named: original(cls, *given, **named), args=args, kwargs=kwargs
         )
+        if _multiplies_tokens(cls, call):
+            return placed(call.on_locals(), call.tensors[0].placement)
         found = aligned(call) if call.tensors and cls is not BackwardHookFunction else NO_RULE
         if found is NO_RULE:
             raise _refusal(cls)
@@ -90,6 +92,17 @@ def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _multiplies_tokens(cls: Any, call: Call) -> bool:
+    """Return whether a function is torchao's float8 product of tokens with a whole weight; its recipe is checked with the model."""
+    if cls.__name__ != "matmul_with_hp_or_float8_args" or not cls.__module__.startswith("torchao."):
+        return False
+    return (
+        len(call.tensors) == 1
+        and call.args[0] is call.tensors[0]
+        and call.args[0].placement.dim < call.args[0].dim() - 1
+    )
 
 
 def _gradient(original: Callable[..., Any], in_progress: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:

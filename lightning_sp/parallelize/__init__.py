@@ -20,6 +20,7 @@ from lightning_sp.parallelize.compilation import (
     run_as_written,
 )
 from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
+from lightning_sp.parallelize.float8 import check_float8_device, check_float8_layers, convert_to_float8
 from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     RootUnit,
@@ -77,6 +78,8 @@ __all__ = [
     "broadcast_initial_weights",
     "cast_as_in_forward",
     "check_added",
+    "check_float8_device",
+    "check_float8_layers",
     "check_hooks",
     "check_layout",
     "check_optimized",
@@ -88,6 +91,7 @@ __all__ = [
     "compile_forwards",
     "compiled_modules",
     "compiles_weights",
+    "convert_to_float8",
     "gather_plain_parts",
     "gathered",
     "is_compiled",

@@ -14,18 +14,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import note_built
 from lightning_sp.config import (
     StrategyConfig,
-    check_memory_device,
-    needless_exchange,
-    resolve_degrees,
     resolve_shard_size,
-    resolve_split,
 )
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -39,13 +34,10 @@ from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.mesh import (
     SequenceMesh,
-    build_device_mesh,
     build_fsdp_mesh,
-    check_ring_transport,
     fsdp_axes,
     tensor_axis,
 )
-from lightning_sp.nodes import Placement, common_ranks_per_node
 from lightning_sp.parallelize import (
     DelayedWeights,
     InitialState,
@@ -54,13 +46,12 @@ from lightning_sp.parallelize import (
     broadcast_initial_weights,
     cast_as_in_forward,
     check_layout,
-    check_parameters,
-    check_unsharded,
     checkpoint_blocks,
     compile_blocks,
     compile_forwards,
     compiled_modules,
     compiles_weights,
+    convert_to_float8,
     gather_plain_parts,
     is_freed_after_forward,
     make_fsdp_root,
@@ -91,7 +82,6 @@ from lightning_sp.rewrite import (
     RowDropoutInterception,
     SdpaInterception,
     StagedHeads,
-    check_virtual_tokens,
     decoder_inputs,
     hidden_decoder_token,
     hugging_face_models,
@@ -103,77 +93,6 @@ from lightning_sp.rewrite import (
 )
 from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
 from lightning_sp.rewrite.rebind import BoundNames
-from lightning_sp.step.rank_heads import heads_of_rank
-
-
-def base_mesh(config: StrategyConfig, device: torch.device, world_size: int) -> DeviceMesh:
-    """Return the mesh data_parallel x sequence_parallel x tensor_parallel. Every rank must call it.
-
-    Communicates: group creation.
-
-    Raises:
-        SequenceParallelError: the degrees or the shard size do not divide the world, or the device lacks what an option needs.
-    """
-    check_memory_device(config, device.type)
-    degrees = resolve_degrees(config, world_size)
-    resolve_shard_size(config, world_size)
-    return build_device_mesh(
-        device.type,
-        data_parallel_size=degrees.data_parallel_size,
-        sequence_parallel_size=degrees.sequence_parallel_size,
-        tensor_parallel_size=degrees.tensor_parallel_size,
-    )
-
-
-def attention_mesh(
-    module: nn.Module,
-    config: StrategyConfig,
-    base: DeviceMesh,
-    device: torch.device,
-    ranks_per_node: int | None = None,
-) -> SequenceMesh:
-    """Split the ranks of a sequence into ring x ulysses, by the model's heads and the nodes. Every rank must call it.
-
-    Args:
-        module: the model, not yet sharded.
-        config: the options.
-        base: the mesh data_parallel x sequence_parallel x tensor_parallel.
-        device: of this rank.
-        ranks_per_node: how many ranks this rank's node has; None for one node.
-
-    Communicates: what `SequenceMesh.build` does; one all_gather of the ranks per node; one broadcast of the number of heads where no module
-    names it.
-
-    Raises:
-        SequenceParallelError: the model is sharded already, or the degrees or the transport do not fit it.
-    """
-    check_unsharded(module)
-    if parameter_layout(module) is None:
-        check_parameters(module)
-    size = int(base["sequence_parallel"].size())
-    if size > 1:
-        check_virtual_tokens(module)
-    heads, kv_heads = heads_of_rank(module, config, size, device)
-    placement = None if heads is None or size == 1 else _placement(base, heads, kv_heads, ranks_per_node)
-    ulysses, ring = resolve_split(config, size, heads, placement)
-    if placement is not None and (line := needless_exchange(config, ulysses, placement)):
-        rank_zero_info(f"sequence_parallel: {line}")
-    mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
-    check_ring_transport(config.ring_transport, mesh)
-    return mesh
-
-
-def _placement(base: DeviceMesh, heads: int, kv_heads: int | None, ranks_per_node: int | None) -> Placement:
-    """Return the ranks on their nodes, with the heads of each part of the weights: the same on all, for all choose by it."""
-    world = int(base.size())
-    return Placement(
-        world_size=world,
-        sequence_parallel_size=int(base["sequence_parallel"].size()),
-        ranks_per_node=common_ranks_per_node(world, comm.gather_objects(ranks_per_node or world)),
-        num_heads=heads,
-        num_kv_heads=min(kv_heads or heads, heads),
-        tensor_parallel_size=int(base["tensor_parallel"].size()),
-    )
 
 
 def lay_out_model(
@@ -215,6 +134,7 @@ def lay_out_model(
     if (axis := tensor_axis(parameter_mesh)) is not None:
         split_model(module, config.tensor_parallel_plan, axis, mesh.tensor_group)
     blocks = transformer_blocks(module)
+    convert_to_float8(blocks, config.fp8)
     _tile(blocks, config.mlp_tile_tokens)
     offload = offload_activations(module, config, device, blocks)
     _checkpoint_and_compile(module, blocks, config, offload)

@@ -40,6 +40,12 @@ def check_trainer_features(trainer: Trainer, module: LightningModule, config: St
         SequenceParallelError: an option, a callback, a plugin, a hook or a step of Lightning that cannot be carried.
     """
     _check_plugins(trainer, config)
+    precision = trainer.precision
+    if config.fp8 and str(precision).endswith("-mixed") and trainer.strategy.root_device.type != "cuda":
+        raise SequenceParallelError(
+            f"fp8={config.fp8!r} with precision={precision!r} on {trainer.strategy.root_device.type} ranks: torchao's layers follow a GPU's "
+            "autocast alone; use precision='bf16-true' or '32-true'"
+        )
     degrees = resolve_degrees(config, trainer.world_size)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_counts(callback, degrees)

@@ -49,7 +49,7 @@ GROUPS = (
     ),
     fault(
         "the first model's mesh for a second one",
-        "step/prepare.py",
+        "step/meshes.py",
         "mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)",
         'mesh = globals().setdefault("_kept", SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses))',
         "tests/rewrite/test_gradients.py::test_a_second_model_in_the_same_process",

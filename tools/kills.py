@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from lightning_sp.checkpoint.folder import META, is_complete
+from lightning_sp.checkpoint.folders.folder import META, is_complete
 from lightning_sp.testing import RankPool, max_error
 from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 

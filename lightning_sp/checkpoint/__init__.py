@@ -1,11 +1,7 @@
 """Checkpoints: a DCP directory that is the same for every mesh, or one whole file; resumed on any degrees, exported for one process."""
 
-from lightning_sp.checkpoint.address import Address
 from lightning_sp.checkpoint.background import BackgroundSaves
-from lightning_sp.checkpoint.expired import remove_expired
-from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
-from lightning_sp.checkpoint.folder import located
-from lightning_sp.checkpoint.frozen import (
+from lightning_sp.checkpoint.contents.frozen import (
     EXCLUDED,
     exclude_frozen,
     exclude_quantized,
@@ -13,14 +9,8 @@ from lightning_sp.checkpoint.frozen import (
     is_built_noted,
     note_built,
 )
-from lightning_sp.checkpoint.host_memory import available_bytes
-from lightning_sp.checkpoint.latest import latest_checkpoint
-from lightning_sp.checkpoint.load import load_checkpoint
-from lightning_sp.checkpoint.random_state import derived_seed, random_state, restore_random_state
-from lightning_sp.checkpoint.replace import recover, remnants, unfinished
-from lightning_sp.checkpoint.save import save_checkpoint
-from lightning_sp.checkpoint.staged import staged_bytes
-from lightning_sp.checkpoint.state import (
+from lightning_sp.checkpoint.contents.random_state import derived_seed, random_state, restore_random_state
+from lightning_sp.checkpoint.contents.state import (
     load_model_state,
     load_optimizer_state,
     model_state,
@@ -29,6 +19,16 @@ from lightning_sp.checkpoint.state import (
     sharded_state,
     whole_state_dict,
 )
+from lightning_sp.checkpoint.export import export_checkpoint, is_checkpoint_folder, read_checkpoint_folder
+from lightning_sp.checkpoint.folders.address import Address
+from lightning_sp.checkpoint.folders.expired import remove_expired
+from lightning_sp.checkpoint.folders.folder import located
+from lightning_sp.checkpoint.folders.latest import latest_checkpoint
+from lightning_sp.checkpoint.folders.replace import recover, remnants, unfinished
+from lightning_sp.checkpoint.host_memory import available_bytes
+from lightning_sp.checkpoint.load import load_checkpoint
+from lightning_sp.checkpoint.save import save_checkpoint
+from lightning_sp.checkpoint.staged import staged_bytes
 
 __all__ = [
     "EXCLUDED",

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.folder import first_failure, remove_incomplete
+from lightning_sp.checkpoint.folders.folder import first_failure, remove_incomplete
 from lightning_sp.checkpoint.staged import StagedFolder, WrittenPart
 from lightning_sp.errors import SequenceParallelError
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from lightning_sp.checkpoint.address import Location
-from lightning_sp.checkpoint.folder import (
+from lightning_sp.checkpoint.contents.frozen import refuse_part_of_model
+from lightning_sp.checkpoint.folders.address import Location
+from lightning_sp.checkpoint.folders.folder import (
     MANIFEST,
     META,
     damage,
@@ -23,9 +24,8 @@ from lightning_sp.checkpoint.folder import (
     partial_path,
     readable,
 )
-from lightning_sp.checkpoint.frozen import refuse_part_of_model
-from lightning_sp.checkpoint.metadata import checked_reader
-from lightning_sp.checkpoint.read import read_file, read_folder
+from lightning_sp.checkpoint.folders.metadata import checked_reader
+from lightning_sp.checkpoint.folders.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
 
 FORMATS = (".pt", ".safetensors")

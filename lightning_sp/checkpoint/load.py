@@ -21,15 +21,22 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.address import Location
-from lightning_sp.checkpoint.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
-from lightning_sp.checkpoint.folder import Contents, damage, first_failure, folder_at, is_folder_checkpoint, local_path
-from lightning_sp.checkpoint.frozen import excluded_shapes, include_frozen
-from lightning_sp.checkpoint.metadata import checked_reader
-from lightning_sp.checkpoint.plain import STORED_AS, is_stored_elsewhere
-from lightning_sp.checkpoint.read import read_by, read_file, read_folder
-from lightning_sp.checkpoint.replace import recover
-from lightning_sp.checkpoint.state import model_state
+from lightning_sp.checkpoint.contents.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
+from lightning_sp.checkpoint.contents.frozen import excluded_shapes, include_frozen
+from lightning_sp.checkpoint.contents.plain import STORED_AS, is_stored_elsewhere
+from lightning_sp.checkpoint.contents.state import model_state
+from lightning_sp.checkpoint.folders.address import Location
+from lightning_sp.checkpoint.folders.folder import (
+    Contents,
+    damage,
+    first_failure,
+    folder_at,
+    is_folder_checkpoint,
+    local_path,
+)
+from lightning_sp.checkpoint.folders.metadata import checked_reader
+from lightning_sp.checkpoint.folders.read import read_by, read_file, read_folder
+from lightning_sp.checkpoint.folders.replace import recover
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parameter_names import by_user_name, user_name

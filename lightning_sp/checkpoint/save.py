@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.address import Address, Location
-from lightning_sp.checkpoint.folder import (
+from lightning_sp.checkpoint.contents.plain import SHARDED, STORED_AS, plain_checkpoint
+from lightning_sp.checkpoint.folders.address import Address, Location
+from lightning_sp.checkpoint.folders.folder import (
     MANIFEST,
     META,
     SAVE,
@@ -40,9 +41,8 @@ from lightning_sp.checkpoint.folder import (
     write_manifest,
     write_manifest_of_save,
 )
-from lightning_sp.checkpoint.free_space import check_free_space
-from lightning_sp.checkpoint.plain import SHARDED, STORED_AS, plain_checkpoint
-from lightning_sp.checkpoint.replace import put_in_place
+from lightning_sp.checkpoint.folders.free_space import check_free_space
+from lightning_sp.checkpoint.folders.replace import put_in_place
 from lightning_sp.checkpoint.staged import StagedFolder
 from lightning_sp.errors import SequenceParallelError
 

@@ -31,8 +31,8 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.folder import META, METADATA, checksum, write_manifest
-from lightning_sp.checkpoint.replace import put_in_place
+from lightning_sp.checkpoint.folders.folder import META, METADATA, checksum, write_manifest
+from lightning_sp.checkpoint.folders.replace import put_in_place
 
 
 @dataclass(frozen=True)

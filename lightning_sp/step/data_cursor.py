@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sp.checkpoint.plain import plain_checkpoint
+from lightning_sp.checkpoint.contents.plain import plain_checkpoint
 from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_cursor, resume_loader
 from lightning_sp.mesh import SequenceMesh
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.checkpoint import BackgroundSaves, save_checkpoint
-from lightning_sp.checkpoint.folder import is_complete, partial_path
+from lightning_sp.checkpoint.folders.folder import is_complete, partial_path
 from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
 
 STEPS = 6

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.checkpoint import folder
+from lightning_sp.checkpoint.folders import folder
 from lightning_sp.data import SequenceShardingDataModule
 from lightning_sp.models import GPT, GPTConfig
 from tests.trainer.tiny import VOCAB, TokenDataset, _full, quiet_trainer

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_sp.checkpoint.tensor_digest import tensor_digest, tensor_digests
+from lightning_sp.checkpoint.contents.tensor_digest import tensor_digest, tensor_digests
 
 
 def digests(shard_size: int) -> tuple[dict[str, str | None], dict[str, str]]:

@@ -15,7 +15,7 @@ import torch
 from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.checkpoint import latest_checkpoint, read_checkpoint_folder, remove_expired, save_checkpoint
 from lightning_sp.checkpoint import save as saving
-from lightning_sp.checkpoint.folder import MANIFEST, META, METADATA, local_path
+from lightning_sp.checkpoint.folders.folder import MANIFEST, META, METADATA, local_path
 from tests.checkpoint import address_ranks as ranks
 from tests.checkpoint.test_expired import HOUR
 from tests.checkpoint.test_replace import save as save_at_path

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from lightning_sp.checkpoint import remove_expired
-from lightning_sp.checkpoint.folder import MANIFEST, partial_path, replaced_path
+from lightning_sp.checkpoint.folders.folder import MANIFEST, partial_path, replaced_path
 from tests.checkpoint.test_latest import aged
 from tests.checkpoint.test_replace import save
 

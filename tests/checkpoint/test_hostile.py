@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.checkpoint import read_checkpoint_folder, save_checkpoint
-from lightning_sp.checkpoint.folder import checksum, read_manifest
-from lightning_sp.checkpoint.metadata import read_metadata
+from lightning_sp.checkpoint.folders.folder import checksum, read_manifest
+from lightning_sp.checkpoint.folders.metadata import read_metadata
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 

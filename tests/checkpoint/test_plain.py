@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_sp.checkpoint.folder import first_failure
-from lightning_sp.checkpoint.plain import plain_checkpoint
+from lightning_sp.checkpoint.contents.plain import plain_checkpoint
+from lightning_sp.checkpoint.folders.folder import first_failure
 
 
 class Colour(str, enum.Enum):

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
-from lightning_sp.checkpoint import read_checkpoint_folder, recover, remnants, replace, save_checkpoint
-from lightning_sp.checkpoint.folder import partial_path, replaced_path
+from lightning_sp.checkpoint import read_checkpoint_folder, recover, remnants, save_checkpoint
+from lightning_sp.checkpoint.folders import replace
+from lightning_sp.checkpoint.folders.folder import partial_path, replaced_path
 from tests.checkpoint.checkpoint_ranks import Heard
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.checkpoint import derived_seed, export_checkpoint
-from lightning_sp.checkpoint.check import check_optimizers
+from lightning_sp.checkpoint.contents.check import check_optimizers
 from lightning_sp.cli.export_command import export_command
 from lightning_sp.testing import max_error
 from tests.checkpoint import checkpoint_ranks as ranks

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sp.checkpoint.tensor_digest import Part, combined, tensor_digest
+from lightning_sp.checkpoint.contents.tensor_digest import Part, combined, tensor_digest
 from tests.checkpoint import digest_ranks as ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
@@ -45,7 +45,7 @@ def test_zeros_of_either_sign_and_kinds_of_nan_differ():
 def test_more_than_one_chunk(monkeypatch):
     tensor = random_tensor(torch.float32, 1000)
     whole = tensor_digest(tensor)
-    monkeypatch.setattr("lightning_sp.checkpoint.tensor_digest._CHUNK", 7)
+    monkeypatch.setattr("lightning_sp.checkpoint.contents.tensor_digest._CHUNK", 7)
     assert tensor_digest(tensor) == whole
 
 

@@ -56,7 +56,7 @@ CHECKPOINTS = (
     ),
     fault(
         "a checkpoint that is too old goes while the newer one is half-written",
-        "checkpoint/expired.py",
+        "checkpoint/folders/expired.py",
         "elif each.is_dir() and is_complete(each):",
         "elif each.is_dir() and (each / MANIFEST).exists():",
         f"{EXPIRED}::test_the_newest_complete_one_stays_whatever_is_newer_and_half_written",

@@ -60,6 +60,15 @@ PLANTED = {
         "preflight/explain/verdict.py",
         "from lightning_sp.preflight.explain import diagnosis",
     ),
+    "Inside checkpoint": ("checkpoint/contents/state.py", "from lightning_sp.checkpoint import save"),
+    "Inside checkpoint.folders": (
+        "checkpoint/folders/folder.py",
+        "from lightning_sp.checkpoint.folders import latest",
+    ),
+    "Inside checkpoint.contents": (
+        "checkpoint/contents/state.py",
+        "from lightning_sp.checkpoint.contents import frozen",
+    ),
     "Inside step": ("step/isolation.py", "from lightning_sp.step import runner"),
     "Inside trainer": ("trainer/loops.py", "from lightning_sp.trainer import sharded_model"),
     "Inside trainer.optimizers": (

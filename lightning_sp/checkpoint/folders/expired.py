@@ -8,9 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_sp.checkpoint.address import Address
-from lightning_sp.checkpoint.folder import FILE_SUFFIX, MANIFEST, PARTIAL, REPLACED, is_complete, located
-from lightning_sp.checkpoint.latest import written_at
+from lightning_sp.checkpoint.folders.address import Address
+from lightning_sp.checkpoint.folders.folder import FILE_SUFFIX, MANIFEST, PARTIAL, REPLACED, is_complete, located
+from lightning_sp.checkpoint.folders.latest import written_at
 
 
 def remove_expired(

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_sp.checkpoint.address import Location
-from lightning_sp.checkpoint.folder import METADATA, Contents
+from lightning_sp.checkpoint.folders.address import Location
+from lightning_sp.checkpoint.folders.folder import METADATA, Contents
 from lightning_sp.errors import SequenceParallelError
 
 _DCP = "torch.distributed.checkpoint.metadata"

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from lightning_sp.checkpoint.address import Address, Location
+from lightning_sp.checkpoint.folders.address import Address, Location
 from lightning_sp.errors import SequenceParallelError
 
 META, METADATA, MANIFEST, PARTIAL, REPLACED = "meta.pt", ".metadata", "manifest.json", ".partial", ".replaced"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_sp.checkpoint.address import Address
-from lightning_sp.checkpoint.folder import FILE_SUFFIX, MANIFEST, PARTIAL, REPLACED, is_complete, located
-from lightning_sp.checkpoint.replace import recover, remnants
+from lightning_sp.checkpoint.folders.address import Address
+from lightning_sp.checkpoint.folders.folder import FILE_SUFFIX, MANIFEST, PARTIAL, REPLACED, is_complete, located
+from lightning_sp.checkpoint.folders.replace import recover, remnants
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | str | None:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from lightning_sp.checkpoint.folder import PARTIAL, REPLACED, is_complete, partial_path, replaced_path
+from lightning_sp.checkpoint.folders.folder import PARTIAL, REPLACED, is_complete, partial_path, replaced_path
 
 # fcntl.h and linux/fs.h.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

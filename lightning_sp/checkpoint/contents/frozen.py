@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.address import Location
-from lightning_sp.checkpoint.state import model_state
-from lightning_sp.checkpoint.tensor_digest import tensor_digest, tensor_digests
+from lightning_sp.checkpoint.contents.state import model_state
+from lightning_sp.checkpoint.contents.tensor_digest import tensor_digest, tensor_digests
+from lightning_sp.checkpoint.folders.address import Location
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.quantized_weights import is_quantized, quantized_weights

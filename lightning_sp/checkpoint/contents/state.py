@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_sp.checkpoint.quantized_states import restored_states, stored_states
+from lightning_sp.checkpoint.contents.quantized_states import restored_states, stored_states
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
 from lightning_sp.quantized_weights import quantized_parameters

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_sp.checkpoint.address import Location
-from lightning_sp.checkpoint.folder import META, METADATA, Contents, damage, read_manifest
-from lightning_sp.checkpoint.metadata import read_metadata
+from lightning_sp.checkpoint.folders.address import Location
+from lightning_sp.checkpoint.folders.folder import META, METADATA, Contents, damage, read_manifest
+from lightning_sp.checkpoint.folders.metadata import read_metadata
 from lightning_sp.errors import SequenceParallelError
 
 

@@ -232,7 +232,7 @@ def _without_data() -> Iterator[None]:
     """Leave out what needs a rank's weights or its peers before the first step."""
     unchanged: Any = lambda *_, **__: None  # noqa: E731
     with (
-        mock.patch("lightning_sp.step.prepare.check_parameters", unchanged),
+        mock.patch("lightning_sp.step.meshes.check_parameters", unchanged),
         mock.patch("lightning_sp.mesh.set_world_timeout", unchanged),
         mock.patch("lightning_sp.comm.groups.set_world_timeout", unchanged),
         mock.patch("lightning_sp.step.prepare.whole_state", return_value={}),

@@ -16,13 +16,14 @@ _TOKENS = {"input_ids", "inputs_embeds"}
 
 def hugging_face_models(module: nn.Module) -> list[Any]:
     """Return the outermost Hugging Face models inside a module; empty without transformers."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
+    # Whoever made such a model has imported this. To ask transformers itself for the class would import it, which takes seconds.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
         return []
     found: list[Any] = []
 
     def visit(each: nn.Module) -> None:
-        if isinstance(each, transformers.PreTrainedModel):
+        if isinstance(each, modeling.PreTrainedModel):
             found.append(each)
             return
         for child in each.children():
@@ -92,7 +93,7 @@ def _attention_of_tokens(model: nn.Module) -> list[type]:
 
 def _is_tower(module: nn.Module) -> bool:
     """Return whether a module is a model that takes neither ids nor embeddings of tokens."""
-    if not isinstance(module, sys.modules["transformers"].PreTrainedModel):
+    if not isinstance(module, sys.modules["transformers.modeling_utils"].PreTrainedModel):
         return False
     taken = inspect.signature(module.forward).parameters
     # One that hands on whatever it is given may be given tokens.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -133,3 +135,12 @@ def test_parts_with_a_copy_of_the_configuration_have_the_attention_too(monkeypat
     for name in ("eager", "sdpa"):
         set_attention(model, name)
         assert [each.config._attn_implementation for each in (model, model.encoder, model.decoder)] == [name] * 3
+
+
+def test_a_model_of_ones_own_does_not_import_transformers_models():
+    """Which takes seconds, and says on stderr what transformers' optional packages have to say."""
+    program = (
+        "import sys, torch, transformers; from lightning_sp.rewrite import hugging_face_models as found; "
+        "assert not found(torch.nn.Linear(1, 1)); assert 'transformers.modeling_utils' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

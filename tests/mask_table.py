@@ -14,6 +14,7 @@ import torch
 
 from lightning_sp.attention.kernels.select import kernel_for
 from lightning_sp.attention.kernels.tiled import TiledKernel
+from lightning_sp.attention.kernels.torch_flex import TorchFlexKernel
 from tests import masks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "masks.md"
@@ -85,6 +86,9 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
+_WORDS = {TiledKernel: "tiled", TorchFlexKernel: "flex"}
+
+
 def table() -> str:
     """Return the document."""
     lines = [
@@ -99,6 +103,8 @@ def table() -> str:
         f" {_name('flash_attn', 'cuda', torch.bfloat16, ())} on CUDA in bfloat16 and float16,",
         f'  {_name("auto", "cuda", torch.float32, ())} in float32. With kernel="auto" torch\'s kernels for CUDA compute one small',
         "  block first: where it is wrong, tiled takes their place, with a warning.",
+        f'- "flex": {TorchFlexKernel.name}, compiled, after such a block with changes of this kind; not run on a GPU. The',
+        "  gradients of what is learned (a bias, slopes, a table) are tiled.",
         f'- "tiled": {TiledKernel.name}, on any device, from float16 to float64, with one warning. CUDA in float64 is',
         "  always tiled.",
         "",
@@ -107,7 +113,7 @@ def table() -> str:
     ]
     for row in ROWS.values():
         kernels = [
-            "tiled" if kernel_for(name, device, dtype, row.changes)[1] is TiledKernel else "fused"
+            _WORDS.get(kernel_for(name, device, dtype, row.changes)[1], "fused")
             for name, device, dtype in (
                 ("auto", "cpu", torch.float32),
                 ("auto", "cuda", torch.bfloat16),

@@ -26,6 +26,7 @@ from lightning_sp.attention.kernels.self_check import is_right
 from lightning_sp.attention.kernels.tiled import TiledKernel
 from lightning_sp.attention.kernels.torch_efficient import TorchEfficientKernel
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
+from lightning_sp.attention.kernels.torch_flex import TorchFlexKernel
 from lightning_sp.attention.reference import reference_attention
 
 # The kernels of a kind of device, with the dtypes that they are for.
@@ -43,9 +44,13 @@ _NAMES = ("out", "dq", "dk", "dv")
 _RING = 4
 
 
-def checked(kind: type[Any], dtype: torch.dtype, setting: Setting) -> Row:
+# What changes the scores, each alone and all together.
+_CHANGES = ("softcap", "bias", "score_mod", "dense mask", "mask_mod")
+
+
+def checked(kind: type[Any], dtype: torch.dtype, changes: tuple[str, ...], setting: Setting) -> Row:
     """Try a kernel on one small block, forward and backward, against plain torch."""
-    return {"right": is_right(kind, torch.device(setting.device), dtype)}
+    return {"right": is_right(kind, torch.device(setting.device), dtype, changes)}
 
 
 def errors(length: int, dtype: torch.dtype, setting: Setting) -> Row:
@@ -74,7 +79,12 @@ def _exact(case: Case) -> list[Tensor]:
 def _right(setting: Setting) -> Iterator[PartCase]:
     for kind, dtypes in KERNELS[setting.device]:
         for dtype in dtypes:
-            yield f"{kind.__name__} {dtype}", partial(checked, kind, dtype, setting)
+            yield f"{kind.__name__} {dtype}", partial(checked, kind, dtype, (), setting)
+    if setting.device == "cuda":
+        for changes in (*((each,) for each in _CHANGES), _CHANGES):
+            for dtype in (*_HALF, torch.float32):
+                name = f"TorchFlexKernel {', '.join(changes)} {dtype}"
+                yield name, partial(checked, TorchFlexKernel, dtype, changes, setting)
     for dtype in dict.fromkeys(each for _, dtypes in KERNELS[setting.device] for each in dtypes):
         yield f"ring of {_RING}, {dtype}", partial(errors, 64 if setting.tiny else 2048, dtype, setting)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import DROPPED, KERNELS, LAW, NOT_CARRIED, OUT_OF_STEP, PACKED, REWRITTEN, TWO_SEQUENCES, fault
 
+FLEX = "tests/attention/kernels/test_torch_flex.py"
 ATTENTION = (
     fault(
         "document boundaries ignored",
@@ -324,5 +325,26 @@ ATTENTION = (
         "self.context.step.mask(queries, keys, is_causal)",
         "self.context.step.mask(queries, keys, True)",
         REWRITTEN,
+    ),
+    fault(
+        "a block's own softmax in FlexAttention's backward",
+        "attention/kernels/torch_flex.py",
+        "share = torch.exp(own_lse - lse)",
+        "share = torch.exp(own_lse - own_lse)",
+        f"{FLEX}::test_its_numbers_are_the_tiled_kernels",
+    ),
+    fault(
+        "FlexAttention by indices of the block",
+        "attention/kernels/torch_flex.py",
+        "queries[q], keys[k]",
+        "queries[q] * 0 + q, keys[k]",
+        f"{FLEX}::test_its_numbers_are_the_tiled_kernels",
+    ),
+    fault(
+        "FlexAttention where a bias learns",
+        "attention/kernels/select.py",
+        "gradients is not None and gradients.are_wanted",
+        "False",
+        f"{FLEX}::test_it_is_taken_where_its_numbers_are_right_and_nothing_is_learned",
     ),
 )

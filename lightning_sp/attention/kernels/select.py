@@ -16,6 +16,7 @@ from lightning_sp.attention.kernels.self_check import is_right
 from lightning_sp.attention.kernels.tiled import TiledKernel
 from lightning_sp.attention.kernels.torch_efficient import TorchEfficientKernel
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
+from lightning_sp.attention.kernels.torch_flex import TorchFlexKernel
 from lightning_sp.attention.spec.scores import SCORE_TILE, ScoreGradients, Scores
 from lightning_sp.config import KERNELS, AttentionOptions
 from lightning_sp.errors import SequenceParallelError, closest
@@ -75,7 +76,10 @@ def select_kernel(
     unproven = serving in (TorchCudaKernel, TorchEfficientKernel)
     if unproven and options.kernel == "auto" and not is_right(serving, device, dtype):  # type: ignore[arg-type]
         return TiledKernel(scores, gradients)
-    if serving is not TiledKernel:
+    if serving is TorchFlexKernel and not (gradients is not None and gradients.are_wanted):
+        fits = is_right(serving, device, dtype, tuple(scores.names()))  # type: ignore[arg-type]
+        return serving(scores) if fits else TiledKernel(scores, gradients)
+    if serving not in (TiledKernel, TorchFlexKernel):
         fused: Kernel = serving(scores.softcap) if serving is FlashAttnKernel else serving()
         return fused
     if asked is TiledKernel:
@@ -84,8 +88,9 @@ def select_kernel(
             "bfloat16 and float16; precision='32-true' or 'bf16-mixed' takes those"
         )
     else:
+        learned = ", with gradients of what is learned of it," if serving is TorchFlexKernel else ""
         _say_once(
-            f"{asked.name} computes no {', '.join(scores.names())}: {TiledKernel.name} does it, several times slower and in tiles of "
+            f"{asked.name} computes no {', '.join(scores.names())}{learned}: {TiledKernel.name} does it, several times slower and in tiles of "
             f"{SCORE_TILE} x {SCORE_TILE} scores"
         )
     return TiledKernel(scores, gradients)
@@ -109,8 +114,10 @@ def kernel_for(name: str, device_type: str, dtype: torch.dtype, changes: Sequenc
         asked = TiledKernel
     else:
         asked = FlashAttnKernel if name == "flash_attn" else TorchCudaKernel
-    fused = not changes or (asked is FlashAttnKernel and list(changes) == ["softcap"])
-    return asked, asked if fused else TiledKernel
+    if not changes or (asked is FlashAttnKernel and list(changes) == ["softcap"]):
+        return asked, asked
+    fused = asked not in (TorchCpuKernel, TiledKernel) and "dropout" not in changes
+    return asked, TorchFlexKernel if fused else TiledKernel
 
 
 @lru_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from lightning_sp.attention.kernels.kernel import Kernel
 from lightning_sp.attention.kernels.tiled import TiledKernel
+from lightning_sp.attention.spec.positions import whole_positions
+from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
+from lightning_sp.attention.spec.scores import Scores
 
 # Of the largest element of each result: what sums in another order make of 64 keys, and far less than a wrong mask, scale or head does.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -18,13 +22,19 @@ _SIZES = dict(rows=2, heads=4, kv_heads=2, queries=48, dim=16)
 
 
 @lru_cache
-def is_right(kind: type[Any], device: torch.device, dtype: torch.dtype) -> bool:
+def is_right(kind: type[Any], device: torch.device, dtype: torch.dtype, changes: tuple[str, ...] = ()) -> bool:
     """Return whether a kernel computes what plain torch does, on a device and in a dtype; told once a process, with one warning if not.
+
+    Args:
+        kind: the kernel's class.
+        device: of the tensors.
+        dtype: of the tensors.
+        changes: of the scores, `Scores.names`: some of each are made up.
 
     The lse that the backward is given is larger than the block's own, as it is where other blocks have a part in a softmax.
     """
     try:
-        worst = max(_error(kind(), device, dtype, causal=causal) for causal in (True, False))
+        worst = max(_error(kind, device, dtype, changes, causal=causal) for causal in (True, False))
     except (RuntimeError, NotImplementedError, TypeError) as error:  # the operator, its schema, its kernels
         _warn(kind, device, dtype, f"it fails: {str(error).partition(chr(10))[0]}")
         return False
@@ -42,24 +52,44 @@ def _warn(kind: type[Any], device: torch.device, dtype: torch.dtype, why: str) -
     )
 
 
-def _error(kernel: Kernel, device: torch.device, dtype: torch.dtype, *, causal: bool) -> float:
+def _error(
+    kind: type[Any], device: torch.device, dtype: torch.dtype, changes: tuple[str, ...], *, causal: bool
+) -> float:
     q, k, v, grad, others = _block(device, dtype)
-    found, expected = ([*_results(each, q, k, v, grad, others, causal)] for each in (kernel, TiledKernel()))
-    return max(
-        float((a.double() - b.double()).abs().max() / b.double().abs().max())
-        for a, b in zip(found, expected, strict=True)
-    )
+    scores = _scores(changes, q)
+    kernel: Kernel = kind(scores) if changes else kind()
+    found, expected = ([*_results(each, q, k, v, grad, others, causal)] for each in (kernel, TiledKernel(scores)))
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
+    if any(not torch.equal(a == -math.inf, b == -math.inf) for a, b in pairs):
+        return math.inf  # other queries see nothing
+    pairs = [(a.masked_fill(a == -math.inf, 0.0), b.masked_fill(b == -math.inf, 0.0)) for a, b in pairs]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def _scores(changes: tuple[str, ...], q: Tensor) -> Scores:
+    """Return changes of these kinds, which hide all keys from some queries where they hide any."""
+    _, heads, queries, _ = q.shape
+    numbers = torch.arange(queries, device=q.device)
+    made: dict[str, dict[str, Any]] = {
+        "softcap": dict(softcap=1.5),
+        "bias": dict(bias=torch.sin(torch.arange(heads, device=q.device)[:, None, None] + numbers)[None].to(q.dtype)),
+        "score_mod": dict(score_mod=ScoreMod(lambda score, row, head, query, key: score - 0.1 * (query - key).abs())),
+        "dense mask": dict(dense=((numbers[:, None] + 2 * numbers) % 3 > 0)[None, None] & (numbers[:, None] > 3)),
+        "mask_mod": dict(mask_mod=MaskMod(lambda row, head, query, key: (query // 8 >= key // 8) & (query != 5))),
+    }
+    return Scores(**{name: value for change in changes for name, value in made[change].items()})
 
 
 def _results(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, others: Tensor, causal: bool
 ) -> tuple[Tensor, ...]:
-    scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, causal=causal, scale=scale)
+    scale, positions = q.shape[-1] ** -0.5, whole_positions(q, k)
+    out, lse = kernel.forward(q, k, v, causal=causal, scale=scale, positions=positions)
     together = torch.logaddexp(lse, others.to(lse.dtype))
     share = torch.exp(lse - together)[..., None]
     whole = (out.to(share.dtype) * share).to(out.dtype)
-    return out, lse, *kernel.backward(grad, q, k, v, whole, together, causal=causal, scale=scale)
+    gradients = kernel.backward(grad, q, k, v, whole, together, causal=causal, scale=scale, positions=positions)
+    return out, lse, *gradients
 
 
 def _block(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:

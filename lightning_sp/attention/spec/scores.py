@@ -136,6 +136,11 @@ class ScoreGradients:
 
         return cls(zeros(scores.bias), [zeros(tensor) for tensor in scores.tensors])
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether there is anything to add to."""
+        return self.bias is not None or any(each is not None for each in self.tensors)
+
     def add_tensors(self, parts: Sequence[Tensor | None]) -> None:
         """Add a tile's."""
         for gradient, part in zip(self.tensors, parts, strict=True):

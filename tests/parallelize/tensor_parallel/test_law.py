@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.parallelize.tensor_parallel import tensor_parallel_ranks
+from tests.parallelize.tensor_parallel import tensor_parallel_ranks, vocabulary_ranks
 from tests.trainer import optimizer_ranks
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -64,6 +64,62 @@ def test_two_ranks_with_half_of_each_layer_train_as_one(pools: Any) -> None:
 )
 def test_beside_each_other_degree(pools: Any, layout: dict[str, Any]) -> None:
     hold(pools, "llama", [{**TENSOR, **layout}])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("words", {}),
+        ("tied words", dict(ulysses_size=2)),
+        pytest.param("words", dict(ring_size=2), marks=pytest.mark.slow),
+        pytest.param("words", dict(data_parallel_size=2), marks=pytest.mark.slow),
+        pytest.param("words", dict(data_parallel_size=2, shard_size=1), marks=pytest.mark.slow),
+        pytest.param("tied words", dict(data_parallel_size=2), marks=pytest.mark.slow),
+        pytest.param("tied words", dict(ring_size=2, shard_size=1), marks=pytest.mark.slow),
+        pytest.param("llama words", {}, marks=pytest.mark.slow),
+        ("gemma2 words", {}),
+        pytest.param("lora words", {}, marks=pytest.mark.slow),
+        pytest.param("gpt words", dict(ulysses_size=2), marks=pytest.mark.slow),
+    ],
+)
+def test_tables_and_heads_of_which_each_rank_has_its_words(pools: Any, name: str, layout: dict[str, Any]) -> None:
+    """Uneven shards of words, a shared table, padding that is not trained, a table that scales, a softcap, a frozen head."""
+    [found] = hold(pools, name, [{**TENSOR, **layout}])
+    words = [each for each in found["split"] if any(word in each for word in ("embed", "head"))]
+    assert len(words) == (1 if name in ("tied words", "gemma2 words") else 2)
+    assert not [each for each in found["warned"] if "words whole" in each]
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "linear"])
+def test_losses_of_parts_of_the_words(pools: Any, loss: str) -> None:
+    """Label smoothing beside a z-loss; by the public function, with a softcap."""
+    [found] = hold(pools, "words", [TENSOR], loss=loss)
+    assert "model.head.weight" in found["split"]
+
+
+def test_logits_are_whole_for_who_reads_them(pools: Any) -> None:
+    """By predictions, by an accuracy of validation, by `generate`, and after the step."""
+    expected = pools(1).run(vocabulary_ranks.read, 1, {})[0]
+    for answer in pools(2).run(vocabulary_ranks.read, 2, TENSOR):
+        assert answer["numbers"] == pytest.approx(expected["numbers"], abs=1e-12)
+        for name in ("predicted", "kept", "returned"):
+            assert len(answer[name]) == len(expected[name]) > 0
+            for a, b in zip(answer[name], expected[name], strict=True):
+                assert max_error(a, b) < 1e-12, name
+        assert answer["generated"] == expected["generated"]
+
+
+def test_words_that_are_no_words_are_refused_as_on_one_device(pools: Any) -> None:
+    for answer in pools(2).run(vocabulary_ranks.wrong_words):
+        assert answer == {"token": "IndexError", "target": "IndexError"}
+
+
+def test_no_rank_has_a_whole_table_head_or_logits(pools: Any) -> None:
+    [whole] = pools(1).run(vocabulary_ranks.largest_tensors, 1, {})
+    for split in pools(2).run(vocabulary_ranks.largest_tensors, 2, TENSOR):
+        assert split["table"] <= whole["table"] / 2
+        assert split["largest"] <= whole["table"] / 2 < whole["largest"]
+        assert split["peak"] < 0.6 * whole["peak"]
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def _gradient_bytes(parameter: Any) -> int:
 def step_of_shapes(module: nn.Module, blocks: Sequence[nn.Module]) -> StepBytes:
     """Return what one token leaves, by the shapes of parameters alone."""
     widths = [sum(sum(gathered_shape(each)[-2:]) for each in block.parameters() if each.dim() > 1) for block in blocks]
-    tables = [gathered_shape(each)[0] for each in _outside(module, blocks) if each.dim() == 2]
+    tables = [each.shape[0] for each in _outside(module, blocks) if each.dim() == 2]
     element = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
     return estimated_step(widths, max(tables, default=0), element)
 

@@ -50,6 +50,8 @@ def test_two_ranks_with_half_of_each_layer_train_as_one(pools: Any) -> None:
     mlp = [f"layers.{i}.feed_forward.{each}.weight" for i in (0, 1) for each in ("gate", "up", "down")]
     assert sorted(found["split"]) == sorted(f"model.{each}" for each in attention + mlp)
     assert found["mesh"] == "dp 1 x ring 1 x ulysses 1 x tp 2"
+    [said] = [each for each in found["warned"] if "words whole" in each]
+    assert "whole on every rank: tensor_parallel_size=2 does not divide the 61 words of model.embedding;" in said
 
 
 @pytest.mark.parametrize(

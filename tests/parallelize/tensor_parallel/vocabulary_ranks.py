@@ -93,8 +93,8 @@ def wrong_words() -> dict[str, str]:
 class Measured(Plain):
     """Notes the largest tensor of a step, its backward and its update."""
 
-    def __init__(self) -> None:
-        super().__init__(partial(small_llama, vocab_size=4096, num_layers=1, hidden_dim=48))
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(partial(small_llama, **{"vocab_size": 4096, "num_layers": 1, "hidden_dim": 48, **sizes}))
         self.live: LiveStorages | None = None
         self.found: dict[str, int] = {}
 
@@ -113,13 +113,16 @@ class Measured(Plain):
             self.live = None
 
 
-def largest_tensors(world: int, strategy: dict[str, Any]) -> dict[str, int]:
+def largest_tensors(
+    world: int, strategy: dict[str, Any], length: int = 32, precision: str = "64-true", **sizes: int
+) -> dict[str, int]:
     """Return the bytes of this rank's part of a table, of the largest tensor in a step, and of all at once."""
     torch.manual_seed(3)
-    module = Measured()
+    module = Measured(**sizes)
     # Logits of all tokens are larger than a table, and those of a chunk smaller.
-    trainer = quiet_trainer(world, strategy={**strategy, "loss_chunk_tokens": 8}, max_epochs=1)
-    trainer.fit(module, DataLoader(TokenDataset(8), batch_size=4))
+    strategy = {"loss_chunk_tokens": 8, **strategy}
+    trainer = quiet_trainer(world, strategy=strategy, max_epochs=1, precision=precision)
+    trainer.fit(module, DataLoader(TokenDataset(8, length=length), batch_size=4))
     table: Any = module.model.embedding.weight
     local = table.to_local() if hasattr(table, "to_local") else table
     return {**module.found, "table": local.nbytes}

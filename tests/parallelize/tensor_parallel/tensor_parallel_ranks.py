@@ -95,6 +95,7 @@ WORDS = 62  # VOCAB, which is odd, is not split; of these each of two ranks has 
 
 MODELS = {
     "words": partial(small_llama, vocab_size=WORDS, num_layers=2, hidden_dim=48),
+    "words of four": partial(small_llama, vocab_size=64, num_kv_heads=4, hidden_dim=48),
     "tied words": partial(Tied, vocab_size=WORDS),
     "llama words": partial(HuggingFace, "llama", vocab_size=WORDS),
     "gemma2 words": partial(HuggingFace, "gemma2", vocab_size=WORDS, sliding_window=8, final_logit_softcapping=3.0),

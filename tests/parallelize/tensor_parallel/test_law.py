@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,9 +125,30 @@ def test_no_rank_has_a_whole_table_head_or_logits(pools: Any) -> None:
         assert split["peak"] < 0.6 * whole["peak"]
 
 
+def test_logits_that_one_rank_alone_keeps_wait_for_nobody(pools: Any) -> None:
+    for answer in pools(2).run(partial(vocabulary_ranks.apart, 2, TENSOR, keeps=True)):
+        assert len(answer["losses"]) == 2
+
+
+def test_a_head_whose_words_are_not_finite_on_one_rank_is_named(pools: Any) -> None:
+    first, second = pools(2).run(partial(vocabulary_ranks.apart, 2, TENSOR, spoils=True))
+    assert second["said"] == []
+    [said] = first["said"]
+    assert "model.head is the first module whose output is not: 128 of 7936 numbers" in said
+    assert "its weight is not finite" in said
+
+
+@pytest.mark.parametrize(("precision", "difference"), [("32-true", 1e-6), ("bf16-mixed", 5e-3), ("bf16-true", 5e-3)])
+def test_words_in_other_precisions(pools: Any, precision: str, difference: float) -> None:
+    [whole] = pools(1).run(partial(vocabulary_ranks.apart, 1, {}, precision=precision))
+    for split in pools(2).run(partial(vocabulary_ranks.apart, 2, TENSOR, precision=precision)):
+        assert split["losses"] == pytest.approx(whole["losses"], abs=difference)
+
+
 @pytest.mark.slow
-def test_four_parts_of_each_layer(pools: Any) -> None:
-    hold(pools, "parallel", [{"tensor_parallel_size": 4}])
+@pytest.mark.parametrize("name", ["parallel", "words of four"])
+def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
+    hold(pools, name, [{"tensor_parallel_size": 4}])
 
 
 @pytest.mark.parametrize(

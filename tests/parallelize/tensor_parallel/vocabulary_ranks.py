@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -126,3 +128,38 @@ def largest_tensors(
     table: Any = module.model.embedding.weight
     local = table.to_local() if hasattr(table, "to_local") else table
     return {**module.found, "table": local.nbytes}
+
+
+class Apart(Plain):
+    """Keeps logits on one rank alone, or has a number that is none in its words."""
+
+    def __init__(self, keeps: bool, spoils: bool) -> None:
+        super().__init__(partial(small_llama, vocab_size=WORDS, num_layers=1, hidden_dim=48))
+        self.keeps, self.spoils = keeps, spoils
+        self.kept: Tensor | None = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.spoils and batch_idx == 1 and dist.get_rank() == 1:
+            self.model.head.weight.detach().to_local()[0, 0] = float("nan")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        if self.keeps and dist.get_rank() == 0:
+            self.kept = logits
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def apart(
+    world: int, strategy: dict[str, Any], *, keeps: bool = False, spoils: bool = False, precision: str = "64-true"
+) -> dict[str, Any]:
+    """Fit such a model; return its losses, and what was warned of them."""
+    torch.manual_seed(3)
+    module = Apart(keeps, spoils)
+    trainer = quiet_trainer(world, strategy={"preflight": False, **strategy}, max_epochs=1, precision=precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(TokenDataset(8), batch_size=4))
+    said = [str(each.message) for each in caught if "loss is nan" in str(each.message)]
+    return {"losses": module.losses, "said": said}

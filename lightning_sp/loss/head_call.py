@@ -122,7 +122,9 @@ class HeadCall:
         """Return how many tokens' logits exist at a time for a function of them."""
         if self._chunk_tokens is not None:
             return self._chunk_tokens
-        return auto_chunk_tokens(self.num_words if isinstance(of_tokens, OfAllWords) else len(self.weight))
+        if self.part is None or isinstance(of_tokens, OfAllWords):
+            return auto_chunk_tokens(self.num_words)
+        return auto_chunk_tokens(self.part.words)
 
     def summed(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         """Return the sum of a function of each token's logits. Shapes: (n, E) -> ()."""

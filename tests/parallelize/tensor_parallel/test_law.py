@@ -123,6 +123,9 @@ def test_no_rank_has_a_whole_table_head_or_logits(pools: Any) -> None:
         assert split["table"] <= whole["table"] / 2
         assert split["largest"] <= whole["table"] / 2 < whole["largest"]
         assert split["peak"] < 0.6 * whole["peak"]
+        # What a prediction of memory counts on: tables are nearly all of this model.
+        assert split["gathered"] < 0.52 * whole["gathered"]
+        assert split["gradients"] < 0.52 * whole["gradients"]
 
 
 def test_logits_that_one_rank_alone_keeps_wait_for_nobody(pools: Any) -> None:

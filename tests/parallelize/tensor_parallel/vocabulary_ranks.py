@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_sp.parallelize import transformer_blocks
+from lightning_sp.parallelize.model_bytes import model_bytes
 from tests.live_storages import LiveStorages
 from tests.parallelize.tensor_parallel.tensor_parallel_ranks import WORDS, HuggingFace, small_llama
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer
@@ -118,7 +120,7 @@ class Measured(Plain):
 def largest_tensors(
     world: int, strategy: dict[str, Any], length: int = 32, precision: str = "64-true", **sizes: int
 ) -> dict[str, int]:
-    """Return the bytes of this rank's part of a table, of the largest tensor in a step, and of all at once."""
+    """Return the bytes of this rank's part of a table, of the largest tensor in a step, of all at once, and what is predicted."""
     torch.manual_seed(3)
     module = Measured(**sizes)
     # Logits of all tokens are larger than a table, and those of a chunk smaller.
@@ -127,7 +129,8 @@ def largest_tensors(
     trainer.fit(module, DataLoader(TokenDataset(8, length=length), batch_size=4))
     table: Any = module.model.embedding.weight
     local = table.to_local() if hasattr(table, "to_local") else table
-    return {**module.found, "table": local.nbytes}
+    predicted = model_bytes(module, transformer_blocks(module), (), torch.device("cpu"))
+    return {**module.found, "table": local.nbytes, "gathered": predicted.gathered, "gradients": predicted.gradients}
 
 
 class Apart(Plain):

@@ -38,9 +38,9 @@ class HuggingFace(nn.Module):
         if lora is not None:
             from peft import LoraConfig, get_peft_model
 
-            targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+            lora = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"], **lora}
             # Zeros at first, B would hide what A gets.
-            adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False, **lora)
+            adapter = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **lora)
             self.inner = get_peft_model(self.inner, adapter)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -99,6 +99,7 @@ MODELS = {
     "tied words": partial(Tied, vocab_size=WORDS),
     "llama words": partial(HuggingFace, "llama", vocab_size=WORDS),
     "gemma2 words": partial(HuggingFace, "gemma2", vocab_size=WORDS, sliding_window=8, final_logit_softcapping=3.0),
+    "lora head": partial(HuggingFace, "llama", vocab_size=WORDS, lora={"target_modules": ["q_proj", "lm_head"]}),
     "gpt words": lambda: GPT(GPTConfig(vocab_size=WORDS, dim=32, num_layers=2, num_heads=4, max_positions=64)),
     "lora words": partial(HuggingFace, "llama", vocab_size=WORDS, lora={}),
     # Of its MLP each of two parts has 21 rows, which two shards do not share evenly.

@@ -93,6 +93,14 @@ def test_tables_and_heads_of_which_each_rank_has_its_words(pools: Any, name: str
     assert not [each for each in found["warned"] if "words whole" in each]
 
 
+@pytest.mark.slow
+def test_a_head_with_lora_around_it_is_whole_with_a_warning(pools: Any) -> None:
+    [found] = hold(pools, "lora head", [TENSOR])
+    assert not [each for each in found["split"] if "lm_head" in each]
+    [said] = [each for each in found["warned"] if "words whole" in each]
+    assert "lm_head is a peft.tuners.lora.layer.Linear, and no nn.Linear or nn.Embedding without options" in said
+
+
 @pytest.mark.parametrize("loss", ["smoothed", "linear"])
 def test_losses_of_parts_of_the_words(pools: Any, loss: str) -> None:
     """Label smoothing beside a z-loss; by the public function, with a softcap."""

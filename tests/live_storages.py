@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_sp.global_view.deferred import DeferredTensor
 
 
 class LiveStorages(TorchDispatchMode):
@@ -24,11 +27,12 @@ class LiveStorages(TorchDispatchMode):
 
     Attributes:
         peak_bytes: the most at once, after any operator.
+        largest_bytes: the most of one tensor.
     """
 
     def __init__(self, before: list[Tensor]) -> None:
         super().__init__()
-        self.peak_bytes = 0
+        self.peak_bytes = self.largest_bytes = 0
         self._before = {each.untyped_storage()._cdata for each in before}
         self._alive = WeakIdKeyDictionary()
         self._lock = threading.Lock()
@@ -42,6 +46,10 @@ class LiveStorages(TorchDispatchMode):
         """Count what another thread has made, too."""
         with self._lock:
             for each in tree_leaves(tensors):
-                if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self._before:
+                each = each._local_tensor if isinstance(each, DTensor) else each
+                if not isinstance(each, torch.Tensor) or each.is_meta or isinstance(each, DeferredTensor):
+                    continue  # no memory
+                if each.untyped_storage()._cdata not in self._before:
                     self._alive[each.untyped_storage()] = None
+                    self.largest_bytes = max(self.largest_bytes, each.untyped_storage().nbytes())
             self.peak_bytes = max(self.peak_bytes, sum(each.nbytes() for each in list(self._alive)))

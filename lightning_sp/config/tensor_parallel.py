@@ -11,15 +11,17 @@ from lightning_sp.errors import SequenceParallelError
 # Hugging Face's names. A layer's columns are its outputs, its rows its inputs:
 #   colwise                           whole inputs, this rank's outputs
 #   rowwise                           this rank's inputs, whole outputs: the sum over the ranks
-#   colwise_gather_output             whole inputs, whole outputs: gathered
+#   colwise_gather_output             whole inputs, whole outputs: gathered; of an output head a loss gathers none
 #   rowwise_split_input               whole inputs, of which each rank takes its part, whole outputs
 #   replicated_with_grad_allreduce    whole weights that are used on this rank's part, a norm of heads say
+#   embedding_rowwise                 this rank's words of a table
 TENSOR_PARALLEL_STYLES = (
     "colwise",
     "rowwise",
     "colwise_gather_output",
     "rowwise_split_input",
     "replicated_with_grad_allreduce",
+    "embedding_rowwise",
 )
 
 

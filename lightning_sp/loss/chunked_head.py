@@ -6,6 +6,8 @@
 Of a sum the gradient is made in the forward, up to the factor that the backward brings: the head is multiplied three times in all, as with
 logits. Of numbers for each token the backward makes the chunk anew: four times.
 
+Of a head whose words are split over ranks V is this rank's: what looks at all words asks the others (`vocabulary_part.py`).
+
 Legend: n tokens, c tokens of a chunk, E model dim, V vocabulary.
 """
 
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.vocabulary_part import VocabularyPart
 
 # torch's own: while a user's step runs in the global view the name is that of a refusal.
 gradients_of = torch.autograd.grad
@@ -38,31 +41,44 @@ class CrossEntropyOfTokens:
         targets: classes, (n,).
         ignore_index: the target that does not count.
         dtype: in which the logits are read.
+        part: which words the logits are of; None for all.
     """
 
     targets: Tensor
     ignore_index: int
     dtype: torch.dtype
+    part: VocabularyPart | None = None
 
     def __call__(self, logits: Tensor, first: int, last: int) -> Tensor:
         """Return each token's, 0 where it does not count. Shapes: (c, V) -> (c,)."""
         logits, targets = logits.to(self.dtype), self.targets[first:last]
         ignored = targets == self.ignore_index
-        chosen = logits.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-        return (logits.logsumexp(-1) - chosen).masked_fill(ignored, 0)
+        place = targets.masked_fill(ignored, 0).unsqueeze(-1)
+        if self.part is not None:
+            chosen, sums = self.part.chosen(logits, place), self.part.logsumexp(logits)
+        else:
+            chosen, sums = logits.gather(-1, place), logits.logsumexp(-1)
+        return (sums - chosen.squeeze(-1)).masked_fill(ignored, 0)
 
     def with_gradient(self, logits: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return the sum over tokens and softmax(logits) - 1 at the target, each row 0 that does not count; overwrites the logits."""
         given, targets = logits.dtype, self.targets[first:last]
         ignored = (targets == self.ignore_index).unsqueeze(-1)
         logits = logits.to(self.dtype)
-        place = targets.unsqueeze(-1).masked_fill(ignored, 0)
-        chosen, largest = logits.gather(-1, place), logits.amax(-1, keepdim=True)
+        place, counted = targets.unsqueeze(-1).masked_fill(ignored, 0), ~ignored
+        if self.part is not None:
+            place, is_here = self.part.places(place)
+            counted = counted & is_here
+        chosen, largest = logits.gather(-1, place).masked_fill(~counted, 0), logits.amax(-1, keepdim=True)
+        if self.part is not None:
+            largest = self.part.largest(largest)
         exponents = logits.sub_(largest).exp_()
         sums = exponents.sum(-1, keepdim=True)
+        if self.part is not None:
+            sums, chosen = self.part.sum(torch.stack([sums, chosen])).unbind()
         losses = (sums.log() + largest - chosen).masked_fill(ignored, 0)
         probabilities = exponents.mul_(sums.reciprocal().masked_fill(ignored, 0))
-        probabilities.scatter_add_(-1, place, ignored.to(self.dtype) - 1)
+        probabilities.scatter_add_(-1, place, -counted.to(self.dtype))
         return _sum(losses), probabilities.to(given)
 
 

@@ -23,6 +23,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.loss.deferred_logits import DeferredLogits
 from lightning_sp.loss.head_call import HeadCall
+from lightning_sp.vocabulary_part import vocabulary_part
 
 
 class DeferredHeads(AbstractContextManager[None]):
@@ -53,8 +54,9 @@ class DeferredHeads(AbstractContextManager[None]):
             return
         unit: Any
         for head, unit in _output_heads(self._root):
-            head.forward = MethodType(_deferring(self, unit), head)  # type: ignore[method-assign]
-            self._undo.callback(vars(head).pop, "forward")
+            before = vars(head).get("forward")
+            head.forward = MethodType(_deferring(self, unit, before), head)  # type: ignore[method-assign]
+            self._undo.callback(_put_back, head, before)
             if unit is not None and unit not in self._running:
                 self._running[unit] = 0
                 self._undo.callback(unit.register_forward_pre_hook(self._enter, prepend=True).remove)
@@ -116,14 +118,25 @@ class DeferredHeads(AbstractContextManager[None]):
                     call.keep()
 
 
-def _deferring(heads: DeferredHeads, unit: FSDPModule | None) -> Callable[[nn.Linear, Tensor], Tensor]:
+def _put_back(head: nn.Linear, before: Any) -> None:
+    del head.forward
+    if before is not None:
+        head.forward = before  # type: ignore[method-assign]
+
+
+def _deferring(
+    heads: DeferredHeads, unit: FSDPModule | None, before: Callable[[Tensor], Tensor] | None
+) -> Callable[[nn.Linear, Tensor], Tensor]:
+    def at_once(head: nn.Linear, hidden: Tensor) -> Tensor:
+        return nn.Linear.forward(head, hidden) if before is None else before(hidden)
+
     # Bound as a method, and of this name: a copy of the head has it for the copy, a pickle for its class.
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         if isinstance(input, SequenceTensor):
             own = input.placement
             waits = own.dim < input.dim() - 1 and heads.defers(self, input.local)
-            return SequenceTensor(heads.call(self, input.local, unit), own) if waits else nn.Linear.forward(self, input)
-        return heads.call(self, input, unit) if heads.defers(self, input) else nn.Linear.forward(self, input)
+            return SequenceTensor(heads.call(self, input.local, unit), own) if waits else at_once(self, input)
+        return heads.call(self, input, unit) if heads.defers(self, input) else at_once(self, input)
 
     return forward
 
@@ -151,5 +164,6 @@ def _output_embeddings(module: nn.Module) -> nn.Linear | None:
         head = found()
     except (AttributeError, NotImplementedError):
         return None  # a model without one
-    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    is_plain = is_plain and ("forward" not in vars(head) or vocabulary_part(head) is not None)
     return head if is_plain and not head._backward_hooks and not head._backward_pre_hooks else None

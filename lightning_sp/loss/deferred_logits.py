@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves, tree_map
@@ -22,11 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.deferred import DeferredTensor
 from lightning_sp.loss.chunked_head import CrossEntropyOfTokens, gradients_of
-from lightning_sp.loss.head_call import HeadCall, LaterHeadCall
+from lightning_sp.loss.head_call import HeadCall, LaterHeadCall, LogitsReadError, UnreadCall
 from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Cast, Recorded
+from lightning_sp.loss.part_functions import OfRows, on_part
 
-# From the logits (c, V) of some tokens, and their rows of other tensors, to something for each of them.
-OfRows = Callable[..., Tensor]
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, torch.autograd.grad}
 # What gives their memory away: whoever has it may write to it unseen.
@@ -85,7 +83,7 @@ class DeferredLogits(DeferredTensor):
     ) -> DeferredLogits:
         """Return the logits of some hidden states. Shapes: (..., E) -> (..., V), or (B, V, s) with class_dim=1."""
         shape = [*hidden.shape[:-1]]
-        shape.insert(len(shape) if class_dim == -1 else class_dim, len(call.weight))
+        shape.insert(len(shape) if class_dim == -1 else class_dim, call.num_words)
         has_graph = call.requires_grad and torch.is_grad_enabled() and (link is None or link.parent.has_graph)
         empty = Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype or call.dtype, device=hidden.device)
         empty.call, empty.hidden, empty.functions, empty.class_dim = call, hidden, functions, class_dim
@@ -213,11 +211,14 @@ class DeferredLogits(DeferredTensor):
         casts = [each.dtype for each in self.functions if isinstance(each, Cast)]
         if self.dtype != wide or casts not in ([], [wide]) or len(casts) != len(self.functions):
             return None
-        of_tokens = CrossEntropyOfTokens(targets=targets, ignore_index=ignore_index, dtype=wide)
+        of_tokens = CrossEntropyOfTokens(targets=targets, ignore_index=ignore_index, dtype=wide, part=self.call.part)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_graph):
             return self.call.summed(self.hidden.flatten(0, -2), of_tokens)
 
     def _of_tokens(self, of_rows: OfRows, others: tuple[Tensor, ...]) -> Callable[[Tensor, int, int], Tensor]:
+        if self.call.part is not None:
+            return on_part(self.functions, of_rows, others, self.call.part)
+
         def of_tokens(logits: Tensor, first: int, last: int) -> Tensor:
             for each in self.functions:
                 logits = each(logits)
@@ -262,7 +263,7 @@ class _WithGraph(torch.autograd.Function):
             for each, need in zip(values, needed, strict=True)
         ]
         with torch.enable_grad():
-            logits = _finished(F.linear(*given), ctx.functions, ctx.class_dim)
+            logits = _finished(ctx.call.product(*given), ctx.functions, ctx.class_dim)
         wanted = [each for each, need in zip(given, needed, strict=True) if need]
         found = iter(gradients_of(logits, wanted, gradient))
         return (*(next(found).to(saved[i].dtype) if need else None for i, need in enumerate(needed)), None)
@@ -342,6 +343,15 @@ def _finished(logits: Tensor, functions: tuple[Recorded, ...], class_dim: int) -
     for each in functions:
         logits = each(logits)
     return logits if class_dim == -1 else logits.movedim(-1, class_dim)
+
+
+def recorded(transform: Recorded, call: UnreadCall, hidden: Tensor) -> tuple[Recorded, ...] | None:
+    """Return what a function does to logits, as functions that are known; None where it reads them. Shapes: hidden (n, E)."""
+    try:
+        done = transform(DeferredLogits.of(call, hidden))
+    except LogitsReadError:
+        return None
+    return done.functions if isinstance(done, DeferredLogits) and done.hidden is hidden else None
 
 
 def is_deferred(value: Any) -> bool:

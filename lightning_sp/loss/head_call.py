@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.errors import SequenceParallelError
@@ -26,10 +27,14 @@ from lightning_sp.loss.chunked_head import (
     refuse_second_order,
     summed,
 )
+from lightning_sp.loss.part_functions import OfAllWords
+from lightning_sp.vocabulary_part import vocabulary_part
 
 
 class HeadCall:
     """A head and the state of autocast at its call; a class because its weights may leave between the call and the loss.
+
+    Where a head's words are split over ranks, each has the weights of its own. All of them ask for the same, at the same time.
 
     Args:
         head: the layer, while its weights are whole.
@@ -38,10 +43,10 @@ class HeadCall:
     """
 
     def __init__(self, head: nn.Linear, hidden: Tensor, chunk_tokens: int | str) -> None:
-        self.weight, self.bias = head.weight, head.bias
+        self.weight, self.bias, self.part = head.weight, head.bias, vocabulary_part(head)
         self.autocast = Autocast.now(hidden.device.type)
         self.dtype = self.autocast.product_dtype(hidden, head.weight)
-        self.chunk_tokens = auto_chunk_tokens(len(head.weight)) if chunk_tokens == "auto" else int(chunk_tokens)
+        self._chunk_tokens = None if chunk_tokens == "auto" else int(chunk_tokens)
         parameters = (hidden, *self.parameters)
         self.requires_grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
         self._versions = [(each, each._version) for each in (hidden,) if not each.is_inference()]
@@ -54,8 +59,20 @@ class HeadCall:
         """Note deferred logits of this call."""
         self._logits.append(weakref.ref(logits))
 
+    @property
+    def num_words(self) -> int:
+        """Of the vocabulary."""
+        return len(self.weight) if self.part is None else self.part.total
+
     def make_all(self) -> None:
-        """Make those that somebody holds, and no others from now on: the weights will be others."""
+        """Make those that somebody holds, and no others from now on: the weights will be others.
+
+        Those of several ranks' words wait for whoever reads them: one rank alone may hold them.
+        """
+        if self.part is not None:
+            if any(each() is not None for each in self._logits):
+                self.keep()
+            return
         for each in self._logits:
             if (logits := each()) is not None:
                 logits.make()
@@ -84,11 +101,30 @@ class HeadCall:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits. Shapes: (..., E) -> (..., V)."""
         self._check_unchanged()
+        given = self._copied(hidden)
         if self.requires_grad and torch.is_grad_enabled():
             # Of tokens in a row: to a view that a Function makes nobody may write.
-            made: Tensor = _Logits.apply(hidden.flatten(0, -2), *self.parameters, self)  # type: ignore[no-untyped-call]
-            return made.view(*hidden.shape[:-1], made.shape[-1])
-        return self.whole().logits(hidden)
+            made: Tensor = _Logits.apply(given.flatten(0, -2), *self.parameters, self)  # type: ignore[no-untyped-call]
+            made = made.view(*hidden.shape[:-1], made.shape[-1])
+        else:
+            made = self.whole().logits(given)
+        return made if self.part is None else self.part.gathered(made)
+
+    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits by other weights, as torch does. Shapes: (..., E) -> (..., V)."""
+        own = F.linear(self._copied(hidden), weight, bias)
+        return own if self.part is None else self.part.gathered(own)
+
+    def _copied(self, hidden: Tensor) -> Tensor:
+        return hidden if self.part is None else self.part.copied(hidden)
+
+    def chunk_tokens(self, of_tokens: OfTokens) -> int:
+        """Return how many tokens' logits exist at a time for a function of them."""
+        if self._chunk_tokens is not None:
+            return self._chunk_tokens
+        if self.part is None or isinstance(of_tokens, OfAllWords):
+            return auto_chunk_tokens(self.num_words)
+        return auto_chunk_tokens(self.part.words)
 
     def summed(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         """Return the sum of a function of each token's logits. Shapes: (n, E) -> ()."""
@@ -101,7 +137,7 @@ class HeadCall:
     def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         self._check_unchanged()
         self.gave_loss |= torch.is_grad_enabled()
-        return compute(hidden, self.parameters, self.whole(), of_tokens, self.chunk_tokens)
+        return compute(self._copied(hidden), self.parameters, self.whole(), of_tokens, self.chunk_tokens(of_tokens))
 
     def whole(self) -> HeadWeights:
         """Return the weights, whole while the unit's forward runs or as they were copied at its end."""
@@ -131,7 +167,8 @@ class LaterHeadCall(HeadCall):
     def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         def forward(head: nn.Linear, given: Tensor) -> Tensor:
             parameters = head.weight, head.bias
-            return compute(given, parameters, cast_weights(*parameters, self.dtype), of_tokens, self.chunk_tokens)
+            whole = cast_weights(*parameters, self.dtype)
+            return compute(self._copied(given), parameters, whole, of_tokens, self.chunk_tokens(of_tokens))
 
         before = vars(self._head).get("forward")
         self._head.forward = MethodType(forward, self._head)  # type: ignore[method-assign]
@@ -142,6 +179,21 @@ class LaterHeadCall(HeadCall):
             if before is not None:
                 self._head.forward = before  # type: ignore[method-assign]
         return made
+
+
+class LogitsReadError(Exception):
+    """Somebody reads logits of which only what is done to them was to be noted."""
+
+
+class UnreadCall(LaterHeadCall):
+    """A call that is not made: of its logits what is done to them is noted."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Raise."""
+        raise LogitsReadError
+
+    def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
+        raise LogitsReadError
 
 
 class _Logits(torch.autograd.Function):

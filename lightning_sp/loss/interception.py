@@ -26,6 +26,7 @@ from lightning_sp.global_view.rules.losses import local_targets
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
+from lightning_sp.loss.part_functions import LossOfRows
 from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, nonzero_count, reduce_loss, sum_and_count
 from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_in_global_view, kind_of_targets
 
@@ -146,7 +147,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             target = target.whole()
         target = _without_fillers(target, ignore_index)
         if reduction == "none":
-            losses = partial(original, weight=weight, ignore_index=ignore_index, reduction="none", **options)
+            losses = LossOfRows(partial(original, **options), weight, ignore_index)
             each_token = losses_of_tokens(losses, input, target, weight)
             return each_token if shown is None else shown(each_token)
         each = partial(original, **{name: value for name, value in options.items() if value is not None})

@@ -12,8 +12,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.loss.cross_entropy import sharded_cross_entropy
-from lightning_sp.loss.deferred_logits import DeferredLogits
-from lightning_sp.loss.head_call import LaterHeadCall
+from lightning_sp.loss.deferred_logits import DeferredLogits, recorded
+from lightning_sp.loss.head_call import LaterHeadCall, UnreadCall
 
 
 def linear_cross_entropy(
@@ -54,7 +54,12 @@ def linear_cross_entropy(
     shown = hidden.flatten(0, -2)
     rows = shown.local if isinstance(shown, SequenceTensor) else shown
     call = LaterHeadCall(head, rows, chunk_tokens)
-    logits: Tensor = DeferredLogits.of(call, rows, functions=() if transform is None else (transform,))
+    logits: Tensor = DeferredLogits.of(call, rows)
+    if transform is not None:
+        # Of a part of the words only what is known can be made: an opaque function gets those of all, a chunk at a time.
+        known = None if call.part is None else recorded(transform, UnreadCall(head, rows, chunk_tokens), rows)
+        functions = (transform,) if known is None else known
+        logits = DeferredLogits.of(call, rows, functions=functions)
     return sharded_cross_entropy(
         SequenceTensor(logits, shown.placement) if isinstance(shown, SequenceTensor) else logits,
         shift_labels,

@@ -6,7 +6,7 @@ A function that is not here makes the logits. So does one that is, where its arg
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.loss.chunked_head import Autocast
+from lightning_sp.loss.part_functions import ArgMax, ChosenWords, LogSumExp, log_softmax_of_part
+from lightning_sp.vocabulary_part import VocabularyPart
 
 # A function of the logits of some tokens, (..., V) -> (..., V).
 Recorded = Callable[[Tensor], Tensor]
@@ -29,6 +31,78 @@ class Cast:
     def __call__(self, logits: Tensor) -> Tensor:
         """Cast."""
         return logits.to(self.dtype)
+
+    def of_part(self, part: VocabularyPart) -> Recorded:
+        """Return it for a part of the words."""
+        return self
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A function of each logit, and of others that are the same for all tokens.
+
+    Args:
+        function: of torch's.
+        args: behind the logits.
+        kwargs: likewise.
+        autocast: of when it was called.
+        words: of the logits.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Autocast
+    words: int
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Call it. Shapes: (..., V) -> (..., V)."""
+        with self.autocast.again():
+            found: Tensor = self.function(logits, *self.args, **self.kwargs)
+        return found
+
+    def of_part(self, part: VocabularyPart) -> Recorded:
+        """Return it for a part of the words."""
+
+        def own(value: Any) -> Any:
+            of_words = isinstance(value, Tensor) and value.ndim > 0 and value.shape[-1] == self.words
+            return part.own(value) if of_words else value
+
+        return replace(
+            self, args=tuple(map(own, self.args)), kwargs={name: own(value) for name, value in self.kwargs.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Probabilities of the words, or their logarithms.
+
+    Args:
+        function: of torch's.
+        dtype: as it takes it.
+        autocast: of when it was called.
+    """
+
+    function: Any
+    dtype: torch.dtype | None
+    autocast: Autocast
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Call it. Shapes: (..., V) -> (..., V)."""
+        with self.autocast.again():
+            found: Tensor = self.function(logits, dim=-1, dtype=self.dtype)
+        return found
+
+    def of_part(self, part: VocabularyPart) -> Recorded:
+        """Return it for a part of the words."""
+
+        def of_part(logits: Tensor) -> Tensor:
+            with torch.no_grad():
+                dtype = self(logits[:0]).dtype
+            found = log_softmax_of_part(part, logits, dtype)
+            return found if "log" in self.function.__name__ else found.exp()
+
+        return of_part
 
 
 # (deferred logits, function, args, kwargs) -> the result, NotImplemented where the logits are needed.
@@ -206,9 +280,9 @@ def _pointwise(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str,
     others = [*args[1:], *kwargs.values()]
     if not all(_is_constant(own, each) for each in others):
         return NotImplemented
-    rest = [_as_it_is_now(each) for each in args[1:]]
+    rest = tuple(_as_it_is_now(each) for each in args[1:])
     named = {name: _as_it_is_now(each) for name, each in kwargs.items()}
-    return _record(own, lambda logits: function(logits, *rest, **named))
+    return _record(own, Pointwise(function, rest, named, Autocast.now(own.device.type), own.shape[own.class_dim]))
 
 
 def _as_it_is_now(value: Any) -> Any:
@@ -241,17 +315,11 @@ def _softmax(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, A
     dim, dtype = _argument(args, kwargs, 1, "dim"), kwargs.get("dtype")
     if not _last(own, dim) or len(args) > 2 or kwargs.keys() - {"dim", "dtype"}:
         return NotImplemented
-    return _record(own, lambda logits: function(logits, dim=-1, dtype=dtype))
+    return _record(own, Softmax(function, dtype, Autocast.now(own.device.type)))
 
 
-def _record(own: Any, function: Recorded) -> Any:
-    """Add a function, to be called under the autocast of now."""
-    autocast = Autocast.now(own.device.type)
-
-    def recorded(logits: Tensor) -> Tensor:
-        with autocast.again():
-            return function(logits)
-
+def _record(own: Any, recorded: Recorded) -> Any:
+    """Add a function, if it gives numbers of floating point."""
     with torch.no_grad():
         none = recorded(torch.empty((0, own.shape[own.class_dim]), dtype=own.dtype, device=own.device))
     return own.then(recorded, none.dtype) if none.is_floating_point() else NotImplemented
@@ -265,14 +333,14 @@ def _logsumexp(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str,
     dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
     if not _last(own, dim) or _argument(args, kwargs, 2, "keepdim", default=False) or own.class_dim != -1:
         return NotImplemented
-    return own.each_token(lambda logits: logits.logsumexp(-1)).view(own.shape[:-1])
+    return own.each_token(LogSumExp()).view(own.shape[:-1])
 
 
 def _argmax(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _last(own, _argument(args, kwargs, 1, "dim")) or len(args) > 2 or kwargs.keys() - {"dim"}:
         return NotImplemented
     with torch.no_grad():
-        found = own.each_token(lambda logits: logits.argmax(-1))
+        found = own.each_token(ArgMax())
     return found.view(own.hidden.shape[:-1])
 
 
@@ -280,7 +348,7 @@ def _gather(own: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     dim, index = _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index")
     if not _last(own, dim) or own.class_dim != -1 or tuple(index.shape) != (*own.shape[:-1], 1):
         return NotImplemented
-    found = own.each_token(lambda logits, rows: logits.gather(-1, rows), index.reshape(-1, 1))
+    found = own.each_token(ChosenWords(), index.reshape(-1, 1))
     return found.view(index.shape)
 
 

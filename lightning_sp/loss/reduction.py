@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.loss.deferred_logits import DeferredLogits
+from lightning_sp.loss.part_functions import CountedRows, LossOfRows
 
 CrossEntropy = Callable[..., Tensor]
 _TORCHS = F.cross_entropy  # during a step it is another
@@ -64,11 +65,11 @@ def sum_and_count(
     else:
         valid = target != ignore_index
         count = valid.sum() if weight is None else weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
-    losses = partial(original, weight=weight, ignore_index=ignore_index, reduction="none")
+    losses = LossOfRows(original, weight, ignore_index)
     if isinstance(input, DeferredLogits):
         total = input.cross_entropy(rows_of(target), ignore_index) if _is_plain(original, target, weight) else None
         if total is None:
-            total = input.summed(partial(_counted, losses), rows_of(target), valid.flatten())
+            total = input.summed(CountedRows(losses), rows_of(target), valid.flatten())
         return total.to(dtype), count.to(dtype)
     each = losses(input, target)
     if target.is_floating_point():
@@ -103,12 +104,6 @@ def _is_plain(original: CrossEntropy, target: Tensor, weight: Tensor | None) -> 
     """Return whether a function is torch's cross entropy of classes, without an option."""
     function, options = (original.func, original.keywords) if isinstance(original, partial) else (original, {})
     return function is _TORCHS and not any(options.values()) and weight is None and not target.is_floating_point()
-
-
-def _counted(losses: CrossEntropy, logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """Return the losses of tokens, 0 where one does not count."""
-    each = losses(logits, target)
-    return torch.where(valid, each, torch.zeros_like(each))
 
 
 def mean_of_returned_sum(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Tensor] | None]:

@@ -109,7 +109,12 @@ class GPT(nn.Module):
         tp_plan: which layers tensor parallelism splits, and how. The one projection for q, k and v is whole.
     """
 
-    tp_plan: ClassVar[dict[str, str]] = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    tp_plan: ClassVar[dict[str, str]] = {
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "embedding": "embedding_rowwise",
+        "head": "colwise_gather_output",
+    }
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -164,6 +164,8 @@ class Llama(nn.Module):
         "layers.*.feed_forward.gate": "colwise",
         "layers.*.feed_forward.up": "colwise",
         "layers.*.feed_forward.down": "rowwise",
+        "embedding": "embedding_rowwise",
+        "head": "colwise_gather_output",
     }
 
     def __init__(self, config: LlamaConfig) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sp.attention.staged import SAVED_OPERATORS
+from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.memory_prediction import BlockBytes, StepBytes
 from lightning_sp.parallelize.weight_casts import WeightCasts, storage_key
 
@@ -41,7 +42,7 @@ class ActivationBytes:
         self._blocks = [None] * len(self._blocks)
         outside: dict[int, torch.UntypedStorage] = {}
         # The gradient of a head's weight, which a loss without logits makes in the forward, is no activation.
-        of_parameters = {tuple(each.shape) for each in root.parameters() if each.dim() > 1}
+        of_parameters = {gathered_shape(each) for each in root.parameters() if each.dim() > 1}
         self._casts = casts = WeightCasts(root)
         try:
             with casts, _saved_into(outside, of_parameters):

@@ -16,7 +16,7 @@ from lightning_sp.loss.head_call import HeadCall
 from lightning_sp.loss.reduction import losses_of_tokens, sum_and_count
 from lightning_sp.testing import max_error
 
-ROWS, TOKENS, DIM, VOCAB = 2, 7, 8, 13
+ROWS, TOKENS, DIM, VOCAB = 2, 7, 8, 12
 NUM = ROWS * TOKENS
 
 

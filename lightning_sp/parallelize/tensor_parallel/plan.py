@@ -19,8 +19,10 @@ from lightning_sp.config import TENSOR_PARALLEL_STYLES
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import shown, user_name
 
-# Tables of the vocabulary: whole on every rank.
-_VOCABULARY = ("embedding_rowwise", "embedding_colwise")
+# Of a table of the vocabulary, and of an output head.
+_TABLE, _HEAD = "embedding_rowwise", "colwise_gather_output"
+# By which a plan of Hugging Face's leaves a table whole here.
+_WHOLE_TABLE = ("embedding_colwise", "replicate")
 _ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 
 
@@ -53,10 +55,14 @@ class SplitLayers:
     Args:
         layers: in the order of the model's modules.
         whole: patterns of the plan that are not carried or stand beside such, with their styles: these layers stay whole.
+        vocabulary: tables and output heads that it splits by their words.
+        whole_tables: those that it leaves whole.
     """
 
     layers: tuple[SplitLayer, ...]
     whole: tuple[str, ...]
+    vocabulary: tuple[nn.Module, ...] = ()
+    whole_tables: frozenset[nn.Module] = frozenset()
 
     @property
     def splits_heads(self) -> bool:
@@ -90,12 +96,15 @@ def split_layers(root: nn.Module, given: Mapping[str, str] | None) -> SplitLayer
             f"{shown([user_name(name) for name in names if name][:50])}"
         )
     heads = [pattern for pattern in plan if _is_head(root, [modules[name] for name in found[pattern]])]
-    if given is not None and heads:
+    if given is not None and (others := [pattern for pattern in heads if plan[pattern] not in (_HEAD, _TABLE)]):
         raise SequenceParallelError(
-            f"tensor_parallel_plan[{heads[0]!r}]={plan[heads[0]]!r}: an output head stays whole on every rank, for a loss reads its weights "
-            "without a call, a part of the tokens at a time; leave it out of the plan"
+            f"tensor_parallel_plan[{others[0]!r}]={plan[others[0]]!r}: an output head is split by its words, and a step sees the logits of all; "
+            f"use {_HEAD!r}"
         )
-    tables = {pattern for pattern, style in plan.items() if style in _VOCABULARY} | {*heads}
+    split = [pattern for pattern, style in plan.items() if style == _TABLE or (pattern in heads and style == _HEAD)]
+    left = [pattern for pattern, style in plan.items() if style in _WHOLE_TABLE]
+    left = [pattern for pattern in left if all(isinstance(modules[name], nn.Embedding) for name in found[pattern])]
+    tables = {*split, *heads, *left}
     refused = {pattern for pattern, style in plan.items() if style not in TENSOR_PARALLEL_STYLES} - tables
     apart = {_parent(pattern) for pattern in refused}
     whole = [each for each in plan if each not in tables and (each in refused or _parent(each) in apart)]
@@ -106,7 +115,9 @@ def split_layers(root: nn.Module, given: Mapping[str, str] | None) -> SplitLayer
         for name in each
     }
     ordered = tuple(layers[name] for name in names if name in layers)
-    if not any(each.style != "replicated_with_grad_allreduce" for each in ordered):
+    vocabulary = tuple(dict.fromkeys(modules[name] for pattern in split for name in found[pattern]))
+    is_named = given is not None and vocabulary
+    if not is_named and not any(each.style != "replicated_with_grad_allreduce" for each in ordered):
         raise SequenceParallelError(
             f"tensor_parallel_size above 1, and the plan splits no layer of this model: of {len(plan)} names {len(whole)} are of styles that "
             f"are not carried ({shown([f'{name}: {plan[name]}' for name in whole])}), or stand beside such; give a tensor_parallel_plan of "
@@ -114,7 +125,8 @@ def split_layers(root: nn.Module, given: Mapping[str, str] | None) -> SplitLayer
         )
     # A model inside of one that has a plan says the same, by shorter names.
     said = [each for each in whole if not any(other.endswith(f".{each}") for other in whole)]
-    return SplitLayers(ordered, tuple(f"{each} ({plan[each]})" for each in said))
+    whole_tables = frozenset(modules[name] for pattern in tables - {*split} for name in found[pattern])
+    return SplitLayers(ordered, tuple(f"{each} ({plan[each]})" for each in said), vocabulary, whole_tables)
 
 
 def _own_plan(root: nn.Module) -> dict[str, str]:

@@ -16,6 +16,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.tensor_parallel.layers import SplitDims, TensorParallel, remember, split_forward
 from lightning_sp.parallelize.tensor_parallel.parameters import check_divides, split_parameters
 from lightning_sp.parallelize.tensor_parallel.plan import SplitLayer, split_layers
+from lightning_sp.parallelize.tensor_parallel.vocabulary import split_vocabulary, split_words
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.quantized_weights import quantized_parameters
 
@@ -57,6 +58,7 @@ def check_split(root: nn.Module, given: Mapping[str, str] | None, size: int, hea
             if parameter is not None:
                 check_divides(f"{user_name(layer.name)}.{name}", parameter, dim, size)
                 _check_alone(root, parameter, user_name(layer.name))
+    split_vocabulary(root, found, given, size)
     return found.splits_heads
 
 
@@ -71,17 +73,22 @@ def split_model(root: nn.Module, given: Mapping[str, str] | None, axis: DeviceMe
     """
     found, state = split_layers(root, given), TensorParallel(group)
     dims: dict[tuple[nn.Module, str], int] = {}
-    leaves = _leaves(found.layers)
+    leaves, vocabulary = _leaves(found.layers), split_vocabulary(root, found, given, axis.size())
     for layer in leaves:
         of_layer = SplitDims.of_layer(layer.module, layer.style, user_name(layer.name))
         dims.update({(layer.module, name): dim for name, dim in of_layer.of.items()})
         split_forward(layer.module, layer.style, of_layer, state, user_name(layer.inside))
-    split_parameters(root, axis, dims)
+    for each in vocabulary.layers.values():
+        split_words(each, axis, group)
+    split_parameters(root, axis, dims | vocabulary.dims)
     logging.getLogger(_REDISTRIBUTION).addFilter(_is_no_advice)
     remember(root, state)
     rank_zero_info(
-        f"sequence_parallel: {len(leaves)} layers are split over {axis.size()} ranks; embeddings and heads are whole on each"
+        f"sequence_parallel: {len(leaves)} layers are split over {axis.size()} ranks"
+        + (f", and the words of {shown([user_name(name) for name in vocabulary.layers])}" if vocabulary.layers else "")
     )
+    if vocabulary.whole:
+        rank_zero_warn(f"tensor parallelism leaves words whole on every rank: {'; '.join(vocabulary.whole)}")
     if found.whole:
         rank_zero_warn(
             f"tensor parallelism: of the model's plan {len(found.whole)} entries are not carried, or stand beside such: {shown(found.whole)}. "

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import SumMetric
 
-from lightning_sp import SequenceParallelError
-from lightning_sp.models import Llama, LlamaConfig
-from lightning_sp.reductions import batch_sum
+from lightning_sp import SequenceParallelError, linear_cross_entropy
+from lightning_sp.models import GPT, GPTConfig, Llama, LlamaConfig
+from lightning_sp.reductions import batch_mean, batch_sum
 from lightning_sp.step.replicas import difference
 from tests.trainer.tiny import VOCAB, BothWays, Plain, TokenDataset, _full, quiet_trainer, tiny_gpt, tiny_llama
 
@@ -29,17 +29,18 @@ class HuggingFace(nn.Module):
         super().__init__()
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.for_model(
-            kind, vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=48, head_dim=8, use_cache=False, max_position_embeddings=64, pad_token_id=0, **sizes,
+        own: dict[str, Any] = dict(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=48, head_dim=8, use_cache=False, max_position_embeddings=64, pad_token_id=0,
         )  # fmt: skip
+        config = AutoConfig.for_model(kind, **{**own, **sizes})
         self.inner = AutoModelForCausalLM.from_config(config)
         if lora is not None:
             from peft import LoraConfig, get_peft_model
 
-            targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+            lora = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"], **lora}
             # Zeros at first, B would hide what A gets.
-            adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False, **lora)
+            adapter = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **lora)
             self.inner = get_peft_model(self.inner, adapter)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -75,23 +76,34 @@ class Parallel(nn.Module):
 class Tied(nn.Module):
     """A Llama whose head is its table."""
 
-    def __init__(self) -> None:
+    def __init__(self, **sizes: int) -> None:
         super().__init__()
-        self.inner = tiny_llama(2)
+        self.inner = small_llama(num_layers=2, hidden_dim=48, **sizes)
         self.inner.head.weight = self.inner.embedding.weight  # type: ignore[attr-defined,union-attr]
 
     def forward(self, *args: Any) -> Any:
         return self.inner(*args)
 
 
-def small_llama(**sizes: int) -> nn.Module:
+def small_llama(**sizes: int) -> Llama:
     """Return a Llama of other sizes."""
     return Llama(LlamaConfig(**{"vocab_size": VOCAB, "dim": 32, "num_heads": 4, "num_kv_heads": 2, **sizes}))
 
 
+WORDS = 62  # VOCAB, which is odd, is not split; of these each of two ranks has 31, which two shards do not share evenly
+
+
 MODELS = {
+    "words": partial(small_llama, vocab_size=WORDS, num_layers=2, hidden_dim=48),
+    "words of four": partial(small_llama, vocab_size=64, num_kv_heads=4, hidden_dim=48),
+    "tied words": partial(Tied, vocab_size=WORDS),
+    "llama words": partial(HuggingFace, "llama", vocab_size=WORDS),
+    "gemma2 words": partial(HuggingFace, "gemma2", vocab_size=WORDS, sliding_window=8, final_logit_softcapping=3.0),
+    "lora head": partial(HuggingFace, "llama", vocab_size=WORDS, lora={"target_modules": ["q_proj", "lm_head"]}),
+    "gpt words": lambda: GPT(GPTConfig(vocab_size=WORDS, dim=32, num_layers=2, num_heads=4, max_positions=64)),
+    "lora words": partial(HuggingFace, "llama", vocab_size=WORDS, lora={}),
     # Of its MLP each of two parts has 21 rows, which two shards do not share evenly.
-    "uneven": partial(small_llama, hidden_dim=42),
+    "uneven": partial(small_llama, hidden_dim=42, vocab_size=WORDS),
     "llama": partial(tiny_llama, num_layers=2),
     "gpt": partial(tiny_gpt, num_layers=2),
     "tied": Tied,
@@ -116,13 +128,31 @@ MODELS = {
 class Noted(Plain):
     """Notes what a fit made of the parameters."""
 
-    def __init__(self, name: str, adds_rank: bool = False) -> None:
+    def __init__(self, name: str, adds_rank: bool = False, loss: str = "") -> None:
         super().__init__(MODELS[name])
-        self.adds_rank = adds_rank
+        self.adds_rank, self.loss = adds_rank, loss
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.loss:
+            total = getattr(self, self.loss)(batch)
+            self.losses.append(float(total.detach()))
+            return total
         loss = super().training_step(batch, batch_idx)
         return loss + dist.get_rank() if self.adds_rank else loss
+
+    def smoothed(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.logits(batch)
+        z = batch_mean(logits.logsumexp(-1).square(), batch["shift_labels"] != -100)
+        return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), label_smoothing=0.1) + 1e-2 * z
+
+    def linear(self, batch: dict[str, Tensor]) -> Tensor:
+        model, head = self.model, self.model.head
+        model.head = nn.Identity()
+        try:
+            hidden = model(batch["input_ids"], batch["position_ids"])
+        finally:
+            model.head = head
+        return linear_cross_entropy(hidden, head, batch["shift_labels"], transform=lambda x: 3 * torch.tanh(x / 3))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.lr)
@@ -142,6 +172,7 @@ def fit(
     resume: str = "",
     rows: int = 4,
     adds_rank: bool = False,
+    loss: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Fit a model; return losses, raw gradients, weights, and which parameters are split over ranks.
@@ -154,10 +185,11 @@ def fit(
         resume: path of one to begin with.
         rows: of each optimizer step's micro-batches.
         adds_rank: to each loss.
+        loss: the method that computes it, if not a plain cross entropy.
         options: of the Trainer.
     """
     torch.manual_seed(3)
-    module, strategy = Noted(name, adds_rank), strategy or {}
+    module, strategy = Noted(name, adds_rank, loss), strategy or {}
     trainer = quiet_trainer(world, strategy=strategy, **{"max_epochs": 1, **options})
     micro = rows // strategy.get("data_parallel_size", 1)
     data = DataLoader(TokenDataset(12), batch_size=micro)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.parallelize.tensor_parallel import tensor_parallel_ranks
+from tests.parallelize.tensor_parallel import tensor_parallel_ranks, vocabulary_ranks
 from tests.trainer import optimizer_ranks
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -50,6 +51,8 @@ def test_two_ranks_with_half_of_each_layer_train_as_one(pools: Any) -> None:
     mlp = [f"layers.{i}.feed_forward.{each}.weight" for i in (0, 1) for each in ("gate", "up", "down")]
     assert sorted(found["split"]) == sorted(f"model.{each}" for each in attention + mlp)
     assert found["mesh"] == "dp 1 x ring 1 x ulysses 1 x tp 2"
+    [said] = [each for each in found["warned"] if "words whole" in each]
+    assert "whole on every rank: tensor_parallel_size=2 does not divide the 61 words of model.embedding;" in said
 
 
 @pytest.mark.parametrize(
@@ -66,9 +69,97 @@ def test_beside_each_other_degree(pools: Any, layout: dict[str, Any]) -> None:
     hold(pools, "llama", [{**TENSOR, **layout}])
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("words", {}),
+        ("tied words", dict(ulysses_size=2)),
+        pytest.param("words", dict(ring_size=2), marks=pytest.mark.slow),
+        pytest.param("words", dict(data_parallel_size=2), marks=pytest.mark.slow),
+        pytest.param("words", dict(data_parallel_size=2, shard_size=1), marks=pytest.mark.slow),
+        pytest.param("tied words", dict(data_parallel_size=2), marks=pytest.mark.slow),
+        pytest.param("tied words", dict(ring_size=2, shard_size=1), marks=pytest.mark.slow),
+        pytest.param("llama words", {}, marks=pytest.mark.slow),
+        ("gemma2 words", {}),
+        pytest.param("lora words", {}, marks=pytest.mark.slow),
+        pytest.param("gpt words", dict(ulysses_size=2), marks=pytest.mark.slow),
+    ],
+)
+def test_tables_and_heads_of_which_each_rank_has_its_words(pools: Any, name: str, layout: dict[str, Any]) -> None:
+    """Uneven shards of words, a shared table, padding that is not trained, a table that scales, a softcap, a frozen head."""
+    [found] = hold(pools, name, [{**TENSOR, **layout}])
+    words = [each for each in found["split"] if any(word in each for word in ("embed", "head"))]
+    assert len(words) == (1 if name in ("tied words", "gemma2 words") else 2)
+    assert not [each for each in found["warned"] if "words whole" in each]
+
+
 @pytest.mark.slow
-def test_four_parts_of_each_layer(pools: Any) -> None:
-    hold(pools, "parallel", [{"tensor_parallel_size": 4}])
+def test_a_head_with_lora_around_it_is_whole_with_a_warning(pools: Any) -> None:
+    [found] = hold(pools, "lora head", [TENSOR])
+    assert not [each for each in found["split"] if "lm_head" in each]
+    [said] = [each for each in found["warned"] if "words whole" in each]
+    assert "lm_head is a peft.tuners.lora.layer.Linear, and no nn.Linear or nn.Embedding without options" in said
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "linear"])
+def test_losses_of_parts_of_the_words(pools: Any, loss: str) -> None:
+    """Label smoothing beside a z-loss; by the public function, with a softcap."""
+    [found] = hold(pools, "words", [TENSOR], loss=loss)
+    assert "model.head.weight" in found["split"]
+
+
+def test_logits_are_whole_for_who_reads_them(pools: Any) -> None:
+    """By predictions, by an accuracy of validation, by `generate`, and after the step."""
+    expected = pools(1).run(vocabulary_ranks.read, 1, {})[0]
+    for answer in pools(2).run(vocabulary_ranks.read, 2, TENSOR):
+        assert answer["numbers"] == pytest.approx(expected["numbers"], abs=1e-12)
+        for name in ("predicted", "kept", "returned"):
+            assert len(answer[name]) == len(expected[name]) > 0
+            for a, b in zip(answer[name], expected[name], strict=True):
+                assert max_error(a, b) < 1e-12, name
+        assert answer["generated"] == expected["generated"]
+
+
+def test_words_that_are_no_words_are_refused_as_on_one_device(pools: Any) -> None:
+    for answer in pools(2).run(vocabulary_ranks.wrong_words):
+        assert answer == {"token": "IndexError", "target": "IndexError"}
+
+
+def test_no_rank_has_a_whole_table_head_or_logits(pools: Any) -> None:
+    [whole] = pools(1).run(vocabulary_ranks.largest_tensors, 1, {})
+    for split in pools(2).run(vocabulary_ranks.largest_tensors, 2, TENSOR):
+        assert split["table"] <= whole["table"] / 2
+        assert split["largest"] <= whole["table"] / 2 < whole["largest"]
+        assert split["peak"] < 0.6 * whole["peak"]
+        # What a prediction of memory counts on: tables are nearly all of this model.
+        assert split["gathered"] < 0.52 * whole["gathered"]
+        assert split["gradients"] < 0.52 * whole["gradients"]
+
+
+def test_logits_that_one_rank_alone_keeps_wait_for_nobody(pools: Any) -> None:
+    for answer in pools(2).run(partial(vocabulary_ranks.apart, 2, TENSOR, keeps=True)):
+        assert len(answer["losses"]) == 2
+
+
+def test_a_head_whose_words_are_not_finite_on_one_rank_is_named(pools: Any) -> None:
+    first, second = pools(2).run(partial(vocabulary_ranks.apart, 2, TENSOR, spoils=True))
+    assert second["said"] == []
+    [said] = first["said"]
+    assert "model.head is the first module whose output is not: 128 of 7936 numbers" in said
+    assert "its weight is not finite" in said
+
+
+@pytest.mark.parametrize(("precision", "difference"), [("32-true", 1e-6), ("bf16-mixed", 5e-3), ("bf16-true", 5e-3)])
+def test_words_in_other_precisions(pools: Any, precision: str, difference: float) -> None:
+    [whole] = pools(1).run(partial(vocabulary_ranks.apart, 1, {}, precision=precision))
+    for split in pools(2).run(partial(vocabulary_ranks.apart, 2, TENSOR, precision=precision)):
+        assert split["losses"] == pytest.approx(whole["losses"], abs=difference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["parallel", "words of four"])
+def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
+    hold(pools, name, [{"tensor_parallel_size": 4}])
 
 
 @pytest.mark.parametrize(

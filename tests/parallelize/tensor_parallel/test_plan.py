@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize.tensor_parallel import check_split
 from lightning_sp.parallelize.tensor_parallel.plan import split_layers
-from tests.parallelize.tensor_parallel.tensor_parallel_ranks import MODELS, HuggingFace
+from lightning_sp.parallelize.tensor_parallel.vocabulary import SplitVocabulary, split_vocabulary
+from tests.parallelize.tensor_parallel.tensor_parallel_ranks import MODELS, HuggingFace, small_llama
 from tests.trainer.tiny import tiny_gpt, tiny_llama
 
 
@@ -31,10 +32,86 @@ def test_what_stands_beside_experts_is_named_and_the_attention_is_split() -> Non
     assert found.splits_heads
 
 
-def test_a_table_and_a_head_are_whole_without_a_word() -> None:
-    found = split_layers(built("llama"), None)
-    assert len(found.layers) == 14
-    assert found.whole == ()
+class Holder(nn.Module):
+    """As a LightningModule holds a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def words(model: nn.Module, plan: dict[str, str] | None = None, size: int = 2) -> SplitVocabulary:
+    root = Holder(model)
+    return split_vocabulary(root, split_layers(root, plan), plan, size)
+
+
+def test_tables_and_heads_are_split_that_models_show_or_name() -> None:
+    llama = built("llama", vocab_size=64)
+    assert len(split_layers(llama, None).layers) == 14
+    found = words(llama)
+    assert (list(found.layers), found.whole) == (["model.inner.model.embed_tokens", "model.inner.lm_head"], ())
+    assert list(words(small_llama(vocab_size=64)).layers) == ["model.embedding", "model.head"]
+    assert list(words(built("gemma2", vocab_size=64)).layers) == [
+        "model.inner.model.embed_tokens",
+        "model.inner.lm_head",
+    ]
+
+
+def test_a_given_plan_names_all_that_is_split() -> None:
+    plan = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+    assert not words(built("llama", vocab_size=64), plan).layers
+    found = words(built("llama", vocab_size=64), {**plan, "lm_head": "colwise_gather_output"})
+    assert list(found.layers) == ["model.inner.lm_head"]
+    assert list(words(small_llama(vocab_size=64), {"embedding": "embedding_rowwise"}).layers) == ["model.embedding"]
+
+
+class Reads(nn.Module):
+    """Has a head that it shows, and reads the table's weight."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"up": "colwise", "down": "rowwise", "table": "embedding_rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(64, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 64)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor = self.table.weight.mean()
+        out: torch.Tensor = self.head(self.down(self.up(self.table(ids)))) + bias
+        return out
+
+
+def test_what_stays_whole_is_named_with_its_reason() -> None:
+    found = words(built("llama"))
+    assert not found.layers
+    assert found.whole == (
+        "tensor_parallel_size=2 does not divide the 61 words of model.inner.model.embed_tokens",
+        "tensor_parallel_size=2 does not divide the 61 words of model.inner.lm_head",
+    )
+    found = words(Reads())
+    assert list(found.layers) == ["model.head"]
+    assert found.whole == ("a forward uses model.table in another way than by a call, and needs the whole weight",)
+    counted = small_llama(vocab_size=64)
+    counted.embedding.scale_grad_by_freq = True
+    assert words(counted).whole == (
+        "model.embedding is a lightning_sp.models.layers.NormalEmbedding, and no nn.Linear or nn.Embedding without options, nor one that scales "
+        "what it has looked up",
+    )
+    own = Reads()
+    assert split_vocabulary(own, split_layers(own, None), None, 2).whole == (
+        "table is the LightningModule's own, whose weight a step may read without a call",
+        "head is the LightningModule's own, whose weight a step may read without a call",
+    )
+
+
+def test_a_table_that_a_plan_leaves_whole_stays_so() -> None:
+    model = small_llama(vocab_size=64)
+    model.tp_plan = {**model.tp_plan, "embedding": "replicate"}  # type: ignore[misc]
+    assert split_layers(Holder(model), None).whole == ()
+    assert list(words(model).layers) == ["model.head"]
 
 
 def test_a_model_whose_plan_has_no_attention_keeps_its_heads() -> None:

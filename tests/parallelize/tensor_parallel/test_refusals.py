@@ -46,8 +46,20 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("tensor_parallel_plan: 1 names are of no module of the model: layers.*.mlp.up",),
     ),
     "a head": (
+        dict(name="llama", strategy={"tensor_parallel_plan": {"head": "colwise"}}),
+        ("tensor_parallel_plan['head']='colwise': an output head is split by its words", "use 'colwise_gather_output'"),
+    ),
+    "odd words": (
         dict(name="llama", strategy={"tensor_parallel_plan": {"head": "colwise_gather_output"}}),
-        ("tensor_parallel_plan['head']='colwise_gather_output': an output head stays whole",),
+        ("tensor_parallel_plan splits the vocabulary of model.head: tensor_parallel_size=2 does not divide the 61 words of model.head",),
+    ),
+    "odd tied words": (
+        dict(name="tied", strategy={"tensor_parallel_plan": {"embedding": "embedding_rowwise"}}),
+        ("the vocabulary of model.inner.embedding, which shares its weight with model.inner.head: tensor_parallel_size=2 does not divide",),
+    ),
+    "no table": (
+        dict(name="llama", strategy={"tensor_parallel_plan": {"norm": "embedding_rowwise"}}),
+        ("the vocabulary of model.norm: model.norm is a torch.nn.modules.normalization.RMSNorm, and no nn.Linear or nn.Embedding",),
     ),
     "a norm": (
         dict(name="llama", strategy={"tensor_parallel_plan": {"layers.*.attention_norm": "colwise"}}),

@@ -58,8 +58,6 @@ def pad(call: Call) -> Any:
     length = own.length + front + behind
     if length <= 0:
         return NO_RULE
-    if mode != "constant" and any(size for i, size in enumerate(sizes) if i not in (at, at + 1)):
-        return NO_RULE
     index = _padded(torch.arange(length) - front, own.length, mode)
     if index is None:
         return NO_RULE
@@ -67,7 +65,8 @@ def pad(call: Call) -> Any:
     sizes[at : at + 2] = [0, 0]
     if not any(sizes):
         return result
-    return SequenceTensor(torch.nn.functional.pad(result.local, sizes, value=value), result.placement)
+    # Each dim's padding is of that dim alone, whatever its kind.
+    return SequenceTensor(torch.nn.functional.pad(result.local, sizes, mode=mode, value=value), result.placement)
 
 
 def _padded(places: Tensor, length: int, mode: str) -> Tensor | None:
@@ -207,8 +206,9 @@ def repeat_tokens(call: Call) -> Any:
     if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() != x.placement.dim:
         return NO_RULE
     own = x.placement
-    if own.outer * own.inner > 1 or isinstance(times, SequenceTensor):
+    if own.outer * own.inner > 1:
         return NO_RULE
+    times = times.whole() if isinstance(times, SequenceTensor) else times
     times = times.cpu() if isinstance(times, Tensor) else times
     index = torch.arange(own.length).repeat_interleave(times)
     if not len(index):

@@ -42,7 +42,16 @@ def folder_of(library: str) -> Path:
 def run(library: str) -> int:
     """Run a library's models at each layout; return what pytest gives."""
     path = os.pathsep.join([str(ROOT), str(folder_of(library))])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/global_view/test_modules.py", "-k"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/global_view/test_modules.py",
+        "-k",
+    ]
     return subprocess.run(
         [*command, f"other_libraries and {library}"], cwd=ROOT, check=False, env={**os.environ, "PYTHONPATH": path}
     ).returncode

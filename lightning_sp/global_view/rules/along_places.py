@@ -86,10 +86,16 @@ def _padded(places: Tensor, length: int, mode: str) -> Tensor | None:
 def cat(call: Call) -> Any:
     """Join tensors along the sequence: of it, or whole ones, a class token say."""
     parts, dim = list(call.args[0]), call.argument(1, "dim", call.kwargs.get("axis", 0))
-    like = call.tensors[0]
+    like = max(call.tensors, key=lambda each: each.numel())
     own = like.placement
     if call.name == "stack" or dim % like.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
+    few = like.local.numel()
+    # A part whose sequence lies in another dim, a state of as many features as there are tokens say, is whole for this.
+    parts = [
+        each.whole() if is_sequence(each) and each.placement.dim != own.dim and each.numel() <= few else each
+        for each in parts
+    ]
     parts = [brought(each, own.storage) if is_sequence(each) else each for each in parts]
     parts = [each for each in parts if not (each.dim() == 1 and each.shape[0] == 0) and each.shape[own.dim]]
     total = sum(each.shape[own.dim] for each in parts)

@@ -73,6 +73,9 @@ def pointwise(call: Call) -> Any:
         return NO_RULE  # the places where it is true
     written = _written_in_place(call)
     if written is not None and not is_sequence(written):
+        if all(map(whole_is_small, call.tensors)):
+            call.tensors[0].placement.storage.note_reduction()
+            return call.on_wholes()  # a mask of few numbers for each token
         raise SequenceParallelError(
             f"global_view: {call.name} writes numbers of the sequence into a tensor that is whole on every rank ({users_line()}); make "
             "a new one instead of writing in place"

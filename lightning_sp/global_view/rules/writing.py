@@ -156,6 +156,10 @@ def _by_mask(x: SequenceTensor, mask: Tensor, value: Any) -> Any:
     behind = x.dim() - mask.dim()
     wide = mask[(..., *[None] * behind)] if behind else mask
     is_row = isinstance(value, Tensor) and value.dim() == behind + 1 and value.shape[0] != 1
+    if is_sequence(value) and mask.dim() == 1 and x.placement.dim == 0:
+        written = put(x, whole_of(mask).nonzero().flatten(), value)
+        if written is not NO_RULE:
+            return written
     if is_sequence(value) or x.placement.dim >= mask.dim() or (is_row and behind != 1):
         return _as_whole(x, mask, value)
     like = Call(name="masked_fill", function=torch.masked_fill, args=(x, wide), kwargs={})

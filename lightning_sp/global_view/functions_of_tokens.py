@@ -43,7 +43,10 @@ def check_tokens_alone(
     key = cls, others
     if key in _fine:
         return
-    why = _tried(cls, original, call, placement)
+    try:
+        why = _tried(cls, original, call, placement)
+    except Exception as error:  # whatever it makes of other tokens than it was given
+        why = f"it fails where it is tried beside twice as many tokens ({type(error).__name__}: {error})"
     placement.storage.agree(str(refusal(why)) if why else None)
     _fine.add(key)
 

@@ -188,6 +188,9 @@ REFUSED: dict[str, Any] = {
     "a gradient without its mean": lambda x: of_users(lambda g: g - g.mean(1, keepdim=True))(x * 1),
     "a gradient that is clipped": lambda x: of_users(lambda g: g.clamp(-1, 1))(x * 1),
     "numbers over how many there are": lambda x: of_users(lambda g: g, lambda x: x / x.shape[1])(x * 1),
+    "for so many tokens alone": lambda x: of_users(lambda g: g, lambda x: x.view_as(x) if x.shape[1] == 8 else 1 / 0)(
+        x * 1
+    ),
     "recomputed by an own backward": lambda x: reentrant(x * 1),
     "scores times a tensor, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16) * 2).softmax(-1) @ x,
     "scores that are too many": lambda x: ((y := x[:, None].expand(2, 2**21, 16, E)) @ y.mT).square(),

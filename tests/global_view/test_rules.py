@@ -67,6 +67,7 @@ def test_what_needs_no_whole_stays_split(pools):
         ("a gradient without its mean", ["the gradient that it gives a token depends on how many tokens there are, or on others"]),
         ("a gradient that is clipped", ["a gradient that is larger by a factor does not give it more by that factor"]),
         ("numbers over how many there are", ["what it gives a token depends on how many tokens there are, or on others"]),
+        ("for so many tokens alone", ["it fails where it is tried beside twice as many tokens (ZeroDivisionError: division by zero)"]),
         ("recomputed by an own backward", ["use_reentrant=True of a tensor of the sequence", "pass use_reentrant=False"]),
     ],
 )  # fmt: skip

@@ -74,7 +74,7 @@ wheel: $(STAMP)  ## build the wheel, install it outside this folder, try it ther
 	$(BIN)/python -m tools.wheel_elsewhere $(ARGS)
 
 clean:  ## remove the environments and what tools left
-	rm -rf $(VENV) .venv-matrix .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-matrix .venv-peers .venv-blocks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The first interpreter that runs, is new enough, and can make environments: a shim of a version manager may not run,
 # a distribution's python3 may come without ensurepip.

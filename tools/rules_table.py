@@ -21,6 +21,7 @@ from lightning_sp.global_view.rules import (
     losses,
     multihead,
     norms,
+    packed_rows,
     pointwise,
     products,
     properties,
@@ -52,6 +53,10 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
     "Whole lines": (
         along_lines,
         "Along the sequence, each line (a row's feature, a row) by itself. Each rank gets whole lines: two all-to-alls.",
+    ),
+    "Packed rows": (
+        packed_rows,
+        "`torch.nn.utils.rnn`: each token that counts stays where it is; a recurrent layer gets whole rows, by two all-to-alls.",
     ),
     "Fourier transforms": (spectra, "Along other dims local; along the sequence of whole lines."),
     "Convolutions": (
@@ -127,6 +132,11 @@ known again: the operator gets no matrix, and none is saved for the backward. Sc
 what the operator does not: then a rank has those of its queries. The preflight compares the step with one device's, as
 always.
 
+A function of torch that is written in Python, most losses of `F` among them, needs no rule: it runs by the rules of its
+parts. An `autograd.Function` of yours that computes number by number runs on each rank's part. Its first call is tried
+beside one of twice the tokens; where a token's number or gradient then is another, or a larger gradient gives no
+more by the same factor (a clamp, a norm), it is refused.
+
 ## Compiled
 
     SequenceParallelStrategy(global_view=True, compile=True)                                     # torch 2.13
@@ -141,6 +151,8 @@ each function costs about 10 microseconds of Python more than on a part.
   dropout that drops, attention within packed documents, tokens that move along the sequence, a bias that is learned.
 - A graph that cannot be made, for it looks at numbers of a mask that is no constant, runs function by function. A line
   names the reason, and your line of code.
+- What torch.compile itself fails at runs as it is written, and what that calls is compiled: one line names the function
+  and the reason. An `autograd.Function` of yours runs between two graphs.
 - `activation_checkpointing` is told to the graph: "selective" saves the attention and what ranks sent, "full" the
   graph's inputs alone. What stands between two graphs is kept.
 - The preflight compares the step, run without the compiler.

@@ -1,7 +1,9 @@
 """A user's `autograd.Function` with tensors of the sequence.
 
-One that computes number by number runs on this rank's part: its forward is watched, and calls pointwise functions of torch alone, so that its
-derivative is one of the same place. Any other is refused, for what it does along the sequence is not known.
+One that computes number by number runs on this rank's part: its forward is watched, and calls pointwise functions of torch alone. Its first
+call is tried beside one of twice the tokens (`functions_of_tokens`): what it gives a token, forward and backward, is that of the token alone,
+whatever stands beside it, and a gradient n times as large gives n times as much. Any other is refused, for what it does along the sequence is
+not known.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, placed, users_line
-from lightning_sp.global_view.rules.pointwise import RULES, aligned, pointwise
+from lightning_sp.global_view.functions_of_tokens import check_tokens_alone
+from lightning_sp.global_view.rules.pointwise import RANDOM, RULES, aligned, like_another, pointwise, to
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.global_view.table import name_of
@@ -37,7 +41,8 @@ class _Watched(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = name_of(func)
         if name not in PROPERTIES:
-            self.is_pointwise &= RULES.get(name) is pointwise or _keeps_shape(name, args, result)
+            is_known = RULES.get(name) in (pointwise, to, like_another) and name not in RANDOM
+            self.is_pointwise &= is_known or _keeps_shape(name, args, result)
             self.made += tree_leaves(result)
         return result
 
@@ -47,15 +52,8 @@ def _keeps_shape(name: str, args: Any, result: Any) -> bool:
     return name in ("view", "view_as", "reshape", "expand_as") and args[0].shape == result.shape
 
 
-@contextmanager
-def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
-    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others.
-
-    Args:
-        in_progress: whether a step that sees whole sequences is.
-    """
-    own = torch.autograd.Function.__dict__.get("apply")
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+def watching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands in the place of `torch.autograd.Function.apply`, which is given."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(each, GlobalTensor) for each in tree_leaves((args, kwargs))):
@@ -79,8 +77,22 @@ def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
         outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         if not watched.is_pointwise or not watched.made or any(each.shape != shape for each in outputs):
             raise _refusal(cls)
+        check_tokens_alone(cls, original, local, placement, partial(_refusal, cls))
         return placed(result, placement)
 
+    return apply
+
+
+@contextmanager
+def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
+    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others.
+
+    Args:
+        in_progress: whether a step that sees whole sequences is.
+    """
+    own = torch.autograd.Function.__dict__.get("apply")
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    apply = watching(original)
     grad = torch.autograd.grad
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
     torch.autograd.grad = partial(_gradient, grad, in_progress)
@@ -115,7 +127,18 @@ def _gradient(original: Callable[..., Any], in_progress: Callable[[], bool], *ar
     return original(*args, **kwargs)
 
 
-def _refusal(cls: Any) -> SequenceParallelError:
+def _refusal(cls: Any, why: str = "") -> SequenceParallelError:
+    if cls is CheckpointFunction:
+        return SequenceParallelError(
+            f"global_view: torch.utils.checkpoint with use_reentrant=True of a tensor of the sequence ({users_line()}): its backward runs the "
+            "function again by itself, out of sight of the rules; pass use_reentrant=False"
+        )
+    if why:
+        return SequenceParallelError(
+            f"global_view: {cls.__name__}, an autograd.Function, with a tensor of the sequence ({users_line()}): {why}, and a rank has its part "
+            "of the tokens, and a gradient that is scaled; write it with functions of torch, or hand it lightning_sp.reductions.unshard(x), the "
+            "whole on every rank"
+        )
     if cls is BackwardHookFunction:
         return SequenceParallelError(
             f"global_view: a backward hook of a module ({users_line()}) would see the gradient of this rank's part of a tensor of the sequence; "

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.bodies import body_of
 from lightning_sp.global_view.call import (
     MOST_NUMBERS,
     NO_RULE,
@@ -40,6 +41,7 @@ from lightning_sp.global_view.rules import (
     made_scores,
     multihead,
     norms,
+    packed_rows,
     pointwise,
     products,
     properties,
@@ -73,6 +75,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         norms.RULES,
         spectra.RULES,
         into_whole.RULES,
+        packed_rows.RULES,
         multihead.RULES,
         {"softmax": along_sequence.softmax, "log_softmax": along_sequence.softmax},
         {"gather": indexing.gather_tokens, "take_along_dim": indexing.gather_tokens},
@@ -172,7 +175,10 @@ def _whole_or_refused(call: Call, of_scores: bool) -> Any:
         tensors[0].placement.storage.note_reduction()
         result = call.on_wholes()
         return read_only(result) if call.name in VIEWS else result
-    raise _refusal(call)
+    body = None if of_scores else body_of(call.function)
+    if body is None:
+        raise _refusal(call)
+    return body(*call.args, **call.kwargs)
 
 
 def _writes(call: Call) -> bool:

@@ -9,6 +9,7 @@ REFUSED = "tests/global_view/test_rules.py::test_what_has_no_rule_is_refused_wit
 TRAINING = "tests/global_view/test_training.py"
 AUTO = "tests/global_view/test_auto.py"
 COMPILED = "tests/global_view/test_compiled.py"
+MODULES = "tests/global_view/test_modules.py::test_modules_that_users_write_are_exact[1-2-13]"
 METRICS = "tests/global_view/test_metrics.py"
 DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_those_of_logits_that_are_made[1-2]"
 
@@ -321,5 +322,61 @@ GLOBAL_VIEW = (
         "band, is_hidden = band_of(~mask), True",
         "is_hidden = True",
         f"{COMPILED}::test_a_second_length_is_not_compiled_again[1-2]",
+    ),
+    fault(
+        "weights of all heads where their mean is asked for",
+        "global_view/rules/multihead.py",
+        "    if not is_averaged:\n",
+        "    if True:\n",
+        MODULES,
+    ),
+    fault(
+        "packed rows that a recurrent layer reads to the end of the longest",
+        "global_view/rules/packed_rows.py",
+        "own = lines.of_whole(lengths.to(x.device)).cpu()",
+        "own = torch.full_like(lines.of_whole(lengths.to(x.device)), len(sizes)).cpu()",
+        MODULES,
+    ),
+    fault(
+        "a running mean of one row's channels",
+        "global_view/rules/norms.py",
+        "of_mean.lerp_(middle.mean(0).flatten()",
+        "of_mean.lerp_(middle[0].flatten()",
+        MODULES,
+    ),
+    fault(
+        "the number behind the middle one",
+        "global_view/order_statistics.py",
+        "        is_enough = count >= wanted\n",
+        "        is_enough = count > wanted\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a user's gradient that is normed over a part of the tokens",
+        "global_view/functions_of_tokens.py",
+        "    if not _same(small[1], doubled[1]):\n",
+        "    if False:\n",
+        f"{REFUSED}[a gradient without its mean-words21]",
+    ),
+    fault(
+        "a user's gradient that is clipped at a number",
+        "global_view/functions_of_tokens.py",
+        "    if not _same(small[1], large[1]):\n",
+        "    if False:\n",
+        f"{REFUSED}[a gradient that is clipped-words22]",
+    ),
+    fault(
+        "a user's backward that a graph loses",
+        "global_view/compiled/users_functions.py",
+        "        if GlobalTensor.captures and not",
+        "        if False and not",
+        f"{COMPILED}::test_a_users_own_backward_runs_between_two_graphs",
+    ),
+    fault(
+        "a block that ends where torch.compile fails",
+        "global_view/compiled/fallback.py",
+        "    config.suppress_errors = True\n",
+        "    config.suppress_errors = False\n",
+        f"{COMPILED}::test_what_a_compiler_fails_at_runs_as_it_is_with_one_line",
     ),
 )

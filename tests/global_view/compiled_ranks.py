@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_sp import SequenceParallelStrategy
-from lightning_sp.global_view.compiled.front_end import front_end
+from lightning_sp.global_view.compiled.front_end import FrontEnd, front_end
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.parallelize import compilation
 from tests.global_view import rule_ranks
@@ -46,6 +46,27 @@ def rules(names: list[str], length: int, ulysses: int, ring: int) -> list[Any]:
         breaks = sum(counters["graph_break"].values())
         found.append((errors, counters["stats"]["unique_graphs"], breaks, list(front_end("aot_eager").notes)))
     return found
+
+
+def failing(name: str, length: int, ulysses: int, ring: int) -> tuple[Any, list[str], list[str]]:
+    """Run a case by a backend that fails: its errors, and the notes of it and of a function of plain tensors."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no code for it")
+
+    start()
+    mesh, of_sequence, of_plain = mesh_of(ulysses, ring), FrontEnd(backend), FrontEnd(backend)
+
+    def case(name: str, tensors: tuple[Any, ...], whole: Whole) -> Any:
+        return of_sequence.compiled(CASES[name])(*tensors, whole)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    errors = rule_ranks.errors(name, length, mesh, case)
+    x = torch.ones(3)
+    assert torch.equal(of_plain.compiled(plain)(x), x.sin() + 1)
+    return errors, of_sequence.notes, of_plain.notes
 
 
 def lengths(given: list[int], ulysses: int, ring: int) -> list[tuple[float, int]]:

@@ -12,6 +12,7 @@ from tests.global_view.line_cases import LINE_CASES
 from tests.global_view.more_cases import MORE_CASES
 from tests.global_view.token_cases import TOKEN_CASES
 from tests.global_view.whole import Case, E, H, V, Whole
+from tests.global_view.written_cases import WRITTEN_CASES
 
 
 def heads(x: Tensor, w: Whole) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,6 +173,7 @@ CASES: dict[str, Case] = {
     **MORE_CASES,
     **LINE_CASES,
     **TOKEN_CASES,
+    **WRITTEN_CASES,
     "logarithm of what padding would be": lambda x, ids, mask, w: F.linear(x[:, 1:].abs().log(), w.weight),
     "differences, normalized": normalized_differences,
     "scores used twice": scores_used_twice,

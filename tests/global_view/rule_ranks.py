@@ -86,6 +86,7 @@ def batch_of(length: int, mesh: SequenceMesh) -> tuple[Any, Tensor]:
         layout=mesh.layout, dims={"0": 1, "1": 1, "2": 1}, names=("0", "1", "2"),
     )  # fmt: skip
     context = SequenceContext(mesh, AttentionOptions())
+    context.global_view = True
     context.begin(Step(batch=info))
     batch = global_batch(
         tuple(parts), info, rank=mesh.sequence_rank, group=mesh.sequence_group, attend=WholeAttention(context),
@@ -143,6 +144,16 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+def of_users(backward: Any, forward: Any = lambda x: x.view_as(x)) -> Any:
+    """Return a user's function, called."""
+    names = {"forward": staticmethod(lambda ctx, x: forward(x)), "backward": staticmethod(lambda ctx, g: backward(g))}
+    return type("Users", (torch.autograd.Function,), names).apply
+
+
+def reentrant(x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+
+
 def below_autograd(x: Tensor) -> Tensor:
     """What a mode of torch does that asks for a kernel once more."""
     with torch._C._AutoDispatchBelowAutograd():
@@ -173,6 +184,14 @@ REFUSED: dict[str, Any] = {
     "hooked": lambda x: x.mul(1).register_hook(print),
     "histogram": lambda x: x.detach().histc(5),
     "an own function": lambda x: Centred.apply(x),
+    "a gradient that is normed": lambda x: of_users(lambda g: g / g.norm())(x * 1),
+    "a gradient without its mean": lambda x: of_users(lambda g: g - g.mean(1, keepdim=True))(x * 1),
+    "a gradient that is clipped": lambda x: of_users(lambda g: g.clamp(-1, 1))(x * 1),
+    "numbers over how many there are": lambda x: of_users(lambda g: g, lambda x: x / x.shape[1])(x * 1),
+    "for so many tokens alone": lambda x: of_users(lambda g: g, lambda x: x.view_as(x) if x.shape[1] == 8 else 1 / 0)(
+        x * 1
+    ),
+    "recomputed by an own backward": lambda x: reentrant(x * 1),
     "scores times a tensor, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16) * 2).softmax(-1) @ x,
     "scores that are too many": lambda x: ((y := x[:, None].expand(2, 2**21, 16, E)) @ y.mT).square(),
     "a maximum with what hides all keys": lambda x: (

@@ -22,8 +22,9 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from lightning_sp.global_view.compiled.fallback import running_what_fails
 from lightning_sp.global_view.compiled.local_graph import Backend, LocalGraph
-from lightning_sp.global_view.compiled.users_functions import refusal_of, refuse_users_functions
+from lightning_sp.global_view.compiled.users_functions import leave_users_functions
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
 
 # Between two graphs rules run as they are: neither they nor what they call is compiled as a frame of its own.
@@ -60,7 +61,7 @@ class FrontEnd:
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same, compiled; of tensors that are none of the sequence, as torch does it."""
-        refuse_users_functions()
+        leave_users_functions()
         captured = torch.compile(function, backend=self.capture)
 
         @wraps(function)
@@ -71,11 +72,8 @@ class FrontEnd:
             self._running.append(function)
             GlobalTensor.captures += 1
             try:
-                return captured(*args, **kwargs)
-            except Exception as error:  # Dynamo's own, around a refusal
-                if (refusal := refusal_of(error)) is not None and refusal is not error:
-                    raise refusal from error
-                raise
+                with running_what_fails(self.note):
+                    return captured(*args, **kwargs)
             finally:
                 GlobalTensor.captures -= 1
                 self._running.pop()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from lightning_sp.global_view.compiled.fallback import reason_of
 from lightning_sp.global_view.compiled.known_masks import KnownMasks
 from lightning_sp.global_view.compiled.saved import recomputed
 from lightning_sp.global_view.known_numbers import KnownNumbers, note_numbers
@@ -84,10 +85,10 @@ class LocalGraph:
         variant = self._variants[key]
         try:
             return variant(args, masks)
-        except Exception:
-            if not variant.failure:
+        except Exception as error:
+            if not variant.failure and not _is_of_compiler(error):
                 raise
-        self._reason = variant.failure
+            self._reason = variant.failure or reason_of(error)
         self._of_run.note(self._reason)
         return self._by_functions(args)
 
@@ -112,6 +113,11 @@ class _Functions(Interpreter):
         """Return the user's line that the node in progress comes of."""
         trace = [each.strip() for each in str(self.at.meta.get("stack_trace") or "").splitlines() if each.strip(" ^~")]
         return ": ".join(trace[-2:]) or "a line that is not known"
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Return whether code was not made, so that nothing ran: not what code that was made raises."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
 def _why_not(graph: GraphModule) -> str:

@@ -25,6 +25,7 @@ from lightning_sp.global_view.call import (
     writes,
 )
 from lightning_sp.global_view.lines import Lines, along, back, lines_of, of_lines
+from lightning_sp.global_view.movement import brought
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
@@ -59,8 +60,14 @@ def sort(call: Call) -> Any:
 
 
 def differences(call: Call) -> Any:
-    """Subtract from each token the one before."""
-    if not _is_along(call, 2) or len(call.args) > 3 or {"prepend", "append"} & set(call.kwargs):
+    """Subtract from each token the one before; what is put ahead or behind is joined first."""
+    x, times, dim = (
+        call.argument(i, name, default) for i, name, default in ((0, "input", None), (1, "n", 1), (2, "dim", -1))
+    )
+    ahead, behind = call.argument(3, "prepend"), call.argument(4, "append")
+    if (ahead is not None or behind is not None) and isinstance(dim, int):
+        return torch.diff(torch.cat([each for each in (ahead, x, behind) if each is not None], dim), times, dim)
+    if not _is_along(call, 2):
         return NO_RULE
     found = along(call.args[0], _on_lines(call, 2))
     return NO_RULE if found is None else found
@@ -76,7 +83,10 @@ def chosen_of_line(call: Call) -> Any:
     if not has_dim or not _is_along(call, position) or len(call.tensors) > 1:
         return NO_RULE
     if call.name in ("quantile", "nanquantile") and isinstance(q := call.argument(1, "q"), Tensor) and q.dim():
-        return NO_RULE
+        if q.dim() > 1 or not is_plain(q):
+            return NO_RULE
+        rest = {name: value for name, value in call.kwargs.items() if name != "q"}
+        return torch.stack([call.function(x, each, *call.args[2:], **rest) for each in q.unbind(0)])
     found = of_lines(x, _on_lines(call, position))
     return NO_RULE if found is None else found
 
@@ -160,7 +170,7 @@ def scattered(call: Call) -> Any:
     others = [i for i in range(into.dim()) if i != dim]
     if any(each.dim() != into.dim() or any(each.shape[i] != into.shape[i] for i in others) for each in given):
         return NO_RULE
-    if any(each.placement.dim != dim for each in call.tensors) or (writes(call.function) and is_sequence(into)):
+    if any(each.placement.dim != dim for each in call.tensors):
         return NO_RULE
     lines = lines_of(call.tensors[0], others)
     if lines is None:
@@ -175,7 +185,11 @@ def scattered(call: Call) -> Any:
     first = part(into).clone() if writes(call.function) else part(into)
     result = call.function(first, -1, part(index), part(source), *call.args[4:], **call.kwargs)
     if is_sequence(into):
-        return back(lines.split(result), dim)
+        split = back(lines.split(result), dim)
+        if not writes(call.function):
+            return split
+        into.local.copy_(brought(split, into.placement.storage).local)
+        return into
     whole = lines.whole(result).movedim(-1, dim)
     return into.copy_(whole) if writes(call.function) else whole
 

@@ -58,8 +58,6 @@ def pad(call: Call) -> Any:
     length = own.length + front + behind
     if length <= 0:
         return NO_RULE
-    if mode != "constant" and any(size for i, size in enumerate(sizes) if i not in (at, at + 1)):
-        return NO_RULE
     index = _padded(torch.arange(length) - front, own.length, mode)
     if index is None:
         return NO_RULE
@@ -67,7 +65,8 @@ def pad(call: Call) -> Any:
     sizes[at : at + 2] = [0, 0]
     if not any(sizes):
         return result
-    return SequenceTensor(torch.nn.functional.pad(result.local, sizes, value=value), result.placement)
+    # Each dim's padding is of that dim alone, whatever its kind.
+    return SequenceTensor(torch.nn.functional.pad(result.local, sizes, mode=mode, value=value), result.placement)
 
 
 def _padded(places: Tensor, length: int, mode: str) -> Tensor | None:
@@ -87,10 +86,16 @@ def _padded(places: Tensor, length: int, mode: str) -> Tensor | None:
 def cat(call: Call) -> Any:
     """Join tensors along the sequence: of it, or whole ones, a class token say."""
     parts, dim = list(call.args[0]), call.argument(1, "dim", call.kwargs.get("axis", 0))
-    like = call.tensors[0]
+    like = max(call.tensors, key=lambda each: each.numel())
     own = like.placement
     if call.name == "stack" or dim % like.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
+    few = like.local.numel()
+    # A part whose sequence lies in another dim, a state of as many features as there are tokens say, is whole for this.
+    parts = [
+        each.whole() if is_sequence(each) and each.placement.dim != own.dim and each.numel() <= few else each
+        for each in parts
+    ]
     parts = [brought(each, own.storage) if is_sequence(each) else each for each in parts]
     parts = [each for each in parts if not (each.dim() == 1 and each.shape[0] == 0) and each.shape[own.dim]]
     total = sum(each.shape[own.dim] for each in parts)
@@ -207,8 +212,9 @@ def repeat_tokens(call: Call) -> Any:
     if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() != x.placement.dim:
         return NO_RULE
     own = x.placement
-    if own.outer * own.inner > 1 or isinstance(times, SequenceTensor):
+    if own.outer * own.inner > 1:
         return NO_RULE
+    times = times.whole() if isinstance(times, SequenceTensor) else times
     times = times.cpu() if isinstance(times, Tensor) else times
     index = torch.arange(own.length).repeat_interleave(times)
     if not len(index):

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, dims_of, is_sequence, named, placed
+from lightning_sp.global_view.movement import as_tokens
+from lightning_sp.global_view.order_statistics import of_all
 from lightning_sp.global_view.rules.indexing import summed
 from lightning_sp.global_view.rules.pointwise import pointwise
+from lightning_sp.global_view.rules.shapes import MOST_IN_A_ROW
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 # x, its dims, whether they stay -> the result, whole
@@ -122,9 +125,12 @@ def extreme(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
 
 def arg_extreme(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
     """Return the first position of the largest or the smallest along one dim."""
-    if call.argument(1, "dim") is None:
-        return NO_RULE
     name = call.name.removeprefix("arg")
+    if call.argument(1, "dim") is None:  # the place among all numbers
+        flat: Any = x.flatten()
+        if not is_sequence(flat) or flat.shape[0] > MOST_IN_A_ROW or keeps:
+            return NO_RULE
+        x, dims = as_tokens(flat), [0]
     found = extreme(x, dims, keeps, Call(name=name, function=call.function, args=(x, dims[0]), kwargs={}))
     return found if found is NO_RULE else found[1]
 
@@ -217,7 +223,7 @@ def softmax(call: Call) -> Any:
     """Weigh the tokens of a sequence by each other (attention pooling)."""
     x, dim = call.args[0], call.argument(1, "dim", -1)
     own = x.placement
-    if not isinstance(dim, int) or dim % x.dim() != own.dim or own.outer * own.inner > 1:
+    if not isinstance(dim, int) or dim % x.dim() != own.dim:
         return NO_RULE
     dtype = call.kwargs.get("dtype")
     x = x if dtype is None else SequenceTensor(x.local.to(dtype), own)
@@ -227,7 +233,91 @@ def softmax(call: Call) -> Any:
     return SequenceTensor(result if call.name == "log_softmax" else result.exp(), own)
 
 
+def normalize(call: Call) -> Any:
+    """Scale what lies along the sequence to length 1."""
+    x = call.argument(0, "input")
+    power, dim, least = (
+        call.argument(i, name, default) for i, name, default in ((1, "p", 2.0), (2, "dim", 1), (3, "eps", 1e-12))
+    )
+    if (
+        not is_sequence(x)
+        or not isinstance(dim, int)
+        or dim % x.dim() != x.placement.dim
+        or call.kwargs.get("out") is not None
+    ):
+        return NO_RULE
+    return x / torch.linalg.vector_norm(x, power, dim, keepdim=True).clamp_min(least)
+
+
+def similarity(call: Call) -> Any:
+    """Compare what lies along the sequence by its angle."""
+    a, b = call.argument(0, "x1"), call.argument(1, "x2")
+    dim, least = call.argument(2, "dim", 1), call.argument(3, "eps", 1e-8)
+    given = [each for each in (a, b) if is_sequence(each)]
+    if a.dim() != b.dim() or any(each.placement.dim != dim % a.dim() for each in given) or a.shape[dim] != b.shape[dim]:
+        return NO_RULE
+    lengths = [torch.linalg.vector_norm(each, 2, dim).clamp_min(least) for each in (a, b)]
+    return (a * b).sum(dim) / (lengths[0] * lengths[1])
+
+
+def distance(call: Call) -> Any:
+    """Return the norm of a difference."""
+    return torch.linalg.vector_norm(call.args[0] - call.args[1], call.argument(2, "p", 2))
+
+
+def inner_product(call: Call) -> Any:
+    """Add up the products of two vectors' numbers."""
+    a, b = call.args
+    return (a.conj() * b if call.name == "vdot" else a * b).sum()
+
+
+def median_of_all(call: Call) -> Any:
+    """Return the middle of all numbers; its gradient goes to those that are equal to it, in equal parts."""
+    x = call.args[0]
+    if len(call.args) > 1 or call.kwargs or not is_sequence(x) or not x.is_floating_point():
+        return NO_RULE
+    x.placement.storage.note_reduction()
+    count = x.numel() if call.name == "median" else int((~torch.isnan(x.detach())).sum())
+    found = of_all(x, [max(0, count - 1) // 2])[0]
+    if call.name == "median" and bool(torch.isnan(x.detach()).any()):
+        found = torch.full_like(found, math.nan)
+    return _with_gradient(x, found)
+
+
+def quantile_of_all(call: Call) -> Any:
+    """Return what so large a part of all numbers lies below, between two of them by a line."""
+    x, q, dim = call.argument(0, "input"), call.argument(1, "q"), call.argument(2, "dim")
+    how = call.kwargs.get("interpolation", "linear")
+    if not is_sequence(x) or dim is not None or call.argument(3, "keepdim", False) or how != "linear" or is_sequence(q):
+        return NO_RULE
+    places = torch.as_tensor(q, dtype=x.dtype, device=x.device)
+    if places.dim() > 1 or call.name == "nanquantile" or bool(torch.isnan(x.detach()).any()):
+        return NO_RULE
+    x.placement.storage.note_reduction()
+    ranks = places.flatten() * (x.numel() - 1)
+    low = ranks.floor()
+    several = [int(each) for each in (*low, *ranks.ceil())]
+    found = torch.stack([_with_gradient(x, each) for each in of_all(x, several)]).view(2, -1)
+    return torch.lerp(found[0], found[1], ranks - low).reshape(places.shape)
+
+
+def _with_gradient(x: SequenceTensor, value: Tensor) -> Tensor:
+    """Return one number of all with its gradient, in equal parts to those that are equal to it."""
+    if not x.local.requires_grad:
+        return value
+    ties = x.placement.without_padding((x.local.detach() == value) | (x.local.detach().isnan() & value.isnan()), False)
+    share = torch.where(ties, x.local - x.local.detach(), torch.zeros_like(x.local)).nan_to_num(0.0)
+    number = summed(ties.to(x.dtype).sum(), x)
+    return value + summed(share.sum(), x) / number.clamp(min=1)
+
+
 RULES: dict[str, Rule] = {
+    **named("normalize", normalize),
+    **named("cosine_similarity", similarity),
+    **named("dist", distance),
+    **named("dot vdot", inner_product),
+    **named("median nanmedian", median_of_all),
+    **named("quantile nanquantile", quantile_of_all),
     **named("sum", reduction(total)),
     **named("mean", reduction(mean)),
     **named("amax", reduction(amax)),

@@ -272,7 +272,14 @@ def gather_tokens(call: Call) -> Any:
     return _owned(x, [index if i == own.dim else each for i, each in enumerate(grid)])
 
 
+def masked_select(call: Call) -> Any:
+    """Take the numbers for which a mask is true."""
+    x, mask = torch.broadcast_tensors(call.argument(0, "input"), call.argument(1, "mask"))  # type: ignore[no-untyped-call]
+    return x[mask]
+
+
 RULES: dict[str, Rule] = {
+    **named("masked_select", masked_select),
     **named("getitem", getitem),
     **named("select", select),
     **named("narrow", narrow),

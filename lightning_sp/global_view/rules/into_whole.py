@@ -80,7 +80,27 @@ def index_add(call: Call) -> Any:
     )
 
 
+def index_put(call: Call) -> Any:
+    """Add numbers to the places that ids of tokens say, in the first dims of a whole tensor."""
+    into, index, values = call.args[:3]
+    if not is_plain(into) or not call.argument(3, "accumulate", False) or not isinstance(values, Tensor):
+        return NO_RULE
+    if any(not isinstance(each, Tensor) or each.is_floating_point() or each.dtype == torch.bool for each in index):
+        return NO_RULE
+    count = len(index)
+    place: Any = torch.zeros((), dtype=torch.int64, device=into.device)
+    for size, each in zip(into.shape[:count], index, strict=True):
+        place = place * size + each % size
+    wide = values.expand(*place.shape, *into.shape[count:])
+    if not is_sequence(place) or place.dim() < 1:
+        return NO_RULE
+    joined = into.reshape(-1, *into.shape[count:])
+    added = torch.zeros_like(joined).index_add(0, place.flatten(), wide.flatten(0, place.dim() - 1)).view(into.shape)
+    return into.add_(added) if writes(call.function) else into + added
+
+
 RULES: dict[str, Rule] = {
+    **named("index_put", index_put),
     **named("scatter_add", scatter_add),
     **named("index_add", index_add),
 }

@@ -19,6 +19,18 @@ from lightning_sp.labels import IGNORE_INDEX
 
 def elementwise(call: Call) -> Any:
     """Compute a loss of each number, then reduce."""
+    return _reduced(call, 0)
+
+
+def of_vectors(call: Call) -> Any:
+    """Compute a loss of each token's vectors, in the last dim, then reduce."""
+    if any(each.placement.dim == each.dim() - 1 for each in call.tensors):
+        return NO_RULE
+    return _reduced(call, 1)
+
+
+def _reduced(call: Call, num_gone: int) -> Any:
+    """Return a loss whose own function leaves so many of the last dims away."""
     kwargs = dict(call.kwargs)
     reduction = kwargs.pop("reduction", "mean")
     size_average, reduce = kwargs.pop("size_average", None), kwargs.pop("reduce", None)
@@ -29,6 +41,7 @@ def elementwise(call: Call) -> Any:
         return NO_RULE
     local, placement = found
     each = SequenceTensor(local.on_locals(), placement)
+    assert each.dim() == max(given.dim() for given in call.tensors) - num_gone
     if reduction == "none":
         return each
     total = each.sum()
@@ -99,7 +112,8 @@ def _refusal(input: SequenceTensor, target: Tensor, why: str) -> SequenceParalle
     )
 
 
-RULES: dict[str, Rule] = named(
-    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss",
-    elementwise,
-)
+_OF_NUMBERS = """
+    mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss
+    margin_ranking_loss hinge_embedding_loss
+"""
+RULES: dict[str, Rule] = {**named(_OF_NUMBERS, elementwise), **named("triplet_margin_loss", of_vectors)}

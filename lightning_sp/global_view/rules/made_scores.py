@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.placement import Placement, gathered, part_of
 from lightning_sp.global_view.rules.written_attention import Attention, Scores
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -20,12 +22,21 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 def num_scores(x: Scores) -> int:
     """Return how many numbers a rank would have of scores."""
-    return math.prod(x.lead) * x.attention.of_queries.storage.local_tokens * x.attention.of_keys.length
+    return math.prod(x.attention.lead) * x.attention.of_queries.storage.local_tokens * x.attention.of_keys.length
 
 
 def made(x: Scores) -> SequenceTensor:
-    """Return scores or weights with what was noted of them. Communicates: as `placement.gathered`, of the keys."""
+    """Return scores or weights with what was noted of them. Communicates: as `placement.gathered`, of the keys.
+
+    Raises:
+        SequenceParallelError: they are weights that were dropped, and the operator has drawn what it dropped.
+    """
     known = x.attention
+    if known.used == ["values"]:
+        raise SequenceParallelError(
+            f"global_view: weights of an attention that were dropped are used beside their product with the values ({users_line()}): what the "
+            "operator dropped is not known, and another draw would be another attention; use the weights before their dropout, or no dropout"
+        )
     own = known.of_queries.at(len(known.lead))
     keys = gathered(known.keys, known.of_keys.at(known.keys.dim() - 2))
     scores = _noted(known, (known.queries @ keys.transpose(-2, -1)) * known.scale, own)
@@ -38,9 +49,14 @@ def made(x: Scores) -> SequenceTensor:
         scores = scores.softmax(-1)
     if known.sinks is not None and not known.shows_sinks:
         scores = scores[..., :-1]
-    if known.dropout:
+    if known.used:
+        scores = known.used[0]
+    elif known.dropout:
         with own.storage.own_draws():
             scores = torch.nn.functional.dropout(scores, known.dropout)
+        known.used.append(scores)
+    if known.is_averaged:
+        scores = scores.mean(-3)
     scores = scores.to(x.dtype).reshape(*x.lead, *scores.shape[-2:])
     return SequenceTensor(scores, own.at(len(x.lead)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence
+from lightning_sp.global_view.rules.written_attention import Scores
 
 _NOT_CARRIED = ("bias_k", "bias_v", "static_k", "static_v")
 
 
 def multi_head_attention(call: Call) -> Any:
-    """Attend with a module's projections; the weights that it gives beside are noted, and refused where they are used."""
+    """Attend with a module's projections; the weights that it gives beside are noted, and made where they are used."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -36,7 +38,17 @@ def multi_head_attention(call: Call) -> Any:
         scores = _hidden(scores, (padding.whole() if is_sequence(padding) else padding)[:, None, None])
     weights = F.dropout(scores.softmax(-1), given["dropout_p"], given["training"])
     out = (weights @ v).permute(2, 0, 1, 3).flatten(2)
-    return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), weights if given["need_weights"] else None
+    shown = _shown(weights, given["average_attn_weights"]) if given["need_weights"] else None
+    return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), shown
+
+
+def _shown(weights: Any, is_averaged: bool) -> Any:
+    """Return weights as the module gives them beside: their mean over the heads, unless it was told otherwise."""
+    if not is_averaged:
+        return weights
+    if not isinstance(weights, Scores):
+        return weights.mean(1)
+    return Scores(replace(weights.attention, is_averaged=True), weights.lead[:-1], weights.dtype)
 
 
 def _projected(given: dict[str, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ Mean and variance are one all_reduce each; what is done with them is local.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,17 +83,29 @@ def group_norm(call: Call) -> Any:
 
 
 def instance_norm(call: Call) -> Any:
-    """Norm each channel of each row over the sequence; what is known of others is not renewed."""
+    """Norm each channel of each row over the sequence, and renew what is known of them, on every rank alike."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
-    x, of_mean, _, weight, bias, of_input, _, eps = (call.argument(i, name) for i, name in enumerate(names))
-    if not _is_split(x) or of_mean is not None or of_input is False or x.dim() < 3:
+    x, of_mean, of_variance, weight, bias, of_input, momentum, eps = (
+        call.argument(i, name) for i, name in enumerate(names)
+    )
+    if not _is_split(x) or x.dim() < 3 or (of_mean is None) != (of_variance is None):
         return NO_RULE
     own = x.placement
-    if own.dim == 0:
+    if own.dim == 0 and of_mean is None:
         return placed(call.on_locals(), own)
-    if own.dim == 1 or own.outer > 1:
+    if own.dim < 2 or own.outer > 1:
         return NO_RULE
-    middle, variance = _moments(x, range(2, x.dim()))
+    if of_input is False:
+        middle, variance = _by_channels(of_mean, x), _by_channels(of_variance, x)
+    else:
+        middle, variance = _moments(x, range(2, x.dim()))
+        if of_mean is not None:  # the mean over the rows of what each row shows
+            count, share = math.prod(x.shape[2:]), 0.1 if momentum is None else momentum
+            with torch.no_grad():
+                of_mean.lerp_(middle.mean(0).flatten().to(of_mean.dtype), share)
+                of_variance.lerp_((variance.mean(0).flatten() * (count / (count - 1))).to(of_variance.dtype), share)
+    assert middle is not None
+    assert variance is not None
     local = (x.local - middle) * torch.rsqrt(variance + (1e-5 if eps is None else eps))
     return SequenceTensor(_scaled(local, _by_channels(weight, x), _by_channels(bias, x)), own)
 

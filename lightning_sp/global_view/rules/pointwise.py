@@ -73,6 +73,9 @@ def pointwise(call: Call) -> Any:
         return NO_RULE  # the places where it is true
     written = _written_in_place(call)
     if written is not None and not is_sequence(written):
+        if all(map(whole_is_small, call.tensors)):
+            call.tensors[0].placement.storage.note_reduction()
+            return call.on_wholes()  # a mask of few numbers for each token
         raise SequenceParallelError(
             f"global_view: {call.name} writes numbers of the sequence into a tensor that is whole on every rank ({users_line()}); make "
             "a new one instead of writing in place"
@@ -260,6 +263,24 @@ def embedding(call: Call) -> Any:
     return placed(call.on_locals(), ids.placement)
 
 
+def cell(call: Call) -> Any:
+    """Do one step of a recurrent layer on this rank's tokens, each with a state of its own."""
+    x, states = call.args[:2]
+    several = [states] if isinstance(states, Tensor) else list(states)
+    if (
+        not is_sequence(x)
+        or x.dim() != 2
+        or x.placement.dim != 0
+        or any(not isinstance(each, Tensor) for each in several)
+    ):
+        return NO_RULE
+    if any(each.dim() != 2 or (isinstance(each, SequenceTensor) and each.placement != x.placement) for each in several):
+        return NO_RULE
+    own = x.placement
+    local = tuple(each.local if isinstance(each, SequenceTensor) else part_of(each, own) for each in several)
+    return placed(call.function(x.local, local[0] if isinstance(states, Tensor) else local, *call.args[2:]), own)
+
+
 def normalize(call: Call) -> Any:
     """Scale vectors that lie along another dim to length 1, or compare them."""
     x = call.tensors[0]
@@ -306,4 +327,5 @@ RULES: dict[str, Rule] = {
     **named("one_hot", one_hot),
     **named("bucketize", bucketize),
     **named("glu", glu),
+    **named("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell", cell),
 }

@@ -50,7 +50,14 @@ def of_autograd(call: Call) -> Any:
     return _OF_SCORES.get(call.name, NO_RULE)
 
 
-_OF_SCORES = {"requires_grad": False, "grad_fn": None, "is_leaf": True, "_base": None, "retains_grad": False}
+_OF_SCORES = {
+    "requires_grad": False,
+    "grad_fn": None,
+    "is_leaf": True,
+    "_base": None,
+    "retains_grad": False,
+    "_version": 0,
+}
 
 
 def hook(call: Call) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
-from lightning_sp.global_view.movement import in_order
+from lightning_sp.global_view.movement import as_tokens, in_order
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
@@ -17,9 +17,9 @@ def running_sum(call: Call) -> Any:
     x, dim = call.args[0], call.argument(1, "dim")
     if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() != x.placement.dim or len(call.args) > 2:
         return NO_RULE
+    x = in_order(as_tokens(x))
     if x.placement.outer * x.placement.inner > 1:
         return NO_RULE
-    x = in_order(x)
     own, storage = x.placement, x.placement.storage
     dtype = call.kwargs.get("dtype") or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     ranges = [storage.layout.ranges(storage.capacity, rank) for rank in range(storage.layout.size)]

@@ -6,7 +6,9 @@ cat([scores, sinks], -1).softmax(-1)[..., :-1]          the operator's sinks: a 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, named
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
-from lightning_sp.global_view.rules.written_attention import Scores, refusal
+from lightning_sp.global_view.rules.written_attention import Scores, ScoresMetadata, refusal
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 
 
@@ -30,6 +32,46 @@ class Maxima(GlobalTensor):
         made = cls.without_memory((*scores.shape[:-1], 1), scores.dtype, scores.device)
         made.scores, made.taken, made.of_sequence = scores, taken, scores.of_sequence
         return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], MaximaMetadata]:
+        """Tell a compiler what these are made of: what their scores are."""
+        names, of_scores = self.scores.__tensor_flatten__()
+        return names, MaximaMetadata(of_scores, self.taken, self.scores.shape[-1])
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], metadata: MaximaMetadata, size: Any, stride: Any) -> Maxima:
+        """Return what a compiler traces in their place."""
+        shape = (*size[:-1], metadata.num_keys)
+        return Maxima(Scores.__tensor_unflatten__(inner, metadata.of_scores, shape, None), metadata.taken)
+
+    @classmethod
+    def __metadata_guard__(cls, known: MaximaMetadata, given: MaximaMetadata) -> bool:
+        """Return whether maxima may take the graph of others."""
+        return known == given
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a tensor of the attention that is noted."""
+        if name.startswith("noted_"):
+            return getattr(self.scores, name)
+        raise AttributeError(name)
+
+
+@dataclass(frozen=True)
+class MaximaMetadata:
+    """What guards compare of maxima.
+
+    Args:
+        of_scores: that of their scores.
+        taken: how.
+        num_keys: T of the scores; a length, which guards do not compare.
+    """
+
+    of_scores: ScoresMetadata
+    taken: str
+    num_keys: int = field(compare=False)
+
+    def __deepcopy__(self, memo: Any) -> MaximaMetadata:
+        return MaximaMetadata(deepcopy(self.of_scores, memo), self.taken, 0)
 
 
 def maxima(call: Call) -> Any:

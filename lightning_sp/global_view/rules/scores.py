@@ -52,15 +52,19 @@ def times_values(weights: Scores, values: Any) -> Any:
     if weights.is_old:
         raise refusal("a write into a view")
     if not is_sequence(values) or values.placement.dim != values.dim() - 2:
-        return NO_RULE
-    if not known.is_weights or known.shows_sinks:
-        raise refusal("a product with values before a softmax, or with sinks,")
+        raise refusal("a product with what is no tokens of the sequence")
+    if not known.is_weights or known.shows_sinks or known.is_averaged:
+        raise refusal("a product with values before a softmax, of a mean of heads, or with sinks,")
     values = brought(values, known.of_keys.storage)
     if not values.placement.same_tokens(known.of_keys):
-        return NO_RULE
+        raise refusal("a product with other tokens than those of the keys")
+    if known.used:
+        raise refusal("a second product of weights that were dropped")
     lead = known.lead
     if values.dim() > len(weights.lead) + 2:
         raise refusal("a product with values of more dims")
+    if known.dropout:
+        known.used.append("values")
     masks = masks_of(known)
     if masks.alike is not None and known.sinks is not None:
         raise refusal("a mask of all keys of a query, beside sinks,")
@@ -268,7 +272,7 @@ def dropped(call: Call) -> Any:
         return x
     if not x.attention.is_weights or x.attention.dropout:
         raise refusal("dropout before the softmax, or twice,")
-    return x.changed(dropout=float(p))
+    return x.changed(dropout=float(p), used=[])
 
 
 def cast(call: Call) -> Any:
@@ -366,6 +370,6 @@ def on_scores(call: Call) -> Any:
     rule = RULES.get(call.name)
     if any(isinstance(each, Scores) and each.is_old for each in call.args):
         raise refusal("a write into a view")
-    if rule is None:
+    if rule is None or any(isinstance(each, Scores) and each.attention.is_averaged for each in call.args):
         raise refusal(call.name)
     return rule(call)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.movement import as_tokens
+from lightning_sp.global_view.movement import as_tokens, brought
 from lightning_sp.global_view.placement import Placement, broadcast, memory_of, part_of
 from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -225,6 +225,7 @@ def cat(call: Call) -> Any:
     local = []
     for each in tensors:
         if is_sequence(each):
+            each = brought(each, own.storage) if each.placement.length == own.length else each
             if each.placement.dim != own.dim or not each.placement.same_tokens(own):
                 return NO_RULE
             local.append(each.local)

@@ -5,6 +5,7 @@ Each rank writes into its own tokens. What is written is brought to them: a numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,14 +78,28 @@ def setitem(call: Call) -> Any:
 def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
     """Write a number or whole tensors to the tokens that whole numbers say: `x[torch.arange(B), lengths] = value`."""
     own = x.placement
-    if any(each is None or isinstance(each, list) for each in slots) or len(slots) != x.dim():
+    slots = [torch.as_tensor(each, device=x.device) if isinstance(each, list) else each for each in slots]
+    if any(isinstance(each, Tensor) for each in slots):  # beside which a number is an index like these
+        slots = [torch.as_tensor(each, device=x.device) if isinstance(each, int) else each for each in slots]
+    if any(each is None for each in slots) or len(slots) != x.dim():
         return NO_RULE
     first = [i for i, each in enumerate(slots) if isinstance(each, Tensor)]
-    others = [each for each in slots if not isinstance(each, Tensor)]
-    if own.dim not in first or first[-1] - first[0] >= len(first) or any(each != slice(None) for each in others):
+    others = {i: each for i, each in enumerate(slots) if not isinstance(each, Tensor)}
+    if first and others.get(own.dim) == slice(None):
+        return _beside(x, slots, first, value)
+    if (
+        own.dim not in first
+        or first[-1] - first[0] >= len(first)
+        or not all(isinstance(each, slice) for each in others.values())
+    ):
         return NO_RULE
-    if is_sequence(value) or own.outer * own.inner > 1 or any(slots[i].is_floating_point() for i in first):
+    x = SequenceTensor(x.local[tuple(others.get(i, slice(None)) for i in range(x.dim()))], own)  # a view
+    if own.outer * own.inner > 1 or any(slots[i].is_floating_point() for i in first):
         return NO_RULE
+    if is_sequence(value):
+        if value.numel() > x.local.numel():
+            return NO_RULE
+        value = value.whole()  # a few tokens
     if any(slots[i].dtype == torch.bool for i in first):
         return NO_RULE
     numbers = torch.broadcast_tensors(*(whole_of(slots[i]).to(x.device) for i in first))  # type: ignore[no-untyped-call]
@@ -99,6 +114,29 @@ def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
         wide = value.to(x.dtype).expand(*x.shape[: first[0]], *position.shape, *x.shape[first[-1] + 1 :])
         value = wide[(*ahead, here)]
     x.local[(*ahead, *into)] = value
+    return None
+
+
+def _beside(x: SequenceTensor, slots: Sequence[Any], first: Sequence[int], value: Any) -> Any:
+    """Write what one whole index of another dim than the sequence's says."""
+    own = x.placement
+    if (
+        len(first) != 1
+        or is_sequence(slots[first[0]])
+        or slots[first[0]].dim() != 1
+        or slots[first[0]].dtype == torch.bool
+    ):
+        return NO_RULE
+    shown = SequenceTensor(x.local[tuple(slots)], own)  # of the dims that stay
+    if isinstance(value, Tensor) and value.dim():
+        wide: Any = value.to(x.dtype).expand(shown.shape)
+        if not is_sequence(wide):
+            wide = SequenceTensor(part_of(wide, own), own)
+        wide = brought(wide, own.storage)
+        if wide.placement.dim != own.dim or not wide.placement.same_tokens(own):
+            return NO_RULE
+        value = wide.local
+    x.local[tuple(slots)] = value
     return None
 
 
@@ -118,6 +156,10 @@ def _by_mask(x: SequenceTensor, mask: Tensor, value: Any) -> Any:
     behind = x.dim() - mask.dim()
     wide = mask[(..., *[None] * behind)] if behind else mask
     is_row = isinstance(value, Tensor) and value.dim() == behind + 1 and value.shape[0] != 1
+    if is_sequence(value) and mask.dim() == 1 and x.placement.dim == 0:
+        written = put(x, whole_of(mask).nonzero().flatten(), value)
+        if written is not NO_RULE:
+            return written
     if is_sequence(value) or x.placement.dim >= mask.dim() or (is_row and behind != 1):
         return _as_whole(x, mask, value)
     like = Call(name="masked_fill", function=torch.masked_fill, args=(x, wide), kwargs={})
@@ -220,28 +262,35 @@ def index_fill(call: Call) -> Any:
 
 
 def new_like(call: Call) -> Any:
-    """Make a tensor of a shape that is given: of the sequence where one dim of three or more has as many tokens; else whole."""
+    """Make a tensor of a shape that is given: of the sequence where it is this one's up to the tokens, or one dim of three or more has as
+    many; else whole.
+    """
     x: SequenceTensor = call.args[0]
     like = torch.empty((), dtype=x.dtype, device=x.device)
     made: Tensor = getattr(like, call.function.__name__)(*call.args[1:], **call.kwargs)
-    dim = None if call.name == "new_tensor" else _dim_of_tokens(made.shape, x)
-    if dim is None:
+    own = None if call.name == "new_tensor" else _tokens_in(made.shape, x)
+    if own is None:
         return made
-    own = replace(x.placement, dim=dim, copied=None)
     shape = list(made.shape)
-    shape[dim] = own.held
-    local = made.narrow(dim, 0, 1).expand(shape).clone().requires_grad_(made.requires_grad)
-    return SequenceTensor(local, own)
+    shape[own.dim] = own.held
+    local = made.narrow(own.dim, 0, 1).expand(shape).clone().requires_grad_(made.requires_grad)
+    return SequenceTensor(local, replace(own, copied=None))
 
 
-def _dim_of_tokens(shape: Sequence[int], x: SequenceTensor) -> int | None:
+def _tokens_in(shape: Sequence[int], x: SequenceTensor) -> Placement | None:
+    """Return where the tokens of `x` would be in a shape; None where it shows none, or leaves open which."""
     own = x.placement
-    if len(shape) < 3 or own.outer * own.inner > 1:
+    if len(shape) == x.dim() > 1 and tuple(shape[: own.dim + 1]) == tuple(x.shape[: own.dim + 1]):
+        return own
+    if own.outer * own.inner > 1:
         return None
-    if len(shape) == x.dim() and tuple(shape[: own.dim + 1]) == tuple(x.shape[: own.dim + 1]):
-        return own.dim
+    rows = math.prod(x.shape[: own.dim])
+    if len(shape) == 2 and own.dim and rows > 1 and shape[0] == rows * own.length and shape[1] == x.shape[-1]:
+        return replace(own, dim=0, outer=rows)  # rows of tokens, joined
+    if len(shape) < 3:
+        return None
     found = [dim for dim, size in enumerate(shape) if size == own.shown]
-    return found[0] if len(found) == 1 else None
+    return replace(own, dim=found[0]) if len(found) == 1 else None
 
 
 RULES: dict[str, Rule] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ class Attention:
         is_shifted: how the largest score of each query was taken that was subtracted, max, amax or detach; empty where none was.
         sinks: a score of each head for a key without a value, (H,); None for none.
         shows_sinks: they stand behind the keys, where they are shown.
+        is_averaged: the mean of the weights over the last of the dims before is shown, the heads.
+        used: what weights that were dropped have been used for, for nobody else draws the same: a product with values, or themselves once made.
     """
 
     queries: Tensor
@@ -66,6 +68,8 @@ class Attention:
     is_shifted: str = ""
     sinks: Tensor | None = None
     shows_sinks: bool = False
+    is_averaged: bool = False
+    used: list[Any] = field(default_factory=list)
 
 
 # The tensors of an attention that is noted.
@@ -94,9 +98,9 @@ class ScoresMetadata:
     def of(cls, scores: Any) -> ScoresMetadata:
         """Return that of scores, or of what is taken from them."""
         known: Attention = scores.attention
-        numbers = {field.name: getattr(known, field.name) for field in fields(known) if field.name not in NOTED}
+        numbers = {each.name: getattr(known, each.name) for each in fields(known) if each.name not in NOTED}
         places = Metadata.of(numbers.pop("of_queries")), Metadata.of(numbers.pop("of_keys"))
-        numbers.pop("lead")
+        numbers.pop("lead"), numbers.pop("used")
         kind = (
             type(scores),
             scores.dtype,
@@ -115,7 +119,7 @@ class ScoresMetadata:
         queries, keys = tensors["queries"], tensors["keys"]
         own = placed_again(queries, Metadata.of(known.of_queries), size[-2])
         other = placed_again(keys, Metadata.of(known.of_keys), size[-1] - known.shows_sinks)
-        changes: dict[str, Any] = {**tensors, "lead": tuple(queries.shape[:-2])}
+        changes: dict[str, Any] = {**tensors, "lead": tuple(queries.shape[:-2]), "used": [*known.used]}
         return replace(known, of_queries=own, of_keys=other, **changes)
 
     def __eq__(self, other: object) -> bool:

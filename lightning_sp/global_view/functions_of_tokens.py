@@ -1,0 +1,120 @@
+"""Whether a user's `autograd.Function` gives each token what it gives it alone: tried once, beside twice as many tokens.
+
+    forward     f([x, x])[first half]  =  f(x)                  no mean over tokens, no x.shape[1] among its numbers
+    backward    g -> f'(x) g           of each token alone, and linear: no norm over tokens, no clamp of a gradient
+
+A rank has its part of the tokens, and gradients of a step are scaled until its backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_sp.global_view.call import Call, mapped
+from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+# Powers of two: what is linear gives the same bits.
+_LARGE, _SMALL = 2.0**10, 2.0**-10
+_fine: set[Any] = set()
+
+
+def check_tokens_alone(
+    cls: Any, original: Callable[..., Any], call: Call, placement: Placement, refusal: Callable[[str], Exception]
+) -> None:
+    """Refuse a function that does what a part of the tokens does not show; tried once for each class and arguments that are no tensors.
+
+    Args:
+        cls: the function's class.
+        original: `torch.autograd.Function.apply`, of a class and its arguments.
+        call: with every tensor local.
+        placement: of the result.
+        refusal: the error of a reason.
+
+    Raises:
+        SequenceParallelError: on all ranks of the step, whichever has found something.
+    """
+    others = tuple(str(each) for each in tree_leaves((call.args, call.kwargs)) if not isinstance(each, Tensor))
+    key = cls, others
+    if key in _fine:
+        return
+    try:
+        why = _tried(cls, original, call, placement)
+    except Exception as error:  # whatever it makes of other tokens than it was given
+        why = f"it fails where it is tried beside twice as many tokens ({type(error).__name__}: {error})"
+    placement.storage.agree(str(refusal(why)) if why else None)
+    _fine.add(key)
+
+
+def _tried(cls: Any, original: Callable[..., Any], call: Call, placement: Placement) -> str:
+    ndim = max(each.dim() for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor))
+
+    def run(copies: int, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+        """Return outputs, and gradients of what is split, of the first tokens."""
+        split: list[Tensor] = []
+
+        def given(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            local = (value.local if isinstance(value, SequenceTensor) else value).detach()
+            dim = placement.dim - (ndim - local.dim())
+            is_split = dim >= 0 and local.shape[dim] == placement.held
+            local = torch.cat([local] * copies, dim) if is_split else local.clone()
+            if local.is_floating_point():
+                local.requires_grad_()
+                if is_split:
+                    split.append(local)
+            return local * 1 if local.requires_grad else local  # it may be written into
+
+        args = [mapped(each, given) for each in call.args]
+        kwargs = {name: mapped(each, given) for name, each in call.kwargs.items()}
+        outputs = [each for each in tree_leaves(original(cls, *args, **kwargs)) if isinstance(each, Tensor)]
+        learned = [each for each in outputs if each.requires_grad]
+        gradients: list[Any] = []
+        if split and learned:
+            cotangents = [_cotangent(each, placement, copies, scale) for each in learned]
+            gradients = list(_GRAD(learned, split, cotangents, allow_unused=True))
+
+        def first(x: Tensor) -> Tensor:
+            return x.detach().narrow(placement.dim - (ndim - x.dim()), 0, placement.held)
+
+        found = [
+            torch.zeros_like(at) if each is None else each / scale for each, at in zip(gradients, split, strict=False)
+        ]
+        return [first(each) for each in outputs], [first(each) for each in found]
+
+    with torch.enable_grad():
+        small, large, doubled = run(1, _SMALL), run(1, _LARGE), run(2, _SMALL)
+    if not _same(small[0], doubled[0]):
+        return "what it gives a token depends on how many tokens there are, or on others"
+    if not _same(small[1], doubled[1]):
+        return "the gradient that it gives a token depends on how many tokens there are, or on others"
+    if not _same(small[1], large[1]):
+        return "a gradient that is larger by a factor does not give it more by that factor"
+    return ""
+
+
+_GRAD = torch.autograd.grad
+
+
+def _cotangent(output: Tensor, placement: Placement, copies: int, scale: float) -> Tensor:
+    """Return what is the same for the first tokens, and larger for the others, if there are."""
+    dim = placement.dim
+    shape = list(output.shape)
+    shape[dim] //= copies
+    generator = torch.Generator().manual_seed(0)
+    own = (torch.randn(shape, generator=generator) * scale).to(output)
+    return torch.cat([own * (1 + 3 * i) for i in range(copies)], dim)
+
+
+def _same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(
+        a.shape == b.shape
+        and torch.allclose(a.double(), b.double(), rtol=1e-2 if a.element_size() < 4 else 1e-4, atol=0, equal_nan=True)
+        for a, b in zip(found, wanted, strict=True)
+    )

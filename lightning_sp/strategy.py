@@ -186,9 +186,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a sequence the same samples, from the resumed position on."""
-        if (
-            self._host_groups is None
-        ):  # asked for its length before a run, which makes it anew, by Lightning's own sampler
+        if self._host_groups is None:  # asked for its length before a run, which makes it anew
             return dataloader
         training = self._module.trainer.training
         loader = same_samples(
@@ -229,9 +227,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         assert self._mesh is not None
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
-        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop)
-        local, info, ends = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
-        self._sigterm.agree(trainer, ends)
+        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, buffers=self._run.buffers.digest)
+        local, info, agreed = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
+        self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
+        self._sigterm.agree(trainer, agreed.ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
         self._batch = replace(info, seed=seed)
@@ -287,6 +286,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         super().on_train_end()
         self._again = lambda: None
         self._say_what_was_not_compared()
+        self._run.buffers.share_all()
         self._steps.end_fit()
 
     @override

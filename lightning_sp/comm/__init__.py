@@ -1,6 +1,6 @@
 """Communication between ranks: every collective, each with an explicit group. What CPU ranks alone use is in `comm.cpu`."""
 
-from lightning_sp.comm.agreement import Largest, Spread, agree, all_equal, are_alike, check_same_batch
+from lightning_sp.comm.agreement import Largest, SameBatch, Spread, agree, all_equal, are_alike, check_same_batch
 from lightning_sp.comm.collectives import (
     barrier,
     broadcast,
@@ -46,6 +46,7 @@ __all__ = [
     "ALL_PAIRS_TAG",
     "HostGroups",
     "Largest",
+    "SameBatch",
     "SideGather",
     "Spread",
     "Transfer",

@@ -154,16 +154,19 @@ class _RankReport(NamedTuple):
     entries: int
     is_whole: int
     loop: int
+    buffers: int
 
 
 class SameBatch(NamedTuple):
     """What ranks have told each other of a batch: whether they differ in its entries, and whether any was told to end, or has a longer batch, or
-    one with padding of ours."""
+    one with padding of ours; whether any has written to buffers, and all to the same ones."""
 
     uneven: bool
     ends: bool
     longer: bool = False
     padded: bool = False
+    writes_buffers: bool = False
+    same_buffers: bool = True
 
 
 def check_same_batch(
@@ -179,6 +182,7 @@ def check_same_batch(
     is_longer: bool = False,
     is_padded: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
+    buffers: int = 0,
     group: ProcessGroup | None = None,
 ) -> SameBatch:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
@@ -196,9 +200,10 @@ def check_same_batch(
         is_longer: this rank's part is longer than those before.
         is_padded: the degrees do not divide the batch's length.
         loop: plain values by name, by which a loop decides what follows this batch.
+        buffers: a number that tells which buffers this rank has written to, 0 for none.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 80 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
+    Communicates: one all_reduce on the host, of 96 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
     which all of them name the same ones.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -206,14 +211,16 @@ def check_same_batch(
             raise SequenceParallelError(error)
         return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded)
     report = _RankReport(
-        1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole), digest_of(loop)
+        1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole), digest_of(loop), buffers
     )
     of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded), num_groups, group)
-    failed, ended, longer, padded, *bounds = of_all.tolist()
-    differ = failed or bool((of_groups[0] != -of_groups[1]).any()) or bounds[2] != -bounds[3]
-    differ = differ or bounds[4] != -bounds[5]
-    if not differ:
-        return SameBatch(uneven=bounds[0] != -bounds[1], ends=bool(ended), longer=bool(longer), padded=bool(padded))
+    failed, ended, longer, padded = of_all[:4].tolist()
+    uneven, wholes, loops, others = (of_all[4::2] != -of_all[5::2]).tolist()
+    if not (failed or wholes or loops or bool((of_groups[0] != -of_groups[1]).any())):
+        writes = bool(of_all[10])
+        return SameBatch(
+            uneven, bool(ended), bool(longer), bool(padded), writes_buffers=writes, same_buffers=not others
+        )
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -232,17 +239,18 @@ def _largest_and_least(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
 
-    Shapes: (10,): failed, the three flags, and of entries, whole and loop each with its negative; and (2, num_groups, 2): digest and passes,
-    and their negatives.
+    Shapes: (12,): failed, the three flags, and of entries, whole, loop and buffers each with its negative; and (2, num_groups, 2): digest and
+    passes, and their negatives.
     """
-    bounds = (report.entries, -report.entries, report.is_whole, -report.is_whole, report.loop, -report.loop)
+    numbers = (report.entries, report.is_whole, report.loop, report.buffers)
+    bounds = tuple(sign * number for number in numbers for sign in (1, -1))
     of_all = torch.tensor([report.has_error, *map(int, flags), *bounds])
     of_groups = torch.full((2, num_groups, 2), torch.iinfo(torch.int64).min)
     number = torch.tensor([report.digest, report.num_ring_passes])
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
     both = torch.cat([of_all, of_groups.view(-1)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:10], both[10:].view(2, num_groups, 2)
+    return both[:12], both[12:].view(2, num_groups, 2)
 
 
 def _check_passes(reports: list[_RankReport]) -> None:

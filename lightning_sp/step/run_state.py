@@ -14,6 +14,7 @@ from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.agreed_update import AgreedUpdate
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.random_streams import RandomStreams
+from lightning_sp.step.rank_buffers import RankBuffers
 from lightning_sp.step.replicas import ReplicaWatch
 
 # Of what the strategy adds to Lightning's checkpoint.
@@ -28,6 +29,7 @@ class RunState:
         streams: the random numbers of each rank.
         replicas: whether ranks that hold the same shard hold the same numbers.
         update: whether ranks are about to step by the same learning rates.
+        buffers: of data-parallel ranks that have whole sequences, each of which writes its own.
     """
 
     def __init__(self) -> None:
@@ -35,9 +37,11 @@ class RunState:
         self.streams = RandomStreams()
         self.replicas = ReplicaWatch()
         self.update = AgreedUpdate()
+        self.buffers = RankBuffers()
 
     def start(self, trainer: Any, mesh: SequenceMesh, *, fitting: bool) -> None:
         """Begin a run with rank 0's seed. Communicates: one broadcast of it."""
+        self.buffers.follow(trainer.lightning_module, mesh)
         if fitting:
             self.streams.start_run(trainer.global_step, mesh)
             self.replicas.start_run(trainer.global_step)
@@ -70,8 +74,9 @@ class RunState:
             shard_size: ranks over which parameters are split.
             group: the world, on a backend for host tensors.
 
-        Communicates: every rank's random states; what `ReplicaWatch.compare` does.
+        Communicates: every rank's random states; what `ReplicaWatch.compare` and `RankBuffers.share_all` do.
         """
+        self.buffers.share_all()
         self.replicas.compare(module, trainer.global_step, shard_size, group)
         checkpoint[KEY] = {
             "format": 1,

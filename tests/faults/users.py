@@ -8,12 +8,34 @@ BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
+BUFFERS = "tests/step/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
 OPTIONS = "tests/trainer/test_lightning_options.py"
 RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
 MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
 UPDATE = "tests/step/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
 
 USERS = (
+    fault(
+        "statistics of batch norm that stay each rank's own",
+        "step/rank_buffers.py",
+        "        if due and (moved is None or moved or told.writes_buffers):\n",
+        "        if False:\n",
+        f"{BUFFERS}[1-True]",
+    ),
+    fault(
+        "statistics of batch norm shared within a window of accumulation, where DDP's ranks keep their own",
+        "step/rank_buffers.py",
+        "        if self._mesh is None or not begins:\n",
+        "        if self._mesh is None:\n",
+        f"{BUFFERS}[2-True]",
+    ),
+    fault(
+        "a buffer that is written past its version counter, and not shared",
+        "preflight/comparison.py",
+        "    moved = [not torch.equal(old, after.get(name, old)) for name, old in before.items()]\n",
+        "    moved = [after.get(name, old)._version > 1 for name, old in before.items()]\n",
+        f"{BUFFERS}[1-True]",
+    ),
     fault(
         "another gradient_clip_val on one rank, by which it scales its part",
         "trainer/same_options.py",

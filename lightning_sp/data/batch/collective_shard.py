@@ -32,8 +32,9 @@ def collective_shard(
     ends: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
-) -> tuple[Any, SequenceInfo, bool]:
-    """Return this rank's part of a batch, what was whole, and whether any rank was told to end the run. Every rank must call it.
+    buffers: int = 0,
+) -> tuple[Any, SequenceInfo, comm.SameBatch]:
+    """Return this rank's part of a batch, what was whole, and what the ranks have told each other. Every rank must call it.
 
     Args:
         batch: whole, or this rank's part if it carries the mark of one.
@@ -44,6 +45,7 @@ def collective_shard(
         ends: this rank was told to end the run.
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
+        buffers: a number that tells which buffers this rank has written to.
 
     Communicates: as `comm.check_same_batch`.
 
@@ -75,10 +77,11 @@ def collective_shard(
             loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             is_padded=info is not None and info.pads,
+            buffers=buffers,
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
     info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
-    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded), agreed.ends
+    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded), agreed

@@ -167,7 +167,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             check_interrupted_saves(trainer, self._groups.world)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
-        self._run.start(trainer, self.sequence_mesh, fitting=fitting)
+        self._run.start(trainer, self.sequence_mesh, self._groups.world, fitting=fitting)
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
@@ -227,7 +227,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         assert self._mesh is not None
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
-        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, buffers=self._run.buffers.digest)
+        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=self._run.written)
         local, info, agreed = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
         self._sigterm.agree(trainer, agreed.ends)
@@ -349,10 +349,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self._run.update.check(self._groups.world)
         if self._module.automatic_optimization:
             self._steps.end_backward(self._again)
             self._follow_operations()
+        self._run.end_backward(self._groups.world)
 
     # ---- checkpoint
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,24 @@ class _RankReport(NamedTuple):
     is_whole: int
     loop: int
     buffers: int
+    shards: int
+
+
+class Written(NamedTuple):
+    """What a rank has written since ranks last compared it.
+
+    Args:
+        buffers: a number that tells which buffers, 0 for none.
+        shards: a number that tells how often its shards and their gradients.
+        described: gives that in words, by name.
+    """
+
+    buffers: int = 0
+    shards: int = 0
+    described: Callable[[], Mapping[str, str]] = dict
+
+
+NOTHING_WRITTEN = Written()
 
 
 class SameBatch(NamedTuple):
@@ -182,7 +200,7 @@ def check_same_batch(
     is_longer: bool = False,
     is_padded: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
-    buffers: int = 0,
+    written: Written = NOTHING_WRITTEN,
     group: ProcessGroup | None = None,
 ) -> SameBatch:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
@@ -200,10 +218,10 @@ def check_same_batch(
         is_longer: this rank's part is longer than those before.
         is_padded: the degrees do not divide the batch's length.
         loop: plain values by name, by which a loop decides what follows this batch.
-        buffers: a number that tells which buffers this rank has written to, 0 for none.
+        written: what this rank has written to outside of its steps.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 96 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
+    Communicates: one all_reduce on the host, of 112 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
     which all of them name the same ones.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -211,16 +229,31 @@ def check_same_batch(
             raise SequenceParallelError(error)
         return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded)
     report = _RankReport(
-        1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole), digest_of(loop), buffers
+        1 if error else 0,
+        digest,
+        data_parallel_rank,
+        num_ring_passes,
+        entries,
+        int(is_whole),
+        digest_of(loop),
+        written.buffers,
+        written.shards,
     )
     of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded), num_groups, group)
     failed, ended, longer, padded = of_all[:4].tolist()
-    uneven, wholes, loops, others = (of_all[4::2] != -of_all[5::2]).tolist()
-    if not (failed or wholes or loops or bool((of_groups[0] != -of_groups[1]).any())):
+    uneven, wholes, loops, others, writes = (of_all[4::2] != -of_all[5::2]).tolist()
+    if not (failed or wholes or loops or writes or bool((of_groups[0] != -of_groups[1]).any())):
         writes = bool(of_all[10])
         return SameBatch(
             uneven, bool(ended), bool(longer), bool(padded), writes_buffers=writes, same_buffers=not others
         )
+    _refuse(report, error, loop, written, group)
+
+
+def _refuse(
+    report: _RankReport, error: str | None, loop: Mapping[str, Any], written: Written, group: ProcessGroup | None
+) -> NoReturn:
+    """Raise on all ranks what they differ in. Communicates: one all_gather of what each has said."""
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -231,6 +264,8 @@ def check_same_batch(
     _check_digests(reports)
     _check_whole(reports)
     _check_loops(reports, loop, group)
+    if len({each.shards for each in reports}) > 1:
+        refuse_writes(written.described(), group)
     raise SequenceParallelError("ranks say different things of one batch: a rank joined late or has ended")
 
 
@@ -239,10 +274,10 @@ def _largest_and_least(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
 
-    Shapes: (12,): failed, the three flags, and of entries, whole, loop and buffers each with its negative; and (2, num_groups, 2): digest and
-    passes, and their negatives.
+    Shapes: (14,): failed, the three flags, and of entries, whole, loop, buffers and shards each with its negative; (2, num_groups, 2): digest
+    and passes, and their negatives.
     """
-    numbers = (report.entries, report.is_whole, report.loop, report.buffers)
+    numbers = (report.entries, report.is_whole, report.loop, report.buffers, report.shards)
     bounds = tuple(sign * number for number in numbers for sign in (1, -1))
     of_all = torch.tensor([report.has_error, *map(int, flags), *bounds])
     of_groups = torch.full((2, num_groups, 2), torch.iinfo(torch.int64).min)
@@ -250,7 +285,15 @@ def _largest_and_least(
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
     both = torch.cat([of_all, of_groups.view(-1)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:12], both[12:].view(2, num_groups, 2)
+    return both[:14], both[14:].view(2, num_groups, 2)
+
+
+def refuse_writes(own: Mapping[str, str], group: ProcessGroup | None) -> NoReturn:
+    """Raise on all ranks which shards and gradients they have written to differently. Communicates: what each rank has, in words, by name."""
+    raise SequenceParallelError(
+        f"ranks have written to their parts of the model differently: {told_differences(gather_objects(dict(own), group))}: each would go on "
+        "with its own part of a matrix; call zero_grad(), set a gradient or write to a parameter on all ranks, or on none"
+    )
 
 
 def _check_passes(reports: list[_RankReport]) -> None:

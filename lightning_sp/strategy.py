@@ -392,9 +392,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def teardown(self) -> None:
         self._interceptions.close()
         self._batch_ends.release()
-        if self._runner is not None:
+        if self._runner is not None:  # else the module may have no Trainer yet
             self._runner.close()
+            self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)
         self._run.end()
         self._averages.release()
-        self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)
         super().teardown()

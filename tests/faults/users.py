@@ -20,6 +20,20 @@ UPDATE = "tests/step/test_agreed_update.py::test_what_one_rank_changes_of_its_st
 
 USERS = (
     fault(
+        "an error of Lightning's launcher that another one hides",
+        "strategy.py",
+        "        if self._runner is not None:  # else the module may have no Trainer yet\n            self._runner.close()\n",
+        "        if self._runner is not None:\n            self._runner.close()\n        if True:\n",
+        "tests/trainer/test_before_a_run.py::test_an_error_of_the_launcher_is_told_as_it_is",
+    ),
+    fault(
+        "a number as a batch, refused where nothing is split",
+        "data/batch/sharding.py",
+        "    if layout.size == 1 and is_no_structure(batch):\n",
+        "    if False:\n",
+        "tests/data/batch/test_rows_alone.py::test_what_is_no_structure_of_tensors_passes_where_no_sequence_is_split[5]",
+    ),
+    fault(
         "a zero_grad() of one rank, which no other hears of",
         "step/agreed_writes.py",
         "        number = _NONE if gradient is None else _OTHER\n",

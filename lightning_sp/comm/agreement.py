@@ -221,8 +221,7 @@ def check_same_batch(
         written: what this rank has written to outside of its steps.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 112 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
-    which all of them name the same ones.
+    Communicates: one all_reduce on the host, of 112 bytes and 32 for each data-parallel group. Where ranks differ, as `_refuse`.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
@@ -253,7 +252,7 @@ def check_same_batch(
 def _refuse(
     report: _RankReport, error: str | None, loop: Mapping[str, Any], written: Written, group: ProcessGroup | None
 ) -> NoReturn:
-    """Raise on all ranks what they differ in. Communicates: one all_gather of what each has said."""
+    """Raise on all ranks what they differ in. Communicates: one all_gather of what each has said, by which all name the same ones."""
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)

@@ -34,7 +34,7 @@ def collective_shard(
     most_tokens: int = sys.maxsize,
     written: comm.Written = comm.NOTHING_WRITTEN,
 ) -> tuple[Any, SequenceInfo, comm.SameBatch]:
-    """Return this rank's part of a batch, what was whole, and what ranks have told each other. Every rank must call it.
+    """Return this rank's part of a batch, what was whole, and what ranks have told each other: `comm.check_same_batch`. Every rank must call it.
 
     Args:
         batch: whole, or this rank's part if it carries the mark of one.
@@ -46,8 +46,6 @@ def collective_shard(
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
         written: what this rank has written to outside of its steps.
-
-    Communicates: as `comm.check_same_batch`.
 
     Raises:
         SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.

@@ -169,7 +169,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             check_interrupted_saves(trainer, self._groups.world)
             self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
-        self._run.start(trainer, self.sequence_mesh, fitting=fitting)
+        self._run.start(trainer, self.sequence_mesh, self._groups.world, fitting=fitting)
 
     def _prepare(self, module: LightningModule) -> None:
         """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
@@ -188,8 +188,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a sequence the same samples, from the resumed position on."""
-        if self._host_groups is None:
-            # Asked for its length before a run, which makes it anew, by Lightning's own sampler.
+        if self._host_groups is None:  # asked for its length before a run, which makes it anew
             return dataloader
         training = self._module.trainer.training
         loader = same_samples(
@@ -229,9 +228,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def _sharded(self, batch: Any) -> Any:
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
-        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop)
-        local, info, ends = shard(batch, self.sequence_mesh, self._options(), self._groups.world, most_tokens=most)
-        self._sigterm.agree(trainer, ends)
+        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=self._run.written)
+        local, info, agreed = shard(batch, self.sequence_mesh, self._options(), self._groups.world, most_tokens=most)
+        self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
+        self._sigterm.agree(trainer, agreed.ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self.sequence_mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
         self._batch = replace(info, seed=seed)
@@ -287,6 +287,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         super().on_train_end()
         self._again = lambda: None
         self._say_what_was_not_compared()
+        self._run.buffers.share_all()
         self._steps.end_fit()
 
     @override
@@ -349,10 +350,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self._run.update.check(self._groups.world)
         if self._module.automatic_optimization:
             self._steps.end_backward(self._again)
             self._follow_operations()
+        self._run.end_backward(self._groups.world)
 
     # ---- checkpoint
 
@@ -392,9 +393,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def teardown(self) -> None:
         self._interceptions.close()
         self._batch_ends.release()
-        if self._runner is not None:
+        if self._runner is not None:  # else the module may have no Trainer yet
             self._runner.close()
+            self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)
         self._run.end()
         self._averages.release()
-        self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)
         super().teardown()

@@ -1,6 +1,17 @@
 """Communication between ranks: every collective, each with an explicit group. What CPU ranks alone use is in `comm.cpu`."""
 
-from lightning_sp.comm.agreement import Largest, Spread, agree, all_equal, are_alike, check_same_batch
+from lightning_sp.comm.agreement import (
+    NOTHING_WRITTEN,
+    Largest,
+    SameBatch,
+    Spread,
+    Written,
+    agree,
+    all_equal,
+    are_alike,
+    check_same_batch,
+    refuse_writes,
+)
 from lightning_sp.comm.collectives import (
     barrier,
     broadcast,
@@ -44,11 +55,14 @@ from lightning_sp.comm.tensor_parallel import copy_to_ranks, gather_parts, own_p
 
 __all__ = [
     "ALL_PAIRS_TAG",
+    "NOTHING_WRITTEN",
     "HostGroups",
     "Largest",
+    "SameBatch",
     "SideGather",
     "Spread",
     "Transfer",
+    "Written",
     "agree",
     "all_equal",
     "all_go_on",
@@ -89,6 +103,7 @@ __all__ = [
     "own_timeouts",
     "rank_in",
     "reduce_sum",
+    "refuse_writes",
     "set_timeouts",
     "set_world_timeout",
     "size_of",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -154,16 +154,37 @@ class _RankReport(NamedTuple):
     entries: int
     is_whole: int
     loop: int
+    buffers: int
+    shards: int
+
+
+class Written(NamedTuple):
+    """What a rank has written since ranks last compared it.
+
+    Args:
+        buffers: a number that tells which buffers, 0 for none.
+        shards: a number that tells how often its shards and their gradients.
+        described: gives that in words, by name.
+    """
+
+    buffers: int = 0
+    shards: int = 0
+    described: Callable[[], Mapping[str, str]] = dict
+
+
+NOTHING_WRITTEN = Written()
 
 
 class SameBatch(NamedTuple):
     """What ranks have told each other of a batch: whether they differ in its entries, and whether any was told to end, or has a longer batch, or
-    one with padding of ours."""
+    one with padding of ours; whether any has written to buffers, and all to the same ones."""
 
     uneven: bool
     ends: bool
     longer: bool = False
     padded: bool = False
+    writes_buffers: bool = False
+    same_buffers: bool = True
 
 
 def check_same_batch(
@@ -179,6 +200,7 @@ def check_same_batch(
     is_longer: bool = False,
     is_padded: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
+    written: Written = NOTHING_WRITTEN,
     group: ProcessGroup | None = None,
 ) -> SameBatch:
     """Raise on every rank when any rank has an error, or when ranks of one sequence read different samples. Every rank must call it.
@@ -196,24 +218,41 @@ def check_same_batch(
         is_longer: this rank's part is longer than those before.
         is_padded: the degrees do not divide the batch's length.
         loop: plain values by name, by which a loop decides what follows this batch.
+        written: what this rank has written to outside of its steps.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 80 bytes and 32 for each data-parallel group. Where ranks differ, one all_gather besides, by
-    which all of them name the same ones.
+    Communicates: one all_reduce on the host, of 112 bytes and 32 for each data-parallel group. Where ranks differ, as `_refuse`.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
         return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded)
     report = _RankReport(
-        1 if error else 0, digest, data_parallel_rank, num_ring_passes, entries, int(is_whole), digest_of(loop)
+        1 if error else 0,
+        digest,
+        data_parallel_rank,
+        num_ring_passes,
+        entries,
+        int(is_whole),
+        digest_of(loop),
+        written.buffers,
+        written.shards,
     )
     of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded), num_groups, group)
-    failed, ended, longer, padded, *bounds = of_all.tolist()
-    differ = failed or bool((of_groups[0] != -of_groups[1]).any()) or bounds[2] != -bounds[3]
-    differ = differ or bounds[4] != -bounds[5]
-    if not differ:
-        return SameBatch(uneven=bounds[0] != -bounds[1], ends=bool(ended), longer=bool(longer), padded=bool(padded))
+    failed, ended, longer, padded = of_all[:4].tolist()
+    uneven, wholes, loops, others, writes = (of_all[4::2] != -of_all[5::2]).tolist()
+    if not (failed or wholes or loops or writes or bool((of_groups[0] != -of_groups[1]).any())):
+        writes = bool(of_all[10])
+        return SameBatch(
+            uneven, bool(ended), bool(longer), bool(padded), writes_buffers=writes, same_buffers=not others
+        )
+    _refuse(report, error, loop, written, group)
+
+
+def _refuse(
+    report: _RankReport, error: str | None, loop: Mapping[str, Any], written: Written, group: ProcessGroup | None
+) -> NoReturn:
+    """Raise on all ranks what they differ in. Communicates: one all_gather of what each has said, by which all name the same ones."""
     own = torch.tensor(report, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -224,6 +263,8 @@ def check_same_batch(
     _check_digests(reports)
     _check_whole(reports)
     _check_loops(reports, loop, group)
+    if len({each.shards for each in reports}) > 1:
+        refuse_writes(written.described(), group)
     raise SequenceParallelError("ranks say different things of one batch: a rank joined late or has ended")
 
 
@@ -232,17 +273,26 @@ def _largest_and_least(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
 
-    Shapes: (10,): failed, the three flags, and of entries, whole and loop each with its negative; and (2, num_groups, 2): digest and passes,
-    and their negatives.
+    Shapes: (14,): failed, the three flags, and of entries, whole, loop, buffers and shards each with its negative; (2, num_groups, 2): digest
+    and passes, and their negatives.
     """
-    bounds = (report.entries, -report.entries, report.is_whole, -report.is_whole, report.loop, -report.loop)
+    numbers = (report.entries, report.is_whole, report.loop, report.buffers, report.shards)
+    bounds = tuple(sign * number for number in numbers for sign in (1, -1))
     of_all = torch.tensor([report.has_error, *map(int, flags), *bounds])
     of_groups = torch.full((2, num_groups, 2), torch.iinfo(torch.int64).min)
     number = torch.tensor([report.digest, report.num_ring_passes])
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
     both = torch.cat([of_all, of_groups.view(-1)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:10], both[10:].view(2, num_groups, 2)
+    return both[:14], both[14:].view(2, num_groups, 2)
+
+
+def refuse_writes(own: Mapping[str, str], group: ProcessGroup | None) -> NoReturn:
+    """Raise on all ranks which shards and gradients they have written to differently. Communicates: what each rank has, in words, by name."""
+    raise SequenceParallelError(
+        f"ranks have written to their parts of the model differently: {told_differences(gather_objects(dict(own), group))}: each would go on "
+        "with its own part of a matrix; call zero_grad(), set a gradient or write to a parameter on all ranks, or on none"
+    )
 
 
 def _check_passes(reports: list[_RankReport]) -> None:

@@ -108,6 +108,8 @@ class SequenceContext:
         self.logged_once: dict[str, dict[str, bool]] = {}
         # Whether training_step leaves tensors of tokens in lists and dicts of the module, for a hook at the epoch's end.
         self.keeps_in_training = False
+        # Names of the buffers that training_step moves; None where no trial has told.
+        self.moved_buffers: frozenset[str] | None = None
         # Whether the attention of a first step has been looked at.
         self.attention_told = False
         # Of the attention calls of the step before: the next batch is balanced for them.

@@ -73,6 +73,16 @@ def buffer_differences(
     return {plain_name(name): Difference(*pair) for name, pair in zip(before, norms, strict=True)}
 
 
+def moved_buffers(module: nn.Module, after: dict[str, Tensor], device: torch.device) -> frozenset[str]:
+    """Return the names of the buffers that a step has moved on any rank; the module's own are as before the step."""
+    before = {name: buffer for name, buffer in module.named_buffers() if not isinstance(buffer, DTensor)}
+    if not before:
+        return frozenset()
+    moved = [not torch.equal(old, after.get(name, old)) for name, old in before.items()]
+    of_any = comm.reduce_sum(torch.tensor(moved, dtype=torch.float64, device=device)).tolist()
+    return frozenset(name for name, number in zip(before, of_any, strict=True) if number)
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Return a copy of every buffer that is whole on each rank."""
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not isinstance(buffer, DTensor)}

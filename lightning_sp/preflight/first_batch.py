@@ -12,7 +12,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp.config import StrategyConfig
-from lightning_sp.data.batch.contents.entries import batch_entries, inferred_dims, named_dims
+from lightning_sp.data.batch.contents.entries import batch_entries, inferred_dims, is_no_structure, named_dims
 from lightning_sp.data.batch.contents.without_sequence import holds_rows_alone
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
@@ -269,7 +269,7 @@ def _trial(
 def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | None:
     """Return why a step cannot be tried, or need not be."""
     whole = runner.context.mesh.layout.size == 1 and not is_sharded(batch)
-    if whole and holds_rows_alone(batch_entries(batch, options), options):
+    if whole and (is_no_structure(batch) or holds_rows_alone(batch_entries(batch, options), options)):
         return "the batch holds no sequence, and none is split"
     return None
 

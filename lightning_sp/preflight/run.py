@@ -19,7 +19,8 @@ from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import write_counts
-from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences
+from lightning_sp.parameter_names import shown
+from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences, moved_buffers
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
     Agreement,
@@ -177,9 +178,32 @@ def _judged(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> A
             raise
         found = rounded
     if not math.isnan(found.difference):
-        differences = buffer_differences(trial.module, whole.buffers, sharded.buffers, trial.device)
-        judge_buffers(differences, trial.crop, tolerance_of(whole.dtypes))
+        _judge_buffers(trial, whole, sharded)
     return found
+
+
+def _judge_buffers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+    """Compare what a step leaves in buffers; of whole sequences with the step on each data-parallel group's own rows, too, as DDP has it.
+
+    Raises:
+        SequenceParallelError: they differ.
+    """
+    tolerance, mesh = tolerance_of(whole.dtypes), trial.context.mesh
+    trial.context.moved_buffers = (trial.context.moved_buffers or frozenset()) | moved_buffers(
+        trial.module, sharded.buffers, trial.device
+    )
+    differences = buffer_differences(trial.module, whole.buffers, sharded.buffers, trial.device)
+    own = {name: each for name, each in differences.items() if not each.error <= tolerance * each.scale}
+    if own and mesh.data_parallel_size > 1 and mesh.layout.size == 1:
+        with _eager():
+            of_group = trial_of_groups(trial, *trial.of_group).whole()
+        differences = buffer_differences(trial.module, of_group.buffers, sharded.buffers, trial.device)
+        if all(each.error <= tolerance * each.scale for each in differences.values()):
+            rank_zero_info(
+                f"preflight: {len(own)} of {len(differences)} buffers ({shown(own)}) are made of each rank's own rows: rank 0's stand for all "
+                "before the next step and in a checkpoint, as with DDP"
+            )
+    judge_buffers(differences, trial.crop, tolerance)
 
 
 def _say_as_with_ddp(why: str) -> None:

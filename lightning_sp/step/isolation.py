@@ -80,7 +80,8 @@ def _shard(parameter: nn.Parameter) -> Tensor:
 
 
 def _restore_shard(parameter: nn.Parameter, before: Tensor) -> None:
-    _shard(parameter).copy_(before)
+    # Past its count of writes: a rank may run such a block alone.
+    _shard(parameter).data.copy_(before)
 
 
 def _quant_state(parameter: nn.Parameter) -> Any:

@@ -283,7 +283,8 @@ def shard_options(
 @contextmanager
 def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
-    names, whole_view = BoundNames(module), context.global_view
+    names, whole_view, mesh = BoundNames(module), context.global_view, context.run_mesh
+    refused = collectives_refused((mesh.layout.size, mesh.data_parallel_size), names.rebind_to)
     if whole_view:
         hide_from_fsdp(module)
     if (split := tensor_parallel(module)) is not None:
@@ -300,7 +301,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
-        [watched_functions(lambda: context.step is not None), scripted_functions_in_python(), collectives_refused()]
+        [watched_functions(lambda: context.step is not None), scripted_functions_in_python(), refused]
         if whole_view
         else [
             FlexInterception(context, names),

@@ -9,12 +9,16 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from lightning_sp.comm import Written
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.agreed_update import AgreedUpdate
+from lightning_sp.step.agreed_writes import AgreedWrites
 from lightning_sp.step.data_cursor import DataCursor
 from lightning_sp.step.random_streams import RandomStreams
+from lightning_sp.step.rank_buffers import RankBuffers
 from lightning_sp.step.replicas import ReplicaWatch
+from lightning_sp.trainer.batch_hooks import acts_before_updates
 
 # Of what the strategy adds to Lightning's checkpoint.
 KEY = "lightning_sp"
@@ -28,6 +32,8 @@ class RunState:
         streams: the random numbers of each rank.
         replicas: whether ranks that hold the same shard hold the same numbers.
         update: whether ranks are about to step by the same learning rates.
+        writes: whether ranks have written to their shards alike.
+        buffers: of data-parallel ranks that have whole sequences, each of which writes its own.
     """
 
     def __init__(self) -> None:
@@ -35,20 +41,37 @@ class RunState:
         self.streams = RandomStreams()
         self.replicas = ReplicaWatch()
         self.update = AgreedUpdate()
+        self.writes = AgreedWrites()
+        self.buffers = RankBuffers()
 
-    def start(self, trainer: Any, mesh: SequenceMesh, *, fitting: bool) -> None:
-        """Begin a run with rank 0's seed. Communicates: one broadcast of it."""
+    def start(self, trainer: Any, mesh: SequenceMesh, group: ProcessGroup | None, *, fitting: bool) -> None:
+        """Begin a run with rank 0's seed. Communicates: one broadcast of it; as `AgreedWrites.start`."""
+        module = trainer.lightning_module
+        self.buffers.follow(module, mesh)
+        if fitting:
+            between = acts_before_updates(trainer)
+            self.writes.start(module, group, plugin=trainer.strategy.precision_plugin, acts_between=between)
         if fitting:
             self.streams.start_run(trainer.global_step, mesh)
             self.replicas.start_run(trainer.global_step)
         else:
             self.streams.share_seed()
 
+    @property
+    def written(self) -> Written:
+        """What this rank has written to outside of its steps."""
+        return Written(self.buffers.digest, self.writes.digest, self.writes.described)
+
     def begin_micro_batch(self, rows: int, trainer: Any, mesh: SequenceMesh, device: torch.device) -> DropoutSource:
         """Move on by a micro-batch of training; return what its attention dropout is drawn by."""
         self.cursor.note_micro_batch(rows, trainer, mesh)
         self.streams.begin_micro_batch()
         return self.streams.dropout_source(rows, trainer.global_step, mesh, device)
+
+    def end_backward(self, group: ProcessGroup | None) -> None:
+        """Read whether ranks are about to step alike; from here on gradients are the user's to write to. As `AgreedUpdate.check`."""
+        self.update.check(group)
+        self.writes.note_gradients()
 
     def store(
         self,
@@ -70,8 +93,9 @@ class RunState:
             shard_size: ranks over which parameters are split.
             group: the world, on a backend for host tensors.
 
-        Communicates: every rank's random states; what `ReplicaWatch.compare` does.
+        Communicates: every rank's random states; what `ReplicaWatch.compare` and `RankBuffers.share_all` do.
         """
+        self.buffers.share_all()
         self.replicas.compare(module, trainer.global_step, shard_size, group)
         checkpoint[KEY] = {
             "format": 1,
@@ -91,5 +115,6 @@ class RunState:
 
     def end(self) -> None:
         """Forget what the run was resumed at."""
+        self.writes.end()
         self.cursor.end_of_run()
         self.streams.end_of_run()

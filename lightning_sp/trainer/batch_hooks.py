@@ -16,6 +16,15 @@ from torch import Tensor
 
 from lightning_sp.batch_structure import entries_of
 
+# Hooks between a backward and its update.
+_BETWEEN = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+
 
 class HandedBatch:
     """The batch that hooks are handed; a class because it waits for them.
@@ -89,6 +98,13 @@ def of_user(trainer: Trainer) -> list[Any]:
     """Return the callbacks that are no library's."""
     libraries = ("lightning", "pytorch_lightning", "lightning_sp")
     return [each for each in trainer.callbacks if type(each).__module__.partition(".")[0] not in libraries]  # type: ignore[attr-defined]
+
+
+def acts_before_updates(trainer: Trainer) -> bool:
+    """Return whether code of the user's runs between a backward and its update: in a hook, or in a step that steps by hand."""
+    module: Any = trainer.lightning_module
+    owners = [module, *of_user(trainer)]
+    return not module.automatic_optimization or any(is_overridden(hook, each) for each in owners for hook in _BETWEEN)
 
 
 def _as_it_is(_: Any, batch: Any) -> Any:

@@ -64,6 +64,13 @@ def is_update(trainer: Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def of_batch(trainer: Trainer) -> dict[str, bool]:
+    """Return of the batch that comes next whether it begins an optimizer step, or an evaluation after one, and whether it is one of training."""
+    # The loop counts a batch when it has it: it tells of the one before.
+    begins = trainer.state.fn != TrainerFn.FITTING or is_update(trainer)
+    return {"begins": begins, "trains": trainer.training}
+
+
 def clipping(trainer: Trainer) -> dict[str, Any]:
     """Return how the Trainer clips gradients, by the names of its arguments."""
     return {

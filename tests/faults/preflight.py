@@ -207,7 +207,7 @@ PREFLIGHT = (
     fault(
         "weights that a trial has moved",
         "step/isolation.py",
-        "    _shard(parameter).copy_(before)\n",
+        "    _shard(parameter).data.copy_(before)\n",
         "    pass\n",
         f"{PREFLIGHT_TEST}::test_no_trace[1]",
     ),

@@ -8,12 +8,94 @@ BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
+BUFFERS = "tests/step/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
+WRITES = "tests/step/test_agreed_writes.py"
+SUMMED = (
+    "tests/trainer/test_collectives.py::test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view"
+)
 OPTIONS = "tests/trainer/test_lightning_options.py"
 RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
 MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
 UPDATE = "tests/step/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
 
 USERS = (
+    fault(
+        "an error of Lightning's launcher that another one hides",
+        "strategy.py",
+        "        if self._runner is not None:  # else the module may have no Trainer yet\n            self._runner.close()\n",
+        "        if self._runner is not None:\n            self._runner.close()\n        if True:\n",
+        "tests/trainer/test_before_a_run.py::test_an_error_of_the_launcher_is_told_as_it_is",
+    ),
+    fault(
+        "a number as a batch, refused where nothing is split",
+        "data/batch/sharding.py",
+        "    if layout.size == 1 and is_no_structure(batch):\n",
+        "    if False:\n",
+        "tests/data/batch/test_rows_alone.py::test_what_is_no_structure_of_tensors_passes_where_no_sequence_is_split[5]",
+    ),
+    fault(
+        "a zero_grad() of one rank, which no other hears of",
+        "step/agreed_writes.py",
+        "        number = _NONE if gradient is None else _OTHER\n",
+        "        number = 0\n",
+        f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[zero_grad]",
+    ),
+    fault(
+        "a write to the part of weight.data that counts nowhere",
+        "parallelize/fsdp/sharded_parts.py",
+        "        found._local_tensor = tensor._local_tensor.detach()\n",
+        "        pass\n",
+        f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data's part]",
+    ),
+    fault(
+        "a write through weight.data that counts nowhere",
+        "parallelize/fsdp/sharded_tensors.py",
+        "    return property(detach, assign)\n",
+        "    return property(torch.Tensor.data.__get__, assign)\n",
+        f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data]",
+    ),
+    fault(
+        "a write of one rank that is told a step late",
+        "step/agreed_writes.py",
+        "        if any(comm.gather_objects(acts_between, group)):\n",
+        "        if comm.gather_objects(acts_between, group) is None:\n",
+        f"{WRITES}::test_wherever_before_the_update_it_is[on_after_backward]",
+    ),
+    fault(
+        "a sum over the world that counts each rank of a sequence in the global view",
+        "global_view/collectives.py",
+        "        if sizes[0] > 1 and _is_of_user(caller)",
+        "        if sizes[0] > 99 and _is_of_user(caller)",
+        f"{SUMMED}[2-all_reduce]",
+    ),
+    fault(
+        "a collective bound by its name, past the check",
+        "global_view/collectives.py",
+        "            if rebind is not None:\n",
+        "            if False:\n",
+        f"{SUMMED}[2-by its name]",
+    ),
+    fault(
+        "statistics of batch norm that stay each rank's own",
+        "step/rank_buffers.py",
+        "        if due and (moved is None or moved or told.writes_buffers):\n",
+        "        if False:\n",
+        f"{BUFFERS}[1-True]",
+    ),
+    fault(
+        "statistics of batch norm shared within a window of accumulation, where DDP's ranks keep their own",
+        "step/rank_buffers.py",
+        "        if self._mesh is None or not begins:\n",
+        "        if self._mesh is None:\n",
+        f"{BUFFERS}[2-True]",
+    ),
+    fault(
+        "a buffer that is written past its version counter, and not shared",
+        "preflight/comparison.py",
+        "    moved = [not torch.equal(old, after.get(name, old)) for name, old in before.items()]\n",
+        "    moved = [after.get(name, old)._version > 1 for name, old in before.items()]\n",
+        f"{BUFFERS}[1-True]",
+    ),
     fault(
         "another gradient_clip_val on one rank, by which it scales its part",
         "trainer/same_options.py",

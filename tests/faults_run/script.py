@@ -205,6 +205,14 @@ def replace(module: Any) -> None:
     module.model.head.weight = torch.nn.Parameter(torch.zeros(61, 32))
 
 
+def zero_grad(module: Any) -> None:
+    module.optimizers().zero_grad()
+
+
+def write(module: Any) -> None:
+    module.model.head.weight.data.mul_(0.5)
+
+
 AFTER_A_BATCH: dict[str, Any] = {
     "trainer.should_stop on one rank": should_stop,
     "save_checkpoint on one rank": save,
@@ -215,6 +223,8 @@ AFTER_A_BATCH: dict[str, Any] = {
     "another accumulate_grad_batches on one rank": accumulate,
     "a weight frozen on one rank": freeze,
     "a weight replaced on one rank": replace,
+    "zero_grad() on one rank": zero_grad,
+    "weight.data.mul_() on one rank": write,
 }
 NAMES = [*(each for each in FAULTS if each != "late for a while"), *AFTER_A_BATCH, "an error in the loader", SKIPS]
 

@@ -53,6 +53,11 @@ EXPECTED = {
         'rank 1 has raised KeyError: "my callback\'s error", in tests/faults_run/script.py:',
         RAISED,
     ),
+    "zero_grad() on one rank": ("ranks have written to their parts of the model differently: the gradient of ", RAISED),
+    "weight.data.mul_() on one rank": (
+        "ranks have written to their parts of the model differently: model.head.weight is written to ",
+        RAISED,
+    ),
     "whole_state_dict on one rank": ("in whole_state_dict, from tests/faults_run/script.py:", DEADLOCK),
     "an all_reduce of another size on one rank": (" has ended without a word (process ", RAISED),
     "destroy_process_group on one rank": (

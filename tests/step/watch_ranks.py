@@ -100,16 +100,16 @@ def fails_soon(patience_s: float, strategy: dict[str, Any]) -> dict[str, Any]:
 
 
 class Drifts(Plain):
-    """One rank adds a little to one of its shards in a hook."""
+    """One rank adds a little to one of its shards in a hook, where the others add nothing: as often as they write."""
 
     def __init__(self, rank: int | None) -> None:
         super().__init__(tiny_llama)
         self.rank = rank
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.global_rank == self.rank and self.trainer.global_step == 1:
+        if self.rank is not None and self.trainer.global_step == 1:
             with torch.no_grad():
-                self.model.layers[0].attention_norm.weight.to_local()[0] += 1e-9
+                self.model.layers[0].attention_norm.weight.to_local()[0] += 1e-9 * (self.global_rank == self.rank)
 
 
 def drift(rank: int | None, strategy: dict[str, Any], *, save: bool) -> dict[str, Any]:

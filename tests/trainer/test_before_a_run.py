@@ -5,6 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_sp import SequenceParallelStrategy
 from tests.trainer import before_a_run_ranks as ranks
@@ -38,3 +40,22 @@ def test_how_many_steps_there_will_be_is_known_and_changes_no_run(pools):
     for after, plain in zip(asked, silent, strict=True):
         assert after["foretold"] == after["steps"] == plain["steps"] == 2
         assert after["losses"] == plain["losses"]
+
+
+class Externally(LightningEnvironment):
+    """Says of ranks that it has started that Lightning is to start them."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return False
+
+
+def test_an_error_of_the_launcher_is_told_as_it_is(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    trainer = pl.Trainer(
+        strategy=SequenceParallelStrategy(), accelerator="cpu", devices=2, plugins=[Externally()], barebones=True
+    )
+    with pytest.raises(
+        RuntimeError, match="Lightning attempted to launch new distributed processes with `local_rank > 0`"
+    ):
+        trainer.fit(BoringModel())

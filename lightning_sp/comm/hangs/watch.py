@@ -50,7 +50,7 @@ _FIRST_GRACE_S, _GRACE_S = 1.0, 5.0
 _LATE_S = 3.0
 # How long a rank that was lost waits for what the others say.
 _LOST_S = 2.0
-# How long rank 0 waits for the others to hear why it leaves.
+# How long a rank waits for the others to hear why it leaves.
 _STAYS_S = 2.5
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ class RunWatch:
         return f"{why}, at {self._where()}"
 
     def _stay(self) -> None:
-        if self._rank == 0:  # the store may end with this process, and what it says
-            self._meeting.wait_for_all(_STAYS_S)
+        """Let the others hear why this rank leaves: the store may end with it, or they may be ended by whoever has started them."""
+        self._meeting.wait_for_all(_STAYS_S)
 
     def _raised(self, error: BaseException, place: Place) -> str:
         """Tell the others of an error of this rank's own."""
@@ -165,6 +165,9 @@ class RunWatch:
         self._is_asked = answer.is_asked
         if answer.why and self._end is None:
             self._end = time.monotonic(), answer
+            if waits:
+                # Before the others know that it knows: whoever has started the ranks ends all of them with the first one.
+                log.warning(f"sequence_parallel: rank {self._rank} waits for ranks that have ended: {answer.why}")
             self._meeting.acknowledge()
         if answer.seen is not None:
             self._compare(answer.seen)

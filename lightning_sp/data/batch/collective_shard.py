@@ -32,8 +32,9 @@ def collective_shard(
     ends: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
-) -> tuple[Any, SequenceInfo, bool]:
-    """Return this rank's part of a batch, what was whole, and whether any rank was told to end the run. Every rank must call it.
+    written: comm.Written = comm.NOTHING_WRITTEN,
+) -> tuple[Any, SequenceInfo, comm.SameBatch]:
+    """Return this rank's part of a batch, what was whole, and what ranks have told each other: `comm.check_same_batch`. Every rank must call it.
 
     Args:
         batch: whole, or this rank's part if it carries the mark of one.
@@ -44,8 +45,7 @@ def collective_shard(
         ends: this rank was told to end the run.
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
-
-    Communicates: as `comm.check_same_batch`.
+        written: what this rank has written to outside of its steps.
 
     Raises:
         SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.
@@ -58,13 +58,12 @@ def collective_shard(
             local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, options)
     except Exception as caught:  # sent to the other ranks, which would wait for ever
         fault = caught
-    error = str(fault) if isinstance(fault, SequenceParallelError) else f"{type(fault).__name__}: {fault}"
     # A batch that runs whole must be the same on all ranks, too.
     compared = local is not batch or (info is not None and info.is_whole and mesh.splits_samples)
-    compared = compared or (mesh.tensor_parallel_size > 1 and not (by_hand or is_sharded(batch)))
+    compared |= mesh.tensor_parallel_size > 1 and not (by_hand or is_sharded(batch))
     try:
         agreed = comm.check_same_batch(
-            error if fault else None,
+            _words(fault),
             digest=digest(batch) if fault is None and compared else 0,
             data_parallel_rank=mesh.data_parallel_rank,
             num_ring_passes=mesh.num_ring_passes,
@@ -75,10 +74,16 @@ def collective_shard(
             loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             is_padded=info is not None and info.pads,
+            written=written,
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
     info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
-    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded), agreed.ends
+    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded), agreed
+
+
+def _words(fault: Exception | None) -> str | None:
+    named = fault is None or isinstance(fault, SequenceParallelError)
+    return None if fault is None else str(fault) if named else f"{type(fault).__name__}: {fault}"

@@ -15,7 +15,13 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.contents.entries import batch_entries, plain_entries, sequence_dims, shapes_of
+from lightning_sp.data.batch.contents.entries import (
+    batch_entries,
+    is_no_structure,
+    plain_entries,
+    sequence_dims,
+    shapes_of,
+)
 from lightning_sp.data.batch.contents.media import is_of_media
 from lightning_sp.data.batch.contents.several_sequences import Named, batch_sequences
 from lightning_sp.data.batch.contents.targets import batch_targets
@@ -33,7 +39,7 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
 
     Args:
         batch: a mapping, tuple or list of tensors; tensors without the sequence pass as they are. So does a batch
-            without one, on every rank.
+            without one, on every rank, and anything else where no sequence is split.
         layout: the degrees, and the layout unless `options.balance` asks for one that suits the batch's documents: the second result has it.
         rank: this rank's among those that share the sequence.
         options: names, dims and labels.
@@ -44,6 +50,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     Raises:
         SequenceParallelError: no sequence found, lengths that differ, labels of unknown shift, a mask that hides tokens.
     """
+    if layout.size == 1 and is_no_structure(batch):
+        return batch, replace(without_sequence({}), is_whole=False)
     if holds_no_sequence(batch, options):
         return batch, without_sequence(batch)
     entries = batch_entries(batch, options)

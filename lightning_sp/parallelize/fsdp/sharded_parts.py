@@ -89,6 +89,7 @@ def writing_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
         if callable(original := getattr(Tensor, name, None)):
             yield name, _drawing(original) if name in _RANDOM else _writing(original)
     yield "__setitem__", _set_item
+    yield "detach", detach
 
 
 def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,6 +100,14 @@ def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return write
+
+
+def detach(tensor: DTensor) -> DTensor:
+    """Return a sharded tensor without its history; a write to it, or to its part, counts as one to the tensor: `step/agreed_writes.py`."""
+    found: DTensor = Tensor.detach(tensor)  # type: ignore[assignment]
+    if isinstance(found, DTensor):
+        found._local_tensor = tensor._local_tensor.detach()
+    return found
 
 
 def _drawing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
-from lightning_sp.parallelize.fsdp.sharded_parts import PART_OPS, RANDOM_OPS, part, random, writing_methods
+from lightning_sp.parallelize.fsdp.sharded_parts import PART_OPS, RANDOM_OPS, detach, part, random, writing_methods
 
 # Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
 _RUNS: list[property] = []
@@ -118,7 +118,8 @@ def _data_of(root: nn.Module) -> property:
                 f"{tuple(tensor.shape)}: assign what was computed from parameters of that shape, or write to it in place (copy_, mul_, lerp_)"
             )
         tensor._local_tensor = value._local_tensor.detach().contiguous()
+        tensor._num_assigned = getattr(tensor, "_num_assigned", 0) + 1  # type: ignore[attr-defined]
         if (shard := shards.get(id(tensor))) is not None:
             shard.reset_sharded_param()
 
-    return property(torch.Tensor.data.__get__, assign)  # type: ignore[attr-defined]
+    return property(detach, assign)

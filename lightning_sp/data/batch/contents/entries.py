@@ -52,6 +52,11 @@ TARGET_WEIGHTS = ("target_mask", "loss_weights")
 _MASK = "attention_mask"
 
 
+def is_no_structure(batch: Any) -> bool:
+    """Return whether a batch is no structure of tensors, or of others: a number, a text, an object of the user's."""
+    return entries_of(batch) is None
+
+
 def plain_entries(batch: Any) -> dict[str, Any]:
     """Return a batch's entries by name, a tuple's by index, those of batches within it too: `batch_structure.entries_of`.
 

@@ -1,0 +1,122 @@
+"""Writes to shards and gradients outside of a step are those of all ranks, or the run ends before the next update: by counting, not by numbers.
+
+Each rank holds its own part of a matrix, so no numbers can be compared. But a tensor counts the writes to it, and whether there is a gradient is
+known: one rank's `zero_grad()`, or a `mul_` of its shards, shows in these. They go with the message about each batch; where code of the user's
+runs between a backward and its update, in a hook, they are compared once more before the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from lightning_sp import comm
+from lightning_sp.parallelize import reshard
+from lightning_sp.parameter_names import user_name
+
+_BITS = (1 << 56) - 1
+# In the place of a gradient's number of writes.
+_NONE, _OTHER = -1, -2
+
+
+class AgreedWrites:
+    """Compares what was written in a fit; a class because writes are counted from its begin on."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, Tensor] = {}
+        self._before: dict[str, int] = {}
+        self._gradients: dict[str, tuple[Tensor, int]] = {}
+        self._undo: Callable[[], None] = _nothing
+
+    def start(self, root: nn.Module, group: ProcessGroup | None, *, plugin: Any, acts_between: bool) -> None:
+        """Begin a fit. Every rank must call it.
+
+        Args:
+            root: the sharded module.
+            group: the world, on a backend for host tensors.
+            plugin: Lightning's, which runs hooks between a backward and its update.
+            acts_between: whether code of the user's may run there on this rank.
+
+        Communicates: whether it may on any rank, once.
+        """
+        self.end()
+        if comm.size_of(group or comm.world()) == 1:
+            return
+        reshard(root)
+        self._shards = {user_name(name): each for name, each in root.named_parameters()}
+        self._before = {name: _writes(each) for name, each in self._shards.items()}
+        if any(comm.gather_objects(acts_between, group)):
+            self._undo = _called_after(plugin, lambda: self._compare(group))
+
+    def end(self) -> None:
+        """Give Lightning its own back, and forget the module."""
+        self._undo()
+        self._undo, self._shards, self._before, self._gradients = _nothing, {}, {}, {}
+
+    def note_gradients(self) -> None:
+        """Begin to count writes to the gradients that a backward has left: those of the backward itself differ from rank to rank."""
+        there = {name: each.grad for name, each in self._shards.items() if each.grad is not None}
+        self._gradients = {name: (each, _writes(each)) for name, each in there.items()}
+
+    @property
+    def digest(self) -> int:
+        """A number of 56 bits that tells the writes so far."""
+        numbers = (number for name, each in self._shards.items() for number in self._numbers(name, each))
+        return hash(tuple(numbers)) & _BITS
+
+    def described(self) -> dict[str, str]:
+        """Return in words what was written, by name."""
+        found = {}
+        for name, each in self._shards.items():
+            shard, gradient = self._numbers(name, each)
+            found[name] = f"written to {shard} times"
+            found[f"the gradient of {name}"] = {_NONE: "none", _OTHER: "another one"}.get(
+                gradient, f"written to {gradient} times"
+            )
+        return found
+
+    def _numbers(self, name: str, parameter: Tensor) -> tuple[int, int]:
+        gradient, known = parameter.grad, self._gradients.get(name)
+        number = _NONE if gradient is None else _OTHER
+        if gradient is not None and known is not None and known[0] is gradient:
+            number = _writes(gradient) - known[1]
+        return _writes(parameter) - self._before[name], number
+
+    def _compare(self, group: ProcessGroup | None) -> None:
+        """Raise where ranks have written differently. Communicates: one all_reduce of 16 bytes on the host."""
+        own = self.digest
+        highest, lowest = comm.Largest(torch.tensor([own, -own]), group).arrived().tolist()
+        if highest != -lowest:
+            comm.refuse_writes(self.described(), group)
+
+
+def _writes(tensor: Tensor) -> int:
+    """Return how often a tensor, or this rank's part of it, was written to: through it, or through what `data` and `detach` give."""
+    if not isinstance(tensor, DTensor):
+        return tensor._version
+    return tensor._version + tensor._local_tensor._version + getattr(tensor, "_num_assigned", 0)
+
+
+def _called_after(plugin: Any, act: Callable[[], None]) -> Callable[[], None]:
+    """Call a function behind the hooks that come before an update; return what undoes that."""
+    own = plugin._after_closure
+
+    def after_closure(*args: Any) -> None:
+        own(*args)
+        act()
+
+    plugin._after_closure = after_closure
+
+    def undo() -> None:
+        vars(plugin).pop("_after_closure", None)
+
+    return undo
+
+
+def _nothing() -> None:
+    """Stand for what is to be undone where nothing is."""

@@ -1,0 +1,98 @@
+"""What each rank runs in test_agreed_writes.py: fits in which one rank writes to its own part of the model, or all do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_sp.errors import SequenceParallelError
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+
+
+def _norm(module: Any) -> Any:
+    return dict(module.named_parameters())["model.norm.weight"]
+
+
+WRITES: dict[str, Any] = {
+    "zero_grad": lambda module, optimizer: optimizer.zero_grad(),
+    "zero_grad to zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+    "no gradient": lambda module, _: setattr(_norm(module), "grad", None),
+    "gradient": lambda module, _: _norm(module).grad.mul_(0.5),
+    "gradient's part": lambda module, _: _norm(module).grad.to_local().mul_(0.5),
+    "gradient's data": lambda module, _: _norm(module).grad.data.clamp_(max=0.1),
+    "weight": lambda module, _: _norm(module).mul_(0.5),
+    "weight's data": lambda module, _: _norm(module).data.mul_(0.5),
+    "weight's part": lambda module, _: _norm(module).to_local().mul_(0.5),
+    "weight's data's part": lambda module, _: _norm(module).data.to_local().mul_(0.5),
+    "weight's detached part": lambda module, _: _norm(module).detach().to_local().mul_(0.5),
+    "assigned": lambda module, _: setattr(_norm(module), "data", _norm(module).data * 0.5),
+    "read": lambda module, _: (
+        float(_norm(module).detach().to_local().sum()) + float((_norm(module).data.to_local() * 2).sum())
+    ),
+}
+
+
+class Writing(Plain):
+    """Writes in a hook of the second step, on rank 1 alone or on all ranks."""
+
+    where, what, on_all = "", "", False
+    on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step  # Plain's looks at gradients
+
+    def write(self, where: str, optimizer: Any = None) -> None:
+        if where == self.where and self.global_step >= 1 and (self.on_all or self.global_rank == 1):
+            with torch.no_grad():
+                WRITES[self.what](self, optimizer or self.optimizers())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.write("on_train_batch_start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.write("on_train_batch_end")
+
+
+class WritingBetween(Writing):
+    """Has hooks between a backward and its update, too."""
+
+    def on_after_backward(self) -> None:
+        self.write("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.write("on_before_optimizer_step", optimizer)
+
+
+class WritingByHand(WritingBetween):
+    """Steps by hand."""
+
+    def __init__(self, build: Any) -> None:
+        super().__init__(build)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.write("training_step", optimizer)
+        optimizer.step()
+
+
+KINDS = {"training_step": WritingByHand, "on_train_batch_start": Writing, "on_train_batch_end": Writing}
+
+
+def fit(
+    where: str, what: str, world: int, strategy: dict[str, Any], on_all: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Train three steps; return what was said, and after how many steps."""
+    torch.manual_seed(0)
+    module: Any = KINDS.get(where, WritingBetween)(tiny_llama)
+    module.where, module.what, module.on_all = where, what, on_all
+    trainer = quiet_trainer(world, strategy=strategy, max_steps=3, **options)
+    said = ""
+    try:
+        trainer.fit(module, DataLoader(TokenDataset(16), batch_size=2))
+    except SequenceParallelError as error:
+        said = str(error)
+    return {"said": said, "steps": trainer.global_step}

@@ -18,7 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
-from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
+from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.current_sequence import CurrentSequence
@@ -74,7 +74,8 @@ class TriedSteps(CurrentSequence, ABC):
         context.show(whole=whole)
         datamodule = getattr(module.trainer, "datamodule", None)
         known = shard_options(module, datamodule, self.config, self.root_device, global_view=whole)
-        self._shard_options = replace(known, inferred_dims=self._inferred.get(whole, {}))
+        is_split = self.sequence_parallel_size > 1
+        self._shard_options = replace(known, inferred_dims=self._inferred.get(whole, {}), is_split=is_split)
         self._interceptions.enter_context(interceptions(context, module, self.config))
 
     def _carried(self, run: Callable[[], _Found], *, tried_after: bool = True) -> _Found:
@@ -118,11 +119,15 @@ class TriedSteps(CurrentSequence, ABC):
             tried = f"The global view was tried (global_view='auto'), and refuses it, too: {error}"
             raise _with(refusal, str(refusal), tried) from error
         if tried_after:
-            # Gradients that accumulate are whole on each rank: a trial would add to them.
-            trainer = self._module.trainer
-            within = trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization
-            self._first_batch.expect_again(trainer.global_step + within)
+            self._first_batch.expect_again(self._next_step)
         return found
+
+    @property
+    def _next_step(self) -> int:
+        """The optimizer step whose first batch can be tried next: gradients that accumulate are whole on each rank, and a trial would add."""
+        trainer = self._module.trainer
+        within = trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization
+        return int(trainer.global_step) + within
 
     @property
     def _kind(self) -> str:
@@ -208,7 +213,7 @@ class TriedSteps(CurrentSequence, ABC):
         hook, before = "on_train_batch_start", self.sees_whole_sequences
         batch = self._first_batch.tried(whole)
 
-        def tried() -> dict[str, int]:
+        def tried() -> TriedBatch:
             first = not after or self.sees_whole_sequences != before
             options = replace(self._shard_options, infer_sequences=self._infers and first)
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
@@ -216,18 +221,33 @@ class TriedSteps(CurrentSequence, ABC):
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
                 return trial(after=after, **self._trial_options())
 
-        inferred = self._carried(tried, tried_after=False)
+        inferred, has_targets = self._carried(tried, tried_after=False)
+        if not has_targets:
+            self._first_batch.expect_next(
+                self._next_step, after, within=self._next_step > self._module.trainer.global_step
+            )
         if not after or self.sees_whole_sequences != before:
             self._inferred[self.sees_whole_sequences] = inferred
             self._shard_options = replace(self._shard_options, inferred_dims=inferred)
-        if after and self.sees_whole_sequences and not before:
-            rank_zero_warn(
-                f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. Steps "
-                "before that did so, too, ran on each rank's part of the sequence, and were not one device's: begin again with "
-                "global_view=True, or from a checkpoint of before"
-            )
+        if self.sees_whole_sequences and not before:
+            self._warn_of_steps_before(after)
         if not self._is_handed:
             self._hand_again(whole, handed, hook, (batch_idx,))
+
+    def _warn_of_steps_before(self, after: int) -> None:
+        """Say where a step enters the global view that steps before it ran on parts, with what was not tried then."""
+        again = "begin again with global_view=True, or from a checkpoint of before"
+        if after:
+            rank_zero_warn(
+                f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. Steps "
+                f"before that did so, too, ran on each rank's part of the sequence, and were not one device's: {again}"
+            )
+        elif self._first_batch.trained_untried:
+            rank_zero_warn(
+                f"training_step is in the global view from optimizer step {self._module.trainer.global_step} on. The first micro-batch of the "
+                "one before had no targets, so that nothing was compared; its others ran on each rank's part of the sequence, and were not one "
+                f"device's: {again}"
+            )
 
     def _follow_operations(self) -> None:
         """Have the batch in progress tried before the next step where its loss is made of new operations. Every rank must call it."""

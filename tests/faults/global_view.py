@@ -16,8 +16,15 @@ GLOBAL_VIEW = (
     fault(
         "metrics that count a row once for each rank of its sequence",
         "trainer/row_metrics.py",
-        "        metric.process_group = group\n",
-        "        metric.process_group = None\n",
+        "        metric.dist_sync_fn = own if group is None else GatherOver(group, own)\n",
+        "        metric.dist_sync_fn = own\n",
+        f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
+    ),
+    fault(
+        "metrics that cannot be copied in a run",
+        "trainer/row_metrics.py",
+        "        return self\n",
+        "        raise TypeError(memo)\n",
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(

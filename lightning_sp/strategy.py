@@ -230,7 +230,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop)
-        local, info, ends = shard(batch, self._mesh, self._options(), self._groups.world, most_tokens=most)
+        local, info, ends = shard(batch, self._mesh, self._options(batch), self._groups.world, most_tokens=most)
         self._sigterm.agree(trainer, ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self._mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))

@@ -299,6 +299,14 @@ def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | Non
     return None
 
 
+def shapes_inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
+    """Return the entries that are taken for sequences by their shapes alone; none of a batch that cannot be read, which sharding will say."""
+    try:
+        return _inferred(batch, replace(options, infer_sequences=True))
+    except SequenceParallelError:
+        return {}
+
+
 def _inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
     """Return the entries that are taken for sequences by their shapes alone."""
     if not options.infer_sequences:

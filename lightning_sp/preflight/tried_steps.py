@@ -18,7 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
-from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, try_first_batch
+from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.current_sequence import CurrentSequence
@@ -193,12 +193,28 @@ class TriedSteps(CurrentSequence, ABC):
         assert self._mesh is not None
         return self._mesh.layout.size > 1 and bool(self.config.shard_batch)
 
-    def _options(self) -> ShardOptions:
-        """Return what is known of the batch that the Trainer hands over next."""
+    def _options(self, batch: Any = None) -> ShardOptions:
+        """Return what is known of the batch that the Trainer hands over next; of one that is given, names too. Every rank must call it."""
+        if batch is not None:
+            self._know_names(batch)
         trainer = self._module.trainer
         tried = self._first_batch.is_due(training=trainer.training or trainer.sanity_checking)
         patterns = self._steps.context.last_attention_patterns
         return replace(self._shard_options, attention=patterns, infer_sequences=tried and self._infers)
+
+    def _know_names(self, batch: Any) -> None:
+        """Infer the sequences of an evaluation's first batch in the global view, where no training step has shown them.
+
+        That is exact there whatever they are: an entry that is none shows its whole, too. A step that sees its rank's part would lose tokens.
+        """
+        whole = self.sees_whole_sequences
+        if not (whole and self._kind and self._infers) or whole in self._inferred:
+            return
+        found = comm.gather_objects(shapes_inferred(batch, self._shard_options), self._groups.world)
+        # Groups whose batches have other entries agree on what all have.
+        common = {name: dim for name, dim in found[0].items() if all(each.get(name) == dim for each in found)}
+        self._inferred[whole] = common
+        self._shard_options = replace(self._shard_options, inferred_dims=common)
 
     def _preflight(self, handed: Any, batch_idx: int) -> None:
         """Try the batch of a training step if that is due.

@@ -34,8 +34,8 @@ class GatherOver:
     own: Callable[..., Any] | None
 
     def __call__(self, value: Tensor, group: Any = None) -> Any:
-        """Gather over the group, unless another is given."""
-        return (self.own or gather_all_tensors)(value, self.group if group is None else group)
+        """Gather over the group, unless another is given; of a step in the global view, what shows the sequence is made whole first."""
+        return (self.own or gather_all_tensors)(whole_of(value), self.group if group is None else group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatherOver:
         """Return itself: a copy adds up over the same ranks."""

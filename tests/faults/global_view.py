@@ -21,6 +21,13 @@ GLOBAL_VIEW = (
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(
+        "a list of a metric that is read within its epoch, sent without memory",
+        "trainer/row_metrics.py",
+        "(whole_of(value), self.group",
+        "(value, self.group",
+        f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
+    ),
+    fault(
         "metrics that cannot be copied in a run",
         "trainer/row_metrics.py",
         "        return self\n",

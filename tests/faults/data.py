@@ -10,8 +10,8 @@ DATA = (
     fault(
         "samples of other signs or in another order on a sequence's ranks, taken for the same",
         "data/batch/digest.py",
-        "int(_mixed(bits * 2654435761 + _mixed(places + 97 * (index + 1) + 131 * part)).sum().item())",
-        "int((bits * (places * 2654435761 + 97 * (index + 1) + 131 * part)).sum().item())",
+        "total += mixed.bitwise_xor_(mixed >> 32).mul_(_LAST).sum()",
+        "total += (bits * (places[: len(bits)] + start)).sum()",
         "tests/data/batch/test_digest.py::test_other_numbers_have_another_digest[signs]",
         "tests/data/batch/test_digest.py::test_other_numbers_have_another_digest[rows of one sum in another order]",
     ),

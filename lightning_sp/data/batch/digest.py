@@ -10,24 +10,37 @@ from torch import Tensor
 
 from lightning_sp.data.batch.contents.entries import plain_entries
 
+# Numbers at a time, which a core's cache holds.
+_BLOCK = 2**16
+# Odd numbers without a pattern, of SplitMix64.
+_FIRST, _OF_PLACES, _LAST = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
 
 def digest(batch: Any) -> int:
     """Return a number that differs, almost surely, between different batches: by their tensors, and arrays of numbers of numpy's."""
     total = 0
     for index, value in enumerate(plain_entries(batch).values()):
         for part, flat in enumerate(_numbers(value)):
-            bits = flat.to(torch.int64) if not flat.is_floating_point() else flat.double().view(torch.int64)
-            places = torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
-            total ^= int(_mixed(bits * 2654435761 + _mixed(places + 97 * (index + 1) + 131 * part)).sum().item())
+            total ^= _of_numbers(flat, 97 * (index + 1) + 131 * part)
     return total & 0x7FFFFFFFFFFFFFFF
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """Return numbers of which each bit says something of all that were given: a sum of such is of no order or sign in which it was not made."""
-    # SplitMix64's steps, but for shifts that keep the sign.
-    mixed = (numbers ^ (numbers >> 30)) * -0x40A7B892E31B1A47
-    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
-    return mixed ^ (mixed >> 31)
+def _of_numbers(flat: Tensor, salt: int) -> int:
+    """Return a sum over numbers, each mixed with its place: a sign or an order moves bits of it that others do not move back."""
+    places = torch.arange(salt, salt + min(_BLOCK, flat.numel()), dtype=torch.int64, device=flat.device).mul_(
+        _OF_PLACES
+    )
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start, block in zip(range(0, flat.numel(), _BLOCK), torch.split(flat, _BLOCK), strict=True):
+        bits = block.double().view(torch.int64) if flat.is_floating_point() else block.to(torch.int64)
+        mixed = (bits * _FIRST).add_(places[: len(bits)]).add_(_wrapped(start * _OF_PLACES))
+        total += mixed.bitwise_xor_(mixed >> 32).mul_(_LAST).sum()
+    return int(total.item())
+
+
+def _wrapped(number: int) -> int:
+    """Return a number as 64 bits have it."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _numbers(value: Any) -> list[Tensor]:

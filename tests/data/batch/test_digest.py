@@ -9,6 +9,7 @@ import torch
 from lightning_sp.data.batch.digest import digest
 
 ROWS = torch.tensor([[2, 5, 2, 7], [5, 2, 7, 2]])
+LONG = torch.arange(2**18, dtype=torch.float64) % 7919
 X = torch.tensor([[0.5, -2.0], [1.5, 3.0]])
 
 
@@ -25,6 +26,8 @@ X = torch.tensor([[0.5, -2.0], [1.5, 3.0]])
         pytest.param(torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse(), id="sparse places"),
         pytest.param(X.numpy(), X.numpy()[::-1], id="arrays"),
         pytest.param(X.bool(), X > 1, id="booleans"),
+        pytest.param(LONG, LONG.roll(2**16), id="blocks of a long row"),
+        pytest.param(LONG, LONG.index_fill(0, torch.tensor([150_000]), 1.0), id="one number behind the first block"),
     ],
 )
 def test_other_numbers_have_another_digest(one, other):

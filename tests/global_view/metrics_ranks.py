@@ -41,6 +41,7 @@ class Counting(pl.LightningModule):
         self.trained = SumMetric()
         self.in_a_list, self.in_a_dict = [SumMetric(), CatMetric()], {"best": SumMetric()}
         self.both = MetricCollection({"first": SumMetric(), "second": SumMetric()})
+        self.within = CatMetric()
         self.tracker = MetricTracker(SumMetric(), maximize=True)  # copies its metric in each epoch
         self.numbers: list[float] = []
 
@@ -69,7 +70,8 @@ class Counting(pl.LightningModule):
             counted = targets > 3
             self.in_a_list[0].update(counted.sum())
             self.in_a_list[1].update(logits.amax(-1)[counted])
-            self.numbers.append(float(self.in_a_list[1].compute().double().sum()))  # within an epoch
+            self.within.update(logits.amax(-1))
+            self.numbers.append(float(self.within.compute().double().sum()))  # within an epoch
             self.in_a_dict["best"].update(logits.amax(-1).sum())
             self.both.update(logits.amax(-1).sum())
             self.tracker.update(logits.amax(-1).sum())

@@ -229,10 +229,11 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=self._run.written)
-        local, info, agreed = shard(batch, self.sequence_mesh, self._options(), self._groups.world, most_tokens=most)
+        mesh, options = self.sequence_mesh, self._options(batch)
+        local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
         self._sigterm.agree(trainer, agreed.ends)
-        seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, self.sequence_mesh)
+        seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
         self._batch = replace(info, seed=seed)
         return local

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
@@ -137,8 +138,27 @@ def resume_loader(loader: Any, cursor: dict[str, Any]) -> None:
         loader.skip = count
         rank_zero_warn(
             f"sequence_parallel: {loader.skip} micro-batches of {type(loader.loader).__name__} are read again and discarded, to continue "
-            f"within epoch {cursor['epoch']}: exact if the loader gives them in the same order as before"
+            f"within epoch {cursor['epoch']}: {_sameness(loader, cursor['epoch'])}"
         )
+
+
+def _sameness(loader: BroadcastLoader, epoch: int) -> str:
+    """Return in words whether a loader gives an epoch's batches in the order of the run before."""
+    batches = getattr(loader.loader, "batch_sampler", None)
+    samplers = (getattr(loader.loader, "sampler", None), getattr(batches, "sampler", None))
+    drawing = [
+        each for each in samplers if isinstance(each, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    ]
+    if drawing:
+        has_generator = drawing[0].generator is not None
+        # Dealt over groups, what is drawn without a generator is a function of the epoch; a generator begins as it did in the first epoch.
+        if not (epoch == 0 if has_generator else loader.dealt is not None):
+            how = "its generator, which has begun anew" if has_generator else "the process' random numbers"
+            return (
+                f"its {type(drawing[0]).__name__} draws another order than the run before, from {how}, so that of this epoch some samples come "
+                "twice and others not at all; exact are a checkpoint of an epoch's end, and a sampler whose set_epoch makes its order"
+            )
+    return "exact if the loader gives them in the same order as before"
 
 
 def check_global_batch(cursor: dict[str, Any], *, rows: int, dp_size: int, accumulation: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -34,11 +34,24 @@ from lightning_sp.step.runner import StepRunner
 AGAIN = (3, 10, 100, 1_000, 10_000)
 
 
+class TriedBatch(NamedTuple):
+    """What a trial of a batch has shown.
+
+    Args:
+        inferred: the entries that were split by their shapes alone, along which dim.
+        has_targets: False where all of the batch's are ignored, so that nothing was compared.
+    """
+
+    inferred: dict[str, int]
+    has_targets: bool = True
+
+
 class FirstBatch:
     """Keeps the batches of a fit that are to be tried, as their loader gave them, until their step begins; a class because it waits for that."""
 
     def __init__(self) -> None:
         self._first = self._expected = self._not_compared = self._tried_padding = False
+        self.trained_untried = False  # micro-batches of which none was compared before
         self._first_step = 0
         self._again: list[int] = []
         self._batch: Any = None
@@ -48,8 +61,7 @@ class FirstBatch:
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
-        self._tried_padding = False
-        self._not_compared = False
+        self._tried_padding = self._not_compared = self.trained_untried = False
         self._last = self._of_new = None
         self._first_step = 0
         self._batch = None
@@ -59,6 +71,20 @@ class FirstBatch:
         """Try the batch of an optimizer step, or the next one behind it, as the first, if this fit has a preflight and has tried its first."""
         if self._expected and not self._first:
             self._first, self._first_step = True, step
+
+    def expect_next(self, step: int, after: int, *, within: bool) -> None:
+        """Try the batch of an optimizer step in place of one that had no targets.
+
+        Args:
+            step: of the batch.
+            after: what `take` gave with the other one.
+            within: whether other micro-batches are trained on before it.
+        """
+        self.trained_untried |= within and not after
+        if after:
+            self._again = sorted({*self._again, step})
+        else:
+            self.expect_again(step)
 
     def expect_comparison(self, step: int) -> None:
         """Try the batch of the step in progress before an optimizer step, if this fit has a preflight and has tried its first."""
@@ -122,7 +148,7 @@ def try_first_batch(
     monitored: Collection[str],
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
     after: int = 0,
-) -> dict[str, int]:
+) -> TriedBatch:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
     Args:
@@ -135,22 +161,18 @@ def try_first_batch(
         in_float32: switches autocast off; None where there is none.
         after: optimizer steps of this fit so far; then a short crop is enough.
 
-    Returns:
-        The entries that were split by their shapes alone, along which dim.
-
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
     """
     if why := _why_not(batch, runner, options):
         if not after:
             rank_zero_info(f"preflight: skipped, for {why}")
-        return {}
+        return TriedBatch({})
     inferred = _inferred(batch, options)
-    found = _compare(batch, runner, run, config, options, in_float32, monitored, after=after)
-    if runner.context.mesh.layout.size == 1:
-        return inferred
-    _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
-    return inferred
+    found, has_targets = _compare(batch, runner, run, config, options, in_float32, monitored, after=after)
+    if runner.context.mesh.layout.size > 1:
+        _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
+    return TriedBatch(inferred, has_targets)
 
 
 def _compare(
@@ -163,15 +185,18 @@ def _compare(
     monitored: Collection[str],
     *,
     after: int,
-) -> Agreement | None:
+) -> tuple[Agreement | None, bool]:
+    """Return what was found, None where nothing was, and whether the batch has targets."""
     runner.end_run()
     wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
     cut = partial(_crops, batch, runner, config, options)
     crop, own = cut(wanted=wanted)
     if crop.num_targets == 0:
         which = f"batch after {after} optimizer steps" if after else "first batch"
-        rank_zero_warn(f"preflight: not possible, for every target of the {which} is ignored: nothing was compared")
-        return None
+        rank_zero_warn(
+            f"preflight: not possible, for every target of the {which} is ignored: nothing was compared; a later one will be"
+        )
+        return None, False
     try:
         trial = _trial(crop, own, runner, run, options, in_float32)
         padding = partial(check_padding_read, crop, options, runner, run, "training_step")
@@ -181,12 +206,12 @@ def _compare(
             (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
         split = runner.context.mesh.layout.size > 1
         if found is None or math.isnan(found.difference) or wanted is not None or after or not split:
-            return found
+            return found, True
         longer, own = cut(wanted=None, longer=True, checkpointed=config.checkpoint_policy not in ("auto", "none"))
         if longer.tokens > crop.tokens and longer.num_targets != 0:
             runner.start_run()
             _try_longer(_trial(longer, own, runner, run, options, in_float32), own)
-        return found
+        return found, True
     finally:
         runner.start_run()
 
@@ -272,6 +297,14 @@ def _why_not(batch: Any, runner: StepRunner, options: ShardOptions) -> str | Non
     if whole and (is_no_structure(batch) or holds_rows_alone(batch_entries(batch, options), options)):
         return "the batch holds no sequence, and none is split"
     return None
+
+
+def shapes_inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
+    """Return the entries that are taken for sequences by their shapes alone; none of a batch that cannot be read, which sharding will say."""
+    try:
+        return _inferred(batch, replace(options, infer_sequences=True))
+    except SequenceParallelError:
+        return {}
 
 
 def _inferred(batch: Any, options: ShardOptions) -> dict[str, int]:

@@ -18,7 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
-from lightning_sp.preflight.first_batch import FirstBatch, try_first_batch
+from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.current_sequence import CurrentSequence
@@ -74,7 +74,8 @@ class TriedSteps(CurrentSequence, ABC):
         context.show(whole=whole)
         datamodule = getattr(module.trainer, "datamodule", None)
         known = shard_options(module, datamodule, self.config, self.root_device, global_view=whole)
-        self._shard_options = replace(known, inferred_dims=self._inferred.get(whole, {}))
+        is_split = self.sequence_parallel_size > 1
+        self._shard_options = replace(known, inferred_dims=self._inferred.get(whole, {}), is_split=is_split)
         self._interceptions.enter_context(interceptions(context, module, self.config))
 
     def _carried(self, run: Callable[[], _Found], *, tried_after: bool = True) -> _Found:
@@ -118,11 +119,15 @@ class TriedSteps(CurrentSequence, ABC):
             tried = f"The global view was tried (global_view='auto'), and refuses it, too: {error}"
             raise _with(refusal, str(refusal), tried) from error
         if tried_after:
-            # Gradients that accumulate are whole on each rank: a trial would add to them.
-            trainer = self._module.trainer
-            within = trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization
-            self._first_batch.expect_again(trainer.global_step + within)
+            self._first_batch.expect_again(self._next_step)
         return found
+
+    @property
+    def _next_step(self) -> int:
+        """The optimizer step whose first batch can be tried next: gradients that accumulate are whole on each rank, and a trial would add."""
+        trainer = self._module.trainer
+        within = trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization
+        return int(trainer.global_step) + within
 
     @property
     def _kind(self) -> str:
@@ -188,12 +193,28 @@ class TriedSteps(CurrentSequence, ABC):
         assert self._mesh is not None
         return self._mesh.layout.size > 1 and bool(self.config.shard_batch)
 
-    def _options(self) -> ShardOptions:
-        """Return what is known of the batch that the Trainer hands over next."""
+    def _options(self, batch: Any = None) -> ShardOptions:
+        """Return what is known of the batch that the Trainer hands over next; of one that is given, names too. Every rank must call it."""
+        if batch is not None:
+            self._know_names(batch)
         trainer = self._module.trainer
         tried = self._first_batch.is_due(training=trainer.training or trainer.sanity_checking)
         patterns = self._steps.context.last_attention_patterns
         return replace(self._shard_options, attention=patterns, infer_sequences=tried and self._infers)
+
+    def _know_names(self, batch: Any) -> None:
+        """Infer the sequences of an evaluation's first batch in the global view, where no training step has shown them.
+
+        That is exact there whatever they are: an entry that is none shows its whole, too. A step that sees its rank's part would lose tokens.
+        """
+        whole = self.sees_whole_sequences
+        if not (whole and self._kind and self._infers) or whole in self._inferred:
+            return
+        found = comm.gather_objects(shapes_inferred(batch, self._shard_options), self._groups.world)
+        # Groups whose batches have other entries agree on what all have.
+        common = {name: dim for name, dim in found[0].items() if all(each.get(name) == dim for each in found)}
+        self._inferred[whole] = common
+        self._shard_options = replace(self._shard_options, inferred_dims=common)
 
     def _preflight(self, handed: Any, batch_idx: int) -> None:
         """Try the batch of a training step if that is due.
@@ -208,7 +229,7 @@ class TriedSteps(CurrentSequence, ABC):
         hook, before = "on_train_batch_start", self.sees_whole_sequences
         batch = self._first_batch.tried(whole)
 
-        def tried() -> dict[str, int]:
+        def tried() -> TriedBatch:
             first = not after or self.sees_whole_sequences != before
             options = replace(self._shard_options, infer_sequences=self._infers and first)
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
@@ -216,18 +237,33 @@ class TriedSteps(CurrentSequence, ABC):
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
                 return trial(after=after, **self._trial_options())
 
-        inferred = self._carried(tried, tried_after=False)
+        inferred, has_targets = self._carried(tried, tried_after=False)
+        if not has_targets:
+            self._first_batch.expect_next(
+                self._next_step, after, within=self._next_step > self._module.trainer.global_step
+            )
         if not after or self.sees_whole_sequences != before:
             self._inferred[self.sees_whole_sequences] = inferred
             self._shard_options = replace(self._shard_options, inferred_dims=inferred)
-        if after and self.sees_whole_sequences and not before:
-            rank_zero_warn(
-                f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. Steps "
-                "before that did so, too, ran on each rank's part of the sequence, and were not one device's: begin again with "
-                "global_view=True, or from a checkpoint of before"
-            )
+        if self.sees_whole_sequences and not before:
+            self._warn_of_steps_before(after)
         if not self._is_handed:
             self._hand_again(whole, handed, hook, (batch_idx,))
+
+    def _warn_of_steps_before(self, after: int) -> None:
+        """Say where a step enters the global view that steps before it ran on parts, with what was not tried then."""
+        again = "begin again with global_view=True, or from a checkpoint of before"
+        if after:
+            rank_zero_warn(
+                f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. Steps "
+                f"before that did so, too, ran on each rank's part of the sequence, and were not one device's: {again}"
+            )
+        elif self._first_batch.trained_untried:
+            rank_zero_warn(
+                f"training_step is in the global view from optimizer step {self._module.trainer.global_step} on. The first micro-batch of the "
+                "one before had no targets, so that nothing was compared; its others ran on each rank's part of the sequence, and were not one "
+                f"device's: {again}"
+            )
 
     def _follow_operations(self) -> None:
         """Have the batch in progress tried before the next step where its loss is made of new operations. Every rank must call it."""

@@ -6,12 +6,14 @@ of, are added up over the world. A metric that names its own ranks keeps them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sp.global_view.sequence_tensor import whole_of
 
@@ -19,11 +21,40 @@ from lightning_sp.global_view.sequence_tensor import whole_of
 _MOST_IN_A_LIST = 100
 
 
+@dataclass(frozen=True)
+class GatherOver:
+    """A metric's `dist_sync_fn` over a group; users copy metrics in a run (`clone`, `MetricTracker`), and a group as an attribute has no copy.
+
+    Args:
+        group: the ranks.
+        own: the metric's own function.
+    """
+
+    group: ProcessGroup
+    own: Callable[..., Any] | None
+
+    def __call__(self, value: Tensor, group: Any = None) -> Any:
+        """Gather over the group, unless another is given; of a step in the global view, what shows the sequence is made whole first."""
+        return (self.own or gather_all_tensors)(whole_of(value), self.group if group is None else group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherOver:
+        """Return itself: a copy adds up over the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Give a file the metric's own function: another process has other groups."""
+        return _itself, (self.own,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 class RowMetrics:
     """The ranks over which a run's metrics add up; a class because they follow the steps."""
 
     def __init__(self) -> None:
-        self._given: dict[int, Metric] = {}  # to which a group was given, by their number
+        self._may_have = True  # a metric whose ranks a run has chosen, this one or one before
 
     def follow(self, holders: Sequence[Any], group: ProcessGroup | None) -> None:
         """Let metrics that name no ranks add up over one rank of each data-parallel group, over those of all tokens, or over the world again.
@@ -35,21 +66,21 @@ class RowMetrics:
             group: the ranks with other rows, where the ranks of a sequence hold them alike; else those that hold each token once, None where
                 these are all; None at the end of a run.
         """
-        if group is None and not self._given:
+        if group is None and not self._may_have:
             return
-        for _, outermost in (each for holder in holders for each in outermost_metrics(holder)):
+        found = [each for holder in holders for _, each in outermost_metrics(holder)]
+        for outermost in found:
             if not was_updated(outermost):
                 for each in _parts(outermost):
-                    self._follow(each, group)
+                    _follow(each, group)
+        self._may_have = any(isinstance(each.dist_sync_fn, GatherOver) for every in found for each in _parts(every))
 
-    def _follow(self, metric: Metric, group: ProcessGroup | None) -> None:
-        if metric.process_group is not None and id(metric) not in self._given:
-            return
-        metric.process_group = group
-        if group is None:
-            self._given.pop(id(metric), None)
-        else:
-            self._given[id(metric)] = metric
+
+def _follow(metric: Metric, group: ProcessGroup | None) -> None:
+    gather = metric.dist_sync_fn
+    own = gather.own if isinstance(gather, GatherOver) else gather
+    if metric.process_group is None:
+        metric.dist_sync_fn = own if group is None else GatherOver(group, own)
 
 
 def make_whole(module: nn.Module) -> None:

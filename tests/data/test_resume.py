@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_sp import SequenceParallelError
+from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
+from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.resume import check_global_batch, resume_loader
 
 CURSOR: dict[str, Any] = {
@@ -42,3 +45,28 @@ def test_a_cursor_of_another_kind_of_loader_is_refused():
     with pytest.raises(SequenceParallelError, match="of a loader that one rank reads"):
         resume_loader(loader, stream)
     resume_loader(loader, {**stream, "steps": 0})  # at an epoch's start there is nothing to skip
+
+
+@pytest.mark.parametrize(
+    ("epoch", "seed", "words"),
+    [
+        (
+            1,
+            None,
+            "WeightedRandomSampler draws another order than the run before, from the process' random numbers, so that",
+        ),
+        (
+            1,
+            3,
+            "WeightedRandomSampler draws another order than the run before, from its generator, which has begun anew",
+        ),
+        (0, 3, "exact if the loader gives them in the same order as before"),
+    ],
+)
+def test_a_sampler_that_draws_another_order_is_said(epoch: int, seed: int | None, words: str):
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    inner = DataLoader([0] * 12, sampler=WeightedRandomSampler([1.0] * 12, 12, generator=generator))
+    loader = BroadcastLoader(inner, DataCoordinates(dp_rank=0, dp_size=1, sequence_group=None, control_group=None))
+    with pytest.warns(UserWarning, match=rf"3 micro-batches of DataLoader are read again .* epoch {epoch}: .*{words}"):
+        resume_loader(loader, {"kind": "read", "steps": 3, "accumulation": 1, "epoch": epoch})
+    assert loader.skip == 3

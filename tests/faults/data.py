@@ -8,6 +8,21 @@ DATA_MODULE = "tests/data/test_datamodule.py"
 
 DATA = (
     fault(
+        "samples of other signs or in another order on a sequence's ranks, taken for the same",
+        "data/batch/digest.py",
+        "total += mixed.bitwise_xor_(mixed >> 32).mul_(_LAST).sum()",
+        "total += (bits * (places[: len(bits)] + start)).sum()",
+        "tests/data/batch/test_digest.py::test_other_numbers_have_another_digest[signs]",
+        "tests/data/batch/test_digest.py::test_other_numbers_have_another_digest[rows of one sum in another order]",
+    ),
+    fault(
+        "a batch refused for names that nothing is split by",
+        "preflight/tried_steps.py",
+        "inferred_dims=self._inferred.get(whole, {}), is_split=is_split)",
+        "inferred_dims=self._inferred.get(whole, {}))",
+        "tests/trainer/test_data_parallel.py::test_labels_and_entries_of_any_name_are_those_of_one_device",
+    ),
+    fault(
         "a dataset that has shrunk, read by its first order",
         "data/loaders/lazy_loader.py",
         "        self._check_length()\n",

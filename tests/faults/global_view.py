@@ -17,8 +17,22 @@ GLOBAL_VIEW = (
     fault(
         "metrics that count a row once for each rank of its sequence",
         "trainer/row_metrics.py",
-        "        metric.process_group = group\n",
-        "        metric.process_group = None\n",
+        "        metric.dist_sync_fn = own if group is None else GatherOver(group, own)\n",
+        "        metric.dist_sync_fn = own\n",
+        f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
+    ),
+    fault(
+        "a list of a metric that is read within its epoch, sent without memory",
+        "trainer/row_metrics.py",
+        "(whole_of(value), self.group",
+        "(value, self.group",
+        f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
+    ),
+    fault(
+        "metrics that cannot be copied in a run",
+        "trainer/row_metrics.py",
+        "        return self\n",
+        "        raise TypeError(memo)\n",
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(

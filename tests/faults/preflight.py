@@ -9,6 +9,20 @@ STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 
 PREFLIGHT = (
     fault(
+        "tuples that are refused before a first fit",
+        "preflight/tried_steps.py",
+        "        if batch is not None:\n            self._know_names(batch)\n",
+        "",
+        "tests/preflight/test_untrained.py::test_what_no_training_step_has_shown_is_evaluated_in_the_global_view[tuples]",
+    ),
+    fault(
+        "a first batch without targets, behind which nothing is tried",
+        "preflight/tried_steps.py",
+        "        if not has_targets:\n",
+        "        if False:\n",
+        "tests/preflight/test_late_targets.py::test_the_batch_after_one_without_targets_is_tried_before_its_step",
+    ),
+    fault(
         "a learned array that is taken for the sequence's tokens",
         "rewrite/attention_call.py",
         "    if alike:\n",

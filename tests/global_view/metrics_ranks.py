@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import CatMetric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lightning_sp import SequenceParallelStrategy
@@ -40,6 +41,8 @@ class Counting(pl.LightningModule):
         self.trained = SumMetric()
         self.in_a_list, self.in_a_dict = [SumMetric(), CatMetric()], {"best": SumMetric()}
         self.both = MetricCollection({"first": SumMetric(), "second": SumMetric()})
+        self.within = CatMetric()
+        self.tracker = MetricTracker(SumMetric(), maximize=True)  # copies its metric in each epoch
         self.numbers: list[float] = []
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -67,9 +70,15 @@ class Counting(pl.LightningModule):
             counted = targets > 3
             self.in_a_list[0].update(counted.sum())
             self.in_a_list[1].update(logits.amax(-1)[counted])
+            self.within.update(logits.amax(-1))
+            self.numbers.append(float(self.within.compute().double().sum()))  # within an epoch
             self.in_a_dict["best"].update(logits.amax(-1).sum())
             self.both.update(logits.amax(-1).sum())
+            self.tracker.update(logits.amax(-1).sum())
             self.log("collected", self.both["first"])
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
 
     def on_validation_epoch_end(self) -> None:
         if self.counts in ("matrix", "all"):
@@ -79,7 +88,8 @@ class Counting(pl.LightningModule):
         if self.counts == "all":
             of_tokens = self.in_a_list[1].compute()
             self.numbers += [float(self.in_a_list[0].compute()), float(of_tokens.numel()), float(of_tokens.median())]
-            self.numbers.append(float(self.in_a_dict["best"].compute()))
+            self.numbers += [float(self.in_a_dict["best"].compute()), float(self.tracker.compute())]
+            self.numbers += [float(self.both["second"].clone().compute()), len(pickle.dumps(self.both["first"])) > 0]
             for each in (*self.in_a_list, *self.in_a_dict.values()):
                 each.reset()
 

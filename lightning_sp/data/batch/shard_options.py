@@ -25,6 +25,8 @@ class ShardOptions:
     encoder-decoder batch are padded to different lengths where they must be told apart, as a step in progress does. `row_end` is a token
     that each row must have, for the model classifies rows by it. `virtual_tokens` are those that a model puts before its sequence.
     `global_view` is whether a step sees whole sequences: then a batch holds what its loader gave, and padding needs no value.
+    `is_split` is whether ranks share a sequence: where none do, a batch passes as it is, and neither the shift of its labels nor other names
+    need to be known.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -46,3 +48,4 @@ class ShardOptions:
     row_end: int | None = None
     virtual_tokens: int = 0
     global_view: bool = False
+    is_split: bool = True

@@ -221,7 +221,8 @@ def _starts(position_ids: Tensor | None, length: int, tokens: int, span: tuple[i
 def _cut(value: Any, dim: int | None, rows: int, row_range: tuple[int, int], window: tuple[int, int] | None) -> Any:
     """Cut rows and window; a copy, for a view would carry the whole batch along when it is sent."""
     if has_rows(value, dim, rows):
-        value = value[row_range[0] : row_range[1]]
+        sparse = isinstance(value, Tensor) and value.layout != torch.strided
+        value = value.index_select(0, torch.arange(*row_range)) if sparse else value[row_range[0] : row_range[1]]
     if dim is not None and window is not None:
         value = value.narrow(dim, *window)
     return value.clone() if isinstance(value, Tensor) else value

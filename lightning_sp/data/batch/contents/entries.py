@@ -115,6 +115,11 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
             "{'0': 1, '1': 1}), say sequence_dims={} if none of them is a sequence, shard by hand and pass shard_batch=False, or train without "
             "splitting sequences: sequence_parallel_size=1"
         )
+    if sparse := [n for n in dims if entries[n].layout != torch.strided]:
+        raise SequenceParallelError(
+            f"the batch's entries {sparse} are sparse tensors of the sequence ({shapes_of({n: entries[n] for n in sparse})}), which are "
+            "not cut along it: give them dense (entry.to_dense()) from the collate function, and make them sparse in the step"
+        )
     if empty := [n for n, d in dims.items() if 0 in (entries[n].shape[0], entries[n].shape[d])]:
         raise SequenceParallelError(
             f"the batch holds no tokens in {empty}: it holds {shapes_of(entries)}, and a mean over none is not a number; leave empty rows "
@@ -126,7 +131,7 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
 def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:
     """Return the dimension of the sequence in each entry of a known or declared name; empty where there is none.
 
-    Others come with them where `options.infer_sequences` allows.
+    Others come with them where `options.infer_sequences` allows, or no sequence is split: what a trial's crop cuts them by.
 
     Raises:
         SequenceParallelError: the batch does not have a declared one.
@@ -153,7 +158,7 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
                 f"sequence_dims[{name!r}]={dim}: the batch has {shape} there; it has {shapes_of(entries)}"
             )
         dims[name] = dim % tensor.dim()  # -1 is the last one, as everywhere in torch
-    if options.infer_sequences:
+    if options.infer_sequences or (dims and not options.is_split):
         return {**dims, **inferred_dims(entries, dims)}
     found = {n: d for n, d in options.inferred_dims.items() if isinstance(t := entries.get(n), Tensor) and t.dim() > d}
     return {**found, **dims}

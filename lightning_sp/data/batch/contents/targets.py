@@ -28,6 +28,8 @@ def batch_targets(entries: Mapping[str, Any], options: ShardOptions) -> Tensor |
     if not isinstance(labels, Tensor) or labels.dim() < 2:
         return None
     if options.labels_shifted is None and not options.model_shifts_labels:
+        if not options.is_split:
+            return labels  # as they are: the step shifts them whole, or not
         raise SequenceParallelError(
             "the batch has 'labels', and nothing says whether they are shifted: pass labels_shifted=True when labels[t] is the target of "
             "position t, labels_shifted=False when it is input_ids[t] (Hugging Face's convention; the model then shifts), "

@@ -43,7 +43,7 @@ from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
-from lightning_sp.trainer.batch_hooks import moves_batches, of_user
+from lightning_sp.trainer.batch_hooks import moves_batches, of_user, reads_before_backward
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.logged_sums import LoggedSums
@@ -175,7 +175,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._batch = None  # of another model, perhaps in another layout
         self._views = Views(whole=self.config.global_view is True)
         context = SequenceContext(self._mesh, self.config.attention, global_view=self._views.whole)
-        self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
+        self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device, read_ahead=reads_before_backward)  # fmt: skip
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
         self._checkpointing = AutoCheckpointing(self.config)

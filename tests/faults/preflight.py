@@ -293,6 +293,6 @@ PREFLIGHT = (
         "trainer/watched_numbers.py",
         "        if wide:\n",
         "        if False:\n",
-        "tests/trainer/test_watched_numbers.py::test_a_share_that_was_0_by_chance_is_named_once",
+        "tests/trainer/test_watched_numbers.py::test_a_share_that_was_0_by_chance_is_named_once[{'ring_size': 2}]",
     ),
 )

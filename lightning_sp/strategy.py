@@ -44,7 +44,7 @@ from lightning_sp.step.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
-from lightning_sp.trainer.batch_hooks import moves_batches, of_user
+from lightning_sp.trainer.batch_hooks import moves_batches, of_user, reads_before_backward
 from lightning_sp.trainer.features import check_precision, check_trainer_features
 from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.logged_sums import LoggedSums
@@ -177,7 +177,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._batch = None  # of another model, perhaps in another layout
         self._views = Views(whole=self.config.global_view is True)
         context = SequenceContext(self._mesh, self.config.attention, global_view=self._views.whole)
-        self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device)
+        self._runner = StepRunner(module, context, groups=self._groups, device=self.root_device, read_ahead=reads_before_backward)  # fmt: skip
         self.model = self.precision_plugin.convert_module(module)
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
         self._checkpointing = AutoCheckpointing(self.config)
@@ -336,10 +336,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         elif step is not None:
             closure_loss = self._weighed(closure_loss, step.token_counts)
         if loops.is_update(self._module.trainer):
-            module, clipping = self._module, loops.clipping(self._module.trainer)
-            self._run.update.tell(
-                self.optimizers, module.trainer.global_step, self._groups.world, root=module, clipping=clipping
-            )
+            module, clipping, world = self._module, loops.clipping(self._module.trainer), self._groups.world
+            self._run.update.tell(self.optimizers, module.trainer.global_step, world, root=module, clipping=clipping)
 
         def may_step() -> bool:  # units, in the backward: not where the weights are still to explain a loss
             self._run.update.check(self._groups.world)

@@ -106,6 +106,8 @@ class SequenceContext:
         self.sums_over_groups: bool | None = None
         # Of the sums that a step logs, by the step's name and theirs, whether the ranks of a sequence have one together, or each a part of it.
         self.logged_once: dict[str, dict[str, bool]] = {}
+        # Numbers that training_step logs, each rank its own, which agreed in a trial, and may have done so by chance.
+        self.watched_numbers: frozenset[str] = frozenset()
         # Whether training_step leaves tensors of tokens in lists and dicts of the module, for a hook at the epoch's end.
         self.keeps_in_training = False
         # Names of the buffers that training_step moves; None where no trial has told.

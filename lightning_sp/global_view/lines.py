@@ -120,6 +120,27 @@ def lines_of(x: SequenceTensor, dims: Sequence[int]) -> Lines | None:
     return Lines(part=whole, sizes=sizes, own=own)
 
 
+def along_dim(x: SequenceTensor, dim: int) -> SequenceTensor | None:
+    """Return a tensor of pairs of tokens split along another dim that has as many; None where a dim is more than its tokens.
+
+    Args:
+        x: (..., T, ...), split along one of the two dims.
+        dim: the other one.
+
+    Communicates: one all_to_all, and one in the backward.
+    """
+    own, storage = x.placement, x.placement.storage
+    if own.outer * own.inner > 1 or x.shape[dim] != own.length:
+        return None
+    local = made(x.local)
+    index = [
+        storage.positions_of(rank).clamp(max=own.length - 1).to(local.device) for rank in range(storage.layout.size)
+    ]
+    parts = _sent(torch.stack([local.index_select(dim, each) for each in index]), storage.group)
+    whole = storage.merged(list(parts.unbind(0)), own.dim).narrow(own.dim, 0, own.length)
+    return SequenceTensor(whole.contiguous(), own.at(dim))
+
+
 def _filled(flat: Tensor, count: int) -> Tensor:
     """Return lines with the last one repeated: what is computed of it is as finite as of that, and has no gradient."""
     missing = count - len(flat)

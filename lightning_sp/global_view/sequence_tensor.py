@@ -7,6 +7,7 @@ would see. What would reach a kernel without a rule is refused: the tensor has n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -122,6 +123,10 @@ class SequenceTensor(GlobalTensor):
         if self._whole is None or self._whole[1] != version:
             self._whole = gathered(made(self.local), self.placement), version
         return self._whole[0].clone()
+
+    def __copy__(self) -> SequenceTensor:
+        """Return another tensor of the same memory, as `copy.copy` of any tensor does."""
+        return SequenceTensor(copy(self.local), self.placement)
 
     def renew(self, local: Tensor) -> SequenceTensor:
         """Hold another local tensor of the same shape: what was written in place."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +19,10 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.crops.shared_crop import shared_crop
+from lightning_sp.preflight.crops.crop import Crop, whole_extent
+from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, shared_crop
 from lightning_sp.preflight.crops.shorter import RunStep
-from lightning_sp.preflight.evaluation_runs import PartRun, WholeOutput, find_others, run_part, run_whole
+from lightning_sp.preflight.evaluation_runs import PartRun, WholeOutput, WholeRun, find_others, run_part, run_whole
 from lightning_sp.preflight.numbers import (
     coarse_numbers,
     counted_once,
@@ -30,6 +32,7 @@ from lightning_sp.preflight.numbers import (
 )
 from lightning_sp.preflight.outputs import describe_kept, refuse_differences
 from lightning_sp.preflight.padding import PaddingReadError, check_padding_read
+from lightning_sp.preflight.part_indices import PartIndexError, check_part_indices
 from lightning_sp.step.runner import StepRunner
 
 InFloat32 = Callable[[], AbstractContextManager[None]]
@@ -101,24 +104,18 @@ def compare_evaluation(
         NotComparedError: one of them does not run; or shows other numbers, where that is `strict`.
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
-    mesh, patterns, ran_whole = runner.context.mesh, runner.context.last_attention_patterns, False
+    patterns, ran_whole = runner.context.last_attention_patterns, False
     try:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
-            crop, own = shared_crop(
-                batch,
-                options,
-                mesh.layout,
-                wanted=None if config.preflight_tokens == "auto" else config.preflight_tokens,
-                hand_sharded=not config.shard_batch or is_sharded(batch),
-                data_parallel_rank=mesh.data_parallel_rank,
-                sample_rank=mesh.sample_rank,
-                sequence_group=runner.groups.sequence,
-                control_group=runner.groups.world,
-            )
-            find_others(own, runner, run, options)
-            whole = run_whole(own, runner, run, options, predicts=predicts)
+            cut = _cut(batch, runner, config, options)
+
+            def run_on(own: Crop) -> WholeRun:
+                find_others(own, runner, run, options)
+                return run_whole(own, runner, run, options, predicts=predicts)
+
+            crop, own, whole = _whole_on_a_crop(batch, cut, run_on, runner, config, options)
             ran_whole = True
-            check_padding_read(own, options, runner, run, name)
+            _read_ahead(own, options, runner, run, name, strict=strict)
             part = run_part(own, runner, run, options, whole, whole_output, predicts=predicts)
     except Exception as error:  # on all ranks; what is wrong with the step itself, it will say itself
         _raise_not_compared(name, error, ran_whole)
@@ -126,6 +123,65 @@ def compare_evaluation(
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
     return _judge(part, runner, name, (own.rows, crop.tokens), monitored, strict=strict)
+
+
+def _cut(
+    batch: Any, runner: StepRunner, config: StrategyConfig, options: ShardOptions
+) -> Callable[..., tuple[Crop, Crop]]:
+    """Return what makes crops of a length, of all groups' batches and of this rank's group's."""
+    mesh = runner.context.mesh
+    return partial(
+        shared_crop,
+        batch,
+        options,
+        mesh.layout,
+        hand_sharded=not config.shard_batch or is_sharded(batch),
+        data_parallel_rank=mesh.data_parallel_rank,
+        sample_rank=mesh.sample_rank,
+        sequence_group=runner.groups.sequence,
+        control_group=runner.groups.world,
+    )
+
+
+def _read_ahead(own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, name: str, *, strict: bool) -> None:
+    """Refuse on all ranks what one rank would fail at alone: by its padding, or by places in the whole sequence."""
+    check_padding_read(own, options, runner, run, name)
+    if strict:
+        check_part_indices(own, own, options, runner, run, name)
+
+
+def _whole_on_a_crop(
+    batch: Any,
+    cut: Callable[..., tuple[Crop, Crop]],
+    run_on: Callable[[Crop], WholeRun],
+    runner: StepRunner,
+    config: StrategyConfig,
+    options: ShardOptions,
+) -> tuple[Crop, Crop, WholeRun]:
+    """Return the crops of all groups and of this rank's, and what the step shows of the latter as one device runs it.
+
+    Where it fails on a crop whose length nobody chose it is run on whole sequences: it reads by places in them, or is made for one length.
+
+    Args:
+        batch: as the loader gave it.
+        cut: makes crops of a length.
+        run_on: runs the step.
+        runner: of the model's steps.
+        config: how long a crop is wanted.
+        options: which tensors carry the sequence.
+    """
+    wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
+    crop, own = cut(wanted=wanted)
+    try:
+        return crop, own, run_on(own)
+    except Exception as error:
+        if wanted is not None or comm.is_of_communication(error):
+            raise
+        tokens = max(comm.gather_objects(max(whole_extent(batch, options)[1:]), runner.groups.world))
+        if not crop.tokens < tokens <= LONGER_TOKENS:
+            raise
+    crop, own = cut(wanted=tokens)
+    return crop, own, run_on(own)
 
 
 def _judge(
@@ -149,7 +205,7 @@ def _judge(
 
 
 def _raise_not_compared(name: str, error: Exception, ran_whole: bool) -> NoReturn:
-    if isinstance(error, PaddingReadError):
+    if isinstance(error, (PaddingReadError, PartIndexError)):
         raise error  # the step itself would fail, on the rank that holds the padding alone
     why = f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}"
     raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error

@@ -20,12 +20,13 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
-from lightning_sp.preflight.crops.crop import Crop
-from lightning_sp.preflight.crops.shared_crop import shared_crop
+from lightning_sp.preflight.crops.crop import Crop, whole_extent
+from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, shared_crop
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.groups import trial_of_groups
 from lightning_sp.preflight.padding import check_padding_read
+from lightning_sp.preflight.part_indices import check_part_indices
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
@@ -148,6 +149,7 @@ def try_first_batch(
     monitored: Collection[str],
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
     after: int = 0,
+    strict: bool = False,
 ) -> TriedBatch:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -160,6 +162,7 @@ def try_first_batch(
         monitored: names of logged numbers that decide about the run.
         in_float32: switches autocast off; None where there is none.
         after: optimizer steps of this fit so far; then a short crop is enough.
+        strict: numbers that the step leaves in attributes are raised where they are not one device's, and not only warned of.
 
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
@@ -169,7 +172,9 @@ def try_first_batch(
             rank_zero_info(f"preflight: skipped, for {why}")
         return TriedBatch({})
     inferred = _inferred(batch, options)
-    found, has_targets = _compare(batch, runner, run, config, options, in_float32, monitored, after=after)
+    found, has_targets = _compare(
+        batch, runner, run, config, options, in_float32, monitored, after=after, strict=strict
+    )
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
     return TriedBatch(inferred, has_targets)
@@ -185,6 +190,7 @@ def _compare(
     monitored: Collection[str],
     *,
     after: int,
+    strict: bool,
 ) -> tuple[Agreement | None, bool]:
     """Return what was found, None where nothing was, and whether the batch has targets."""
     runner.end_run()
@@ -197,32 +203,78 @@ def _compare(
             f"preflight: not possible, for every target of the {which} is ignored: nothing was compared; a later one will be"
         )
         return None, False
+
+    def compared(crop: Crop, own: Crop) -> Agreement | None:
+        trial = replace(_trial(crop, own, runner, run, options, in_float32), strict=strict)
+        read = partial(_read_ahead, crop, own, options, runner, run, tries_global_view=config.tries_global_view)
+        return _run_again(trial, after, read) if after else run_preflight(trial, monitored, read)
+
     try:
-        trial = _trial(crop, own, runner, run, options, in_float32)
-        padding = partial(check_padding_read, crop, options, runner, run, "training_step")
-        found = _run_again(trial, after, padding) if after else run_preflight(trial, monitored, padding)
+        try:
+            found = compared(crop, own)
+        except TrialFailedError:
+            longer = None if wanted else _whole_crop(batch, cut, crop, options, config)
+            if longer is None:
+                raise
+            crop, own = longer
+            runner.start_run()
+            found = compared(crop, own)
         if found is not None:
             # What is not one device's is no matter of course, though DDP does it too.
             (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
         split = runner.context.mesh.layout.size > 1
         if found is None or math.isnan(found.difference) or wanted is not None or after or not split:
             return found, True
-        longer, own = cut(wanted=None, longer=True, checkpointed=config.checkpoint_policy not in ("auto", "none"))
-        if longer.tokens > crop.tokens and longer.num_targets != 0:
+        long, own = cut(wanted=None, longer=True, checkpointed=_checkpoints(config))
+        if long.tokens > crop.tokens and long.num_targets != 0:
             runner.start_run()
-            _try_longer(_trial(longer, own, runner, run, options, in_float32), own)
+            _try_longer(_trial(long, own, runner, run, options, in_float32), own)
         return found, True
+    except TrialFailedError as error:
+        if not after:
+            raise
+        rank_zero_info(f"preflight: not compared after {after} optimizer steps: {error}")
+        return None, True
     finally:
         runner.start_run()
+
+
+def _checkpoints(config: StrategyConfig) -> bool:
+    """Return whether a step affords its tokens by checkpoints alone."""
+    return config.checkpoint_policy not in ("auto", "none")
+
+
+def _whole_crop(
+    batch: Any, cut: Callable[..., tuple[Crop, Crop]], crop: Crop, options: ShardOptions, config: StrategyConfig
+) -> tuple[Crop, Crop] | None:
+    """Return crops of whole sequences, for a step that fails on shorter ones: it reads by places in them, or is made for one length.
+
+    None where they are no longer than the crop on which it failed, or too long for a run on one device.
+    """
+    tokens = max(whole_extent(batch, options)[1:])
+    longer = (
+        cut(wanted=tokens)
+        if tokens <= LONGER_TOKENS
+        else cut(wanted=None, longer=True, checkpointed=_checkpoints(config))
+    )
+    return longer if longer[0].tokens > crop.tokens and longer[0].num_targets != 0 else None
+
+
+def _read_ahead(
+    crop: Crop, own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, *, tries_global_view: bool
+) -> None:
+    """Refuse on all ranks what one rank would fail at alone: by its padding, or by places in the whole sequence."""
+    check_padding_read(crop, options, runner, run, "training_step")
+    if tries_global_view:
+        check_part_indices(crop, own, options, runner, run, "training_step")
 
 
 def _run_again(trial: Trial, after: int, padding: Callable[[], None]) -> Agreement | None:
     """Compare after some optimizer steps. In 16 bits a difference may be what rounding makes of small gradients: it is said, not refused."""
     try:
         return run_preflight(replace(trial, crop=f"{trial.crop} after {after} optimizer steps"), read_padding=padding)
-    except TrialFailedError as error:
-        rank_zero_info(f"preflight: not compared after {after} optimizer steps: {error}")
-        return None
+    except TrialFailedError:
+        raise
     except SequenceParallelError as error:
         if not has_16_bit_weights(trial.module):
             raise

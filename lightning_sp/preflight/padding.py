@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sp import comm
 from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, batch_entries, plain_entries, sequence_dims
@@ -24,18 +23,9 @@ from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crops.both_runs import untouched_run
 from lightning_sp.preflight.crops.crop import Crop, rebuild_plain
 from lightning_sp.preflight.crops.shorter import RunStep
+from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.trial import alone, together
 from lightning_sp.step.runner import StepRunner
-
-_ATEN = torch.ops.aten
-# Of each operator that reads by an index, where the index stands among its arguments.
-_BY_INDEX = {
-    _ATEN.gather.default: 2,
-    _ATEN.index_select.default: 2,
-    _ATEN.scatter.src: 2,
-    _ATEN.scatter.value: 2,
-    _ATEN.scatter_add.default: 2,
-}
 
 
 class PaddingReadError(SequenceParallelError):
@@ -113,33 +103,9 @@ def _run(batch: Any, crop: Crop, options: ShardOptions, runner: StepRunner, run:
     with (
         alone(runner.module, runner.context, part.info, device=runner.device, uneven=uneven),
         torch.no_grad(),
-        _CheckedIndices(),  # type: ignore[no-untyped-call]
+        CheckedIndices(),
     ):
         run_with_whole_parameters(partial(run, part.batch, part.info))
-
-
-class _CheckedIndices(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where an index is out of range before a kernel reads by it: on a GPU that would end the process."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Look at an operator's index."""
-        if (place := _BY_INDEX.get(func)) is not None and len(args) > place:
-            _check(args[place], args[0].shape[args[1]] if args[0].dim() else 1)
-        elif func is _ATEN.embedding.default:
-            _check(args[1], args[0].shape[0])
-        elif func is _ATEN.index.Tensor:
-            for dim, index in enumerate(args[1]):
-                if index is not None and index.dtype not in (torch.bool, torch.uint8):
-                    _check(index, args[0].shape[dim], negative=True)
-        return func(*args, **(kwargs or {}))
-
-
-def _check(index: Any, size: int, *, negative: bool = False) -> None:
-    if not isinstance(index, Tensor) or not index.numel():
-        return
-    least, most = (int(each) for each in torch.aminmax(index.detach()))
-    if least < (-size if negative else 0) or most >= size:
-        raise IndexError(f"index {least if least < 0 else most} is out of bounds for dimension with size {size}")
 
 
 def _described(name: str, crop: Crop, added: int, layout: SequenceLayout) -> str:

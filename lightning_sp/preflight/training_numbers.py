@@ -8,9 +8,16 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.groups import trial_of_groups
-from lightning_sp.preflight.numbers import RankNumbers, counted_once, described, differences
+from lightning_sp.preflight.numbers import RankNumbers, coarse_numbers, counted_once, described, differences
+from lightning_sp.preflight.recording.attributes import ATTRIBUTE
+from lightning_sp.preflight.recording.logged import OF_LOGGER
 from lightning_sp.preflight.trial import SEED, Outcome, Trial
+
+
+class AttributesDifferError(SequenceParallelError):
+    """A training step leaves other numbers in attributes than on one device: a later step may make a learning rate of them, say."""
 
 
 def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, monitored: Collection[str]) -> None:
@@ -26,6 +33,7 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
 
     Raises:
         SequenceParallelError: a monitored number is not that of one device.
+        AttributesDifferError: an attribute is not, where the trial is `strict`.
     """
     loss = None if sharded.loss is None else float(sharded.loss.detach())
     others = any(number.value != loss or number.reduced == "sum" for number in sharded.numbers.values())
@@ -37,5 +45,16 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
     own = RankNumbers(trial.sequence_rank, of_one, again, sharded.numbers, in_16_bits)
     of_ranks = comm.gather_objects(own, trial.control_group)
     trial.context.logged_once["training_step"] = counted_once(of_ranks)
-    if differ := differences(of_ranks):
-        rank_zero_warn(described(differ, f"training_step on {trial.crop}", monitored))
+    differ = differences(of_ranks)
+    coarse = coarse_numbers(of_ranks, trial.batch.rows * trial.batch.length)
+    by_chance = [name for name in coarse if not name.endswith(OF_LOGGER)]
+    told, synced = (
+        {each.name for each in differ},
+        {n for each in of_ranks for n, number in each.sharded.items() if number.reduced},
+    )
+    trial.context.watched_numbers = frozenset(by_chance) - told - synced
+    if differ:
+        text = described(differ, f"training_step on {trial.crop}", monitored)
+        if trial.strict and any(each.name.endswith(ATTRIBUTE) for each in differ):
+            raise AttributesDifferError(text)
+        rank_zero_warn(text)

@@ -112,6 +112,7 @@ class Trial:
     device: torch.device
     control_group: ProcessGroup | None
     in_float32: Callable[[], AbstractContextManager[None]] | None = None
+    strict: bool = False
 
     @property
     def positions(self) -> Tensor:

@@ -20,6 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
 from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
+from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.evaluation import EvaluationProgress
@@ -29,6 +30,7 @@ from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.batch_hooks import HandedBatch, of_user
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
+from lightning_sp.trainer.watched_numbers import WatchedNumbers
 
 _Found = TypeVar("_Found")
 
@@ -48,6 +50,7 @@ class TriedSteps(CurrentSequence, ABC):
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
         self._views = Views()
+        self._watched = WatchedNumbers()
         self._undo_hooks: Callable[[], None] | None = None
         self._is_handed = True  # whether hooks have had the batch in progress, and what they did stays
         self._inferred: dict[bool, dict[str, int]] = {}  # by the view
@@ -235,13 +238,15 @@ class TriedSteps(CurrentSequence, ABC):
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
             with self._tried(step, *loops.batch_index(self._module, batch_idx)) as run:
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
-                return trial(after=after, **self._trial_options())
+                return trial(after=after, strict=self._may_try, **self._trial_options())
 
-        inferred, has_targets = self._carried(tried, tried_after=False)
+        try:
+            inferred, has_targets = self._carried(tried, tried_after=False)
+        except AttributesDifferError:  # in both views, or the global view refuses the step: a warning is left
+            inferred, has_targets = tried()
         if not has_targets:
-            self._first_batch.expect_next(
-                self._next_step, after, within=self._next_step > self._module.trainer.global_step
-            )
+            within = self._next_step > self._module.trainer.global_step
+            self._first_batch.expect_next(self._next_step, after, within=within)
         if not after or self.sees_whole_sequences != before:
             self._inferred[self.sees_whole_sequences] = inferred
             self._shard_options = replace(self._shard_options, inferred_dims=inferred)
@@ -272,6 +277,7 @@ class TriedSteps(CurrentSequence, ABC):
 
     def _say_what_was_not_compared(self) -> None:
         """Warn where a fit ends with a step of new operations, which no step has followed in which they would be compared."""
+        self._watched.finish()
         if self._first_batch.lacks_comparison:
             rank_zero_warn(
                 f"training_step's loss at the last of {self._module.trainer.global_step} optimizer steps is made of operations that none before "
@@ -334,7 +340,7 @@ def _with(error: SequenceParallelError, *lines: str) -> SequenceParallelError:
     text = "\n".join(lines)
     if isinstance(error, NotComparedError):
         return NotComparedError(text, of_part=error.of_part, of_numbers=error.of_numbers, undecided=error.undecided)
-    return SequenceParallelError(text)
+    return AttributesDifferError(text) if isinstance(error, AttributesDifferError) else SequenceParallelError(text)
 
 
 def _is_of_communication(error: BaseException) -> bool:

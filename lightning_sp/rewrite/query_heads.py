@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -71,7 +72,12 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
     if target is None:
         return None, f"{type(module).__name__} has no forward, and not one submodule that has"
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _recorded_heads(target) as heads:
+        with (
+            _without_tracebacks(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.no_grad(),
+            _recorded_heads(target) as heads,
+        ):
             args, kwargs = _trial_input(module, target)
             named = [*target.named_parameters(), *target.named_buffers()]
             state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
@@ -81,6 +87,17 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
     if not heads:
         return None, f"a forward of {type(target).__name__} made no call of F.scaled_dot_product_attention"
     return min(heads), ""
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep torch from logging the traceback of a forward that fails: the caller is told why."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _with_forward(module: nn.Module) -> nn.Module | None:

@@ -28,6 +28,7 @@ from lightning_sp.trainer.batch_end_hooks import BatchEnd
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.logged_sums import LoggedSums
 from lightning_sp.trainer.loops import names_of_sum
+from lightning_sp.trainer.watched_numbers import WatchedNumbers
 
 _NOT_GIVEN: Any = object()
 
@@ -42,6 +43,7 @@ class CurrentSequence:
     _batch: SequenceInfo | None = None
     _prepared: Any = None  # the module that is laid out
     _sums: LoggedSums
+    _watched: WatchedNumbers
     _log_once: LogOnce
     _module: Any
     _groups: HostGroups
@@ -140,7 +142,13 @@ class CurrentSequence:
     def _counted_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of Lightning's strategy; what it logs is known where it is added up."""
         logged_once = self._steps.context.logged_once.get(step.__name__, {})
-        with self._sums.of_step(self._module, logged_once, self.sequence_mesh):
+        context, mesh = self._steps.context, self.sequence_mesh
+        trains = step.__name__ == "training_step" and not context.global_view
+        watched = context.watched_numbers if trains else ()
+        with (
+            self._sums.of_step(self._module, logged_once, mesh),
+            self._watched.of_step(self._module, watched, mesh, self._steps.device),
+        ):
             return step(self, *args, **kwargs)
 
     @property

@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
 from lightning_sp.quantized_weights import is_quantized
+from lightning_sp.trainer.batch_hooks import of_user
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
 OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}
@@ -62,7 +63,8 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
                 undo.callback(_restore_shard, parameter, _shard(parameter).clone())
         undo.callback(abandon_forward, root)  # the block may be left by an error, or have caught one
         undo.enter_context(streams(device))
-        undo.callback(snapshot(root))
+        trainer = getattr(root, "_trainer", None)
+        undo.callback(snapshot(root, [] if trainer is None else of_user(trainer), hooks=True))
         # torch's dropout modules call these as well.
         for name in _DROPOUTS:
             undo.callback(setattr, F, name, getattr(F, name))

@@ -55,6 +55,7 @@ class StepRunner:
         context: what the interceptions share.
         groups: for values on the host.
         device: where the model is.
+        read_ahead: says of the module whether a hook of the user's reads weights between a training step and its backward.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class StepRunner:
         *,
         groups: comm.HostGroups,
         device: torch.device,
+        read_ahead: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self.module = module
         self.context = context
         self.groups = groups
         self.device = device
+        self._read_ahead = read_ahead
         self._attention_reached = False
         self._counts_later_steps = True
         self._operations = SeenOperations()
@@ -152,6 +155,10 @@ class StepRunner:
         with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext(), measured:
             output = self._run(run)
         self._root_unit.keep_written()
+        if self._read_ahead(self.module):
+            reshard(
+                self.module
+            )  # a hook finds every weight as a shard, as other hooks do; the backward gathers what it needs
         if (offload := activation_offload(self.module)) is not None:
             offload.check_room(self.groups.world)
         self._check_reached(step)

@@ -9,7 +9,7 @@ from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -92,6 +92,12 @@ def _entries(batch: Any) -> dict[Any, tuple[Any, int]]:
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def reads_before_backward(module: LightningModule) -> bool:
+    """Return whether the user has a hook between a training step and its backward: it may read weights, or write to them."""
+    owners = [module, *of_user(module.trainer)]
+    return any(is_overridden(hook, each) for hook in ("on_before_zero_grad", "optimizer_zero_grad") for each in owners)
 
 
 def of_user(trainer: Trainer) -> list[Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+from lightning.fabric.loggers.logger import _DummyExperiment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision, Precision
@@ -84,10 +85,46 @@ def batch_index(module: LightningModule, batch_idx: int) -> tuple[int, ...]:
     return (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
 
 
+class TriedLogger(DummyLogger):  # type: ignore[misc,unused-ignore]
+    """A logger of a step that is tried.
+
+    Attributes:
+        take: is given the numbers that a step hands to its logger by itself, past `self.log`, by name; None where nobody asks.
+    """
+
+    take: Callable[[Mapping[Any, Any]], None] | None = None
+
+    @property
+    def experiment(self) -> Any:
+        """What a logger's library would be given."""
+        return _TriedExperiment(self)
+
+    def log_metrics(self, metrics: Mapping[Any, Any], *_: Any, **__: Any) -> None:
+        """Hand numbers on."""
+        if self.take is not None:
+            self.take(metrics)
+
+
+class _TriedExperiment(_DummyExperiment):  # type: ignore[misc,unused-ignore]
+    """Stands for TensorBoard's writer, a run of Weights & Biases and their kin: each method takes a name and a number, or a dict of these."""
+
+    def __init__(self, logger: TriedLogger) -> None:
+        self._logger = logger
+
+    def __getattr__(self, _: str) -> Any:
+        return self._call
+
+    def _call(self, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], Mapping):
+            self._logger.log_metrics(args[0])
+        elif len(args) > 1 and isinstance(args[0], str):
+            self._logger.log_metrics({args[0]: args[1]})
+
+
 @contextmanager
 def without_loggers(trainer: Trainer) -> Iterator[None]:
-    """Give a step as many loggers as it has, which log nothing."""
-    loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+    """Give a step as many loggers as it has, which log nothing, and hand the numbers to whoever asks for them (`TriedLogger.take`)."""
+    loggers, trainer.loggers = trainer.loggers, [TriedLogger() for _ in trainer.loggers]
     try:
         yield
     finally:

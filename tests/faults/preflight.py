@@ -151,8 +151,8 @@ PREFLIGHT = (
     fault(
         "a later trial that ends the run where it cannot run",
         "preflight/first_batch.py",
-        '    except TrialFailedError as error:\n        rank_zero_info(f"preflight: not compared after',
-        '    except ZeroDivisionError as error:\n        rank_zero_info(f"preflight: not compared after',
+        "    except TrialFailedError as error:\n        if not after:\n",
+        "    except ZeroDivisionError as error:\n        if not after:\n",
         f"{PREFLIGHT_TEST}::test_where_nothing_can_be_compared_it_says_so",
     ),
     fault(
@@ -179,7 +179,7 @@ PREFLIGHT = (
     fault(
         "one length tried alone",
         "preflight/first_batch.py",
-        "        if longer.tokens > crop.tokens and longer.num_targets != 0:\n",
+        "        if long.tokens > crop.tokens and long.num_targets != 0:\n",
         "        if False:\n",
         STOPPED,
     ),
@@ -280,5 +280,33 @@ PREFLIGHT = (
         "        group._training_state = TrainingState.IDLE\n",
         "",
         "tests/preflight/test_failed_forward.py::test_what_failed_leaves_no_trace[a shorter crop]",
+    ),
+    fault(
+        "weights that a hook reads between forward and backward, some whole and some sharded: what it writes to whole ones is lost",
+        "step/runner.py",
+        "        if self._read_ahead(self.module):\n",
+        "        if False:\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[ema_before_zero_grad]",
+    ),
+    fault(
+        "a count of a rank's own tokens in an attribute, by which a learning rate is set",
+        "preflight/training_numbers.py",
+        "        if trial.strict and any(",
+        "        if False and any(",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[rate_by_tokens]",
+    ),
+    fault(
+        "a step that reads by places in the whole sequence refused for its crop",
+        "preflight/first_batch.py",
+        "            longer = None if wanted else ",
+        "            longer = None if True else ",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[antecedents]",
+    ),
+    fault(
+        "a share of a rank's own tokens that agreed by chance, logged without a word",
+        "trainer/watched_numbers.py",
+        "        if wide:\n",
+        "        if False:\n",
+        "tests/trainer/test_watched_numbers.py::test_a_share_that_was_0_by_chance_is_named_once[{'ring_size': 2}]",
     ),
 )

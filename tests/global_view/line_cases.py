@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -208,6 +209,10 @@ def relative_shift(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return (scores.masked_fill(mask[:, None, None] == 0, -1e30).softmax(-1) @ q).transpose(1, 2).flatten(2)
 
 
+def _symmetric(pairs: Tensor) -> Tensor:
+    return pairs + 2 * pairs.transpose(1, 2)
+
+
 def distributions(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     kinds = torch.distributions
     return (
@@ -270,6 +275,11 @@ LINE_CASES: dict[str, Case] = {
         torch.take_along_dim(x, (mask.sum(1) - 1)[:, None, None], dim=1),
         torch.take_along_dim(x, (ids % E)[..., None], dim=2),
     ),
+    "pairs of tokens and their transpose": lambda x, ids, mask, w: (
+        _symmetric(x[:, :, None] * x.cos()[:, None]).sin(),
+        torch.einsum("bxi,oij,byj->boxy", x, torch.stack([w.weight, w.weight.T]), x.sin()).tanh().sum(-1),
+    ),
+    "a shallow copy": lambda x, ids, mask, w: copy(x).sin(),
     "mixer": lambda x, ids, mask, w: F.linear(F.linear(x.mT, w.mixing[:5]).relu(), w.mixing[:, :5]).mT + x,
     "queries and values of other storages": lambda x, ids, mask, w: F.scaled_dot_product_attention(
         *[F.pad(x, (0, 0, 5, 0))[:, : x.shape[1]]] * 2, x, is_causal=True

@@ -79,7 +79,10 @@ STOPS = [
     (dict(build="moving by tokens"), ["leaves 1 of 1 buffers different", "model.seen: ||sharded - whole|| = 1.568e+02, ||change|| = 3.135e+02"]),
     (dict(build="moving by balance"), ["leaves 1 of 1 buffers different", "model.seen"]),
     (dict(build="moving by length"), ["leaves 1 of 1 buffers different", "model.seen: ||sharded - whole|| = inf"]),
-    (dict(build="llama", kind="fixed_length"), ["fails on a crop of 2 x 64 tokens: RuntimeError: only 96 tokens fit", "set preflight_tokens"]),
+    (
+        dict(build="llama", kind="fixed_length", strategy={"preflight_tokens": 64}),
+        ["fails on a crop of 2 x 64 tokens: RuntimeError: only 96 tokens fit", "set preflight_tokens"],
+    ),
 ]  # fmt: skip
 # Of other precisions, models or ways to the same numbers.
 MORE_STOPS = [

@@ -260,7 +260,7 @@ def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
     data: Any = TokenDataset(4)
     options: dict[str, Any] = {}
     if change == "no sequence":
-        data = [{"values": torch.zeros(3)} for _ in range(4)]
+        data = [{"values": torch.zeros(1)} for _ in range(4)]
     if change == "unnamed sequence":
         data = [{**TokenDataset(4)[i], "mystery": torch.zeros(32)} for i in range(4)]
         strategy = {**strategy, "preflight": False}
@@ -276,7 +276,7 @@ def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
     if change == "fp16":
         options["precision"] = "16-true"
     if change == "one rank fails" and dist.get_rank() == 1:
-        data = [{"values": torch.zeros(3)} for _ in range(4)]
+        data = [{"values": torch.zeros(1)} for _ in range(4)]
     if change == "different samples":
         data = [
             {**TokenDataset(4)[i], "input_ids": (TokenDataset(4)[i]["input_ids"] + dist.get_rank()) % 61}

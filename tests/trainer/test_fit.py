@@ -215,7 +215,7 @@ def test_a_stream_that_gives_parts_is_read_by_every_rank_alike_or_refused(pools,
     ("change", "words"),
     [
         ("no attention", ["0 attention calls", "F.scaled_dot_product_attention"]),
-        ("no sequence", ["no sequence dimension", "values: (2, 3)", "sequence_dims"]),
+        ("no sequence", ["no sequence dimension", "values: (2, 1)", "sequence_dims"]),
         ("unnamed sequence", ["mystery", "32 tokens", "sequence_dims"]),
         ("labels", ["labels_shifted=True", "shift_labels"]),
         (

@@ -27,6 +27,7 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
+from lightning_sp.global_view.lines import along_dim
 from lightning_sp.global_view.movement import as_tokens, brought
 from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -164,9 +165,10 @@ def _in_one_order(call: Call) -> Any:
 
 
 def _with_smaller_whole(call: Call) -> Any:
-    """Align tensors whose sequences lie in different dims, with all but the largest whole.
+    """Align tensors whose sequences lie in different dims, with all but the largest whole, or brought to the largest's tokens.
 
-    Each of these is no larger than what a rank has of the result: of pairs, (B, S, 1, E) and (B, 1, S, E), those of its tokens of the first.
+    What is made whole is no larger than what a rank has of the result: of pairs, (B, S, 1, E) and (B, 1, S, E), those of its tokens of the
+    first. Pairs that meet their own transpose, x + x.transpose(1, 2), change the dim that is split.
     """
     largest = max(call.tensors, key=lambda each: each.numel())
     others = [each for each in call.tensors if each is not largest]
@@ -179,15 +181,20 @@ def _with_smaller_whole(call: Call) -> Any:
         else math.prod(broadcast(*(each.shape for each in call.tensors)))
     )
     most = numbers // size
-    if (
-        any(each.numel() > most or each.placement.dim == largest.placement.dim for each in others)
-        or most > MOST_NUMBERS
-    ):
+    if most > MOST_NUMBERS or any(each.placement.dim == largest.placement.dim for each in others):
         return NO_RULE
-    wholes = {id(each): each.whole() for each in others}
+    wholes = {id(each): each.whole() if each.numel() <= most else _of_pairs(each, largest) for each in others}
+    if any(each is None for each in wholes.values()):
+        return NO_RULE
     args = tuple(mapped(each, lambda value: wholes.get(id(value), value)) for each in call.args)
     kwargs = {name: mapped(each, lambda value: wholes.get(id(value), value)) for name, each in call.kwargs.items()}
     return aligned(replace(call, args=args, kwargs=kwargs))
+
+
+def _of_pairs(x: SequenceTensor, like: SequenceTensor) -> SequenceTensor | None:
+    """Return what is as large as another tensor, and split along the other dim of its pairs of tokens, split as that is; else None."""
+    same = x.shape == like.shape and x.placement.same_tokens(like.placement)
+    return along_dim(x, like.placement.dim) if same else None
 
 
 def _part(whole: Tensor, placement: Placement, ndim: int) -> Tensor:

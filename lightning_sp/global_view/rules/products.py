@@ -260,6 +260,10 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     if any(sizes.setdefault(name, size) != size for name, size in zip(second, b.shape, strict=True)):
         return NO_RULE  # dims that are broadcast
 
+    if is_sequence(a) and is_sequence(b) and (more := _beside_pairs(first, second, rows, columns, a, b)):
+        (first, a), (second, b) = (_with_dims(name, x, more, sizes) for name, x in ((first, a), (second, b)))
+        return _einsum_of_two(first, second, out, a, b)
+
     def matrices(x: Any, name: str, lines: list[str], across: list[str]) -> Any:
         order = [*batch, *lines, *across]
         x = x if list(name) == order else x.permute([name.index(each) for each in order])
@@ -273,6 +277,22 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     shape = [sizes[each] for each in order]
     result = result if list(result.shape) == shape else result.reshape(shape)
     return result if list(out) == order else result.permute([order.index(each) for each in out])
+
+
+def _beside_pairs(
+    first: str, second: str, rows: list[str], columns: list[str], a: SequenceTensor, b: SequenceTensor
+) -> list[str]:
+    """Return which dims beside the tokens number products of tokens with tokens, a biaffine layer's classes; none without pairs."""
+    pair = first[a.placement.dim], second[b.placement.dim]
+    return [each for each in (*rows, *columns) if each not in pair] if pair[0] in rows and pair[1] in columns else []
+
+
+def _with_dims(name: str, x: Any, more: list[str], sizes: dict[str, int]) -> tuple[str, Any]:
+    """Return a tensor repeated along the dims that it lacks, without memory."""
+    for each in more:
+        if each not in name:
+            name, x = each + name, x.unsqueeze(0).expand(sizes[each], *x.shape)
+    return name, x
 
 
 def _count(names: list[str], sizes: dict[str, int]) -> int:

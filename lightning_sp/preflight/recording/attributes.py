@@ -17,6 +17,7 @@ from lightning_sp import comm
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
 from lightning_sp.step.isolation import MAX_VISITED, OF_THE_FRAMEWORK, is_object_of_user
+from lightning_sp.trainer.batch_hooks import of_user
 
 # Behind a name, in messages.
 ATTRIBUTE = " (attribute)"
@@ -32,6 +33,9 @@ _LIBRARIES = {
     "abc",
     "typing",
 }
+
+
+_PAIR = 8
 
 
 class _TensorVersion(NamedTuple):
@@ -108,11 +112,18 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the numbers and tensors that lists and dicts in attributes hold."""
     for name, value in _all_attributes(module):
         if isinstance(value, (list, tuple, deque, dict)) and len(value) <= MAX_VISITED:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{name}[{key!r}]", each) for key, each in items if _is_number(each))
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                if _is_number(each):
+                    yield f"{name}[{key!r}]", each
+                elif isinstance(each, (list, tuple)) and len(each) <= _PAIR:  # numbers that are kept together
+                    yield from ((f"{name}[{key!r}][{i}]", part) for i, part in enumerate(each) if _is_number(part))
 
 
 def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of the user's modules and of the user's callbacks, which hooks of modules may fill."""
+    trainer = getattr(module, "_trainer", None)
+    for each in [] if trainer is None else of_user(trainer):
+        yield from ((f"{type(each).__name__}.{name}", value) for name, value in vars(each).items())
     for path, each in module.named_modules():
         # What metrics hold is compared as what they show.
         if isinstance(each, Metric) or all(

@@ -20,6 +20,8 @@ from lightning_sp.trainer.row_metrics import outermost_metrics, was_updated
 
 # Behind a name: what weighs the number in its mean over an epoch. Synchronized, the ranks' own add up.
 WEIGHT = " (batch_size)"
+# Of a number that a step hands to its logger by itself.
+OF_LOGGER = " (of the logger)"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class StepNumbers:
         items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
         for name, value in items:
             self.log(name, value, *args, **kwargs)
+
+    def direct(self, metrics: Mapping[Any, Any]) -> None:
+        """Take what a step hands to its logger by itself."""
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                self.numbers.setdefault(f"{name}{OF_LOGGER}", Number(_plain(value), logged=True))
 
     def returned(self, output: Any) -> None:
         """Take the single numbers that a step returns."""
@@ -139,6 +147,9 @@ def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
     for _, metric in outermost_metrics(module):
         metric.reset()
     with ExitStack() as undo:
+        for logger in getattr(getattr(module, "_trainer", None), "loggers", ()):
+            if hasattr(logger, "take"):
+                logger.take = found.direct
         for name in ("log", "log_dict"):
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, getattr(found, name))

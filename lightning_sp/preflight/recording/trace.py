@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
@@ -148,8 +149,10 @@ def _tensors(value: Any) -> tuple[list[Tensor], list[float]]:
     while pending:
         each = pending.pop(0)
         if isinstance(each, Tensor):
-            # What lives within `torch.vmap` or another transform alone has no numbers behind it.
-            if not torch._C._functorch.is_functorch_wrapped_tensor(each):
+            # What lives within `torch.vmap` or another transform alone has no numbers behind it. A sharded weight has some on other ranks:
+            # whoever compares them is alone in that.
+            sharded = isinstance(each, DTensor) or hasattr(each, "is_term")
+            if not sharded and not torch._C._functorch.is_functorch_wrapped_tensor(each):
                 tensors.append(each)
         elif isinstance(each, (int, float)) and not isinstance(each, bool):
             numbers.append(float(each))

@@ -183,8 +183,10 @@ def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -
 def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
     """Return the dimension of the sequence in entries of other names, tuples' too: those of as many rows and tokens as the known ones.
 
-    Where none is known, the first integers of (rows, tokens) are the sequence. What has the tokens in a further dimension too is a mask of
-    queries and keys, say, and stays unknown. So does everything beside a decoder's sequence, for it may belong to either.
+    Where none is known, the sequence is that of the first integers of (rows, tokens); else of the first numbers of (rows, tokens, features),
+    or of (rows, codebooks, tokens) where they are integers and the last dim is the longer one; else of the first series (rows, numbers).
+    What has the tokens in a further dimension too is a mask of queries and keys, say, and stays unknown. So does everything beside a
+    decoder's sequence, for it may belong to either.
 
     Args:
         entries: of the batch.
@@ -193,13 +195,25 @@ def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[
     if any(name.startswith(DECODER) for name in known):
         return {}
     others = {n: t for n, t in entries.items() if n not in STANDARD_NAMES and n not in known and isinstance(t, Tensor)}
-    leading = [entries[name] for name, dim in known.items() if dim == 1 and entries[name].dim() > 1]
+    leading = [(entries[name], dim) for name, dim in known.items() if dim == 1 and entries[name].dim() > 1]
     if not known:
-        leading = [t for t in others.values() if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]
-    if not leading or leading[0].shape[1] == 1:
+        leading = _leading(others.values())
+    if not leading:
         return {}
-    rows, length = leading[0].shape[:2]
-    return {n: 1 for n, t in others.items() if tuple(t.shape[:2]) == (rows, length) and length not in t.shape[2:]}
+    first, dim = leading[0]
+    rows, length = first.shape[0], first.shape[dim]
+    if length == 1:
+        return {}
+    found = {n: 1 for n, t in others.items() if tuple(t.shape[:2]) == (rows, length) and length not in t.shape[2:]}
+    return found if dim == 1 else {**found, **{n: dim for n, t in others.items() if t.shape == first.shape}}
+
+
+def _leading(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Return what may be a batch's sequence where no name is known, the likeliest first, with the dimension of its tokens."""
+    numbers = [t for t in tensors if t.dtype != torch.bool and t.shape[1:] and min(t.shape[1:]) > 1]
+    ids = [(t, 1) for t in numbers if t.dim() == 2 and not t.is_floating_point()]
+    features = [(t, 2 if not t.is_floating_point() and t.shape[2] > t.shape[1] else 1) for t in numbers if t.dim() == 3]
+    return ids + features + [(t, 1) for t in numbers if t.dim() == 2 and t.is_floating_point()]
 
 
 def split_sequences(dims: Mapping[str, int], whole_inputs: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:

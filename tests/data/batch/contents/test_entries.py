@@ -65,6 +65,11 @@ def test_nested_tensors_are_refused():
         ({"0": IDS, "1": IDS}, {"0": 1, "1": 1}),
         ({"x": torch.zeros(2, 6, 4), "y": IDS, "keep": IDS > 3}, {"x": 1, "y": 1, "keep": 1}),
         ({"input_ids": IDS, "weights": torch.ones(2, 6), "row": torch.ones(2, 5)}, {"input_ids": 1, "weights": 1}),
+        # Where no name is known: features, codes whose tokens are last, a series; of these the first that there is.
+        ({"past": torch.zeros(2, 6, 3), "ahead": torch.zeros(2, 4, 3), "class": torch.zeros(2)}, {"past": 1}),
+        ({"codes": torch.zeros(2, 4, 6, dtype=torch.int64), "text": torch.zeros(2, 5, 8)}, {"codes": 2}),
+        ({"0": torch.zeros(2, 6), "1": torch.zeros(2, 3)}, {"0": 1}),
+        ({"image": torch.zeros(2, 1, 6), "class": torch.zeros(2)}, {}),
         # A mask of queries and keys; images; a decoder's sequence, or the encoder's.
         ({"input_ids": IDS, "mask": torch.ones(2, 6, 6)}, {"input_ids": 1}),
         (IMAGES, {}),

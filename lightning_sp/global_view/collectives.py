@@ -25,8 +25,8 @@ _NAMES = (
 )  # fmt: skip
 _SUMS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
 _LISTS = {"all_gather", "all_gather_into_tensor", "gather", "all_gather_object", "gather_object"}
-# Whose own calls are for ranks: this package's, Lightning's `sync_dist`, a metric's.
-_LIBRARIES = ("lightning_sp", "lightning", "pytorch_lightning", "torchmetrics")
+# Whose own calls are for ranks: this package's, Lightning's `sync_dist`, a metric's, `generate`'s of whether all ranks have ended.
+_LIBRARIES = ("lightning_sp", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "accelerate")
 Rebind = Callable[[Callable[..., Any], Callable[..., Any], ExitStack], None]
 
 

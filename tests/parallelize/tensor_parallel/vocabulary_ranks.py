@@ -142,8 +142,8 @@ class Apart(Plain):
         self.kept: Tensor | None = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.spoils and batch_idx == 1 and dist.get_rank() == 1:
-            self.model.head.weight.detach().to_local()[0, 0] = float("nan")
+        if self.spoils and batch_idx == 1:  # all ranks write: a write of one is refused
+            self.model.head.weight.detach().to_local()[0, 0] *= float("nan") if dist.get_rank() == 1 else 1.0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.logits(batch)

@@ -53,10 +53,11 @@ class TorchFlexKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, positions: ScorePositions | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one block; 0 and -inf for a query that sees none of it."""
-        try:
-            return _attend(q, k, v, _changed(self.scores, positions, causal, q.dtype), scale)
-        except _FAILURES as error:
-            self._leave_to_tiled(error)
+        if self._form not in _failed:
+            try:
+                return _attend(q, k, v, _changed(self.scores, positions, causal, q.dtype), scale)
+            except _FAILURES as error:
+                self._leave_to_tiled(error)
         return self.tiled.forward(q, k, v, causal=causal, scale=scale, positions=positions)
 
     def backward(
@@ -64,10 +65,11 @@ class TorchFlexKernel:
         positions: ScorePositions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of one block from the global out and lse."""
-        try:
-            return self._backward(grad, q, k, v, out, lse, _changed(self.scores, positions, causal, q.dtype), scale)
-        except _FAILURES as error:
-            self._leave_to_tiled(error)
+        if self._form not in _failed:
+            try:
+                return self._backward(grad, q, k, v, out, lse, _changed(self.scores, positions, causal, q.dtype), scale)
+            except _FAILURES as error:
+                self._leave_to_tiled(error)
         return self.tiled.backward(grad, q, k, v, out, lse, causal=causal, scale=scale, positions=positions)
 
     def _backward(
@@ -85,9 +87,16 @@ class TorchFlexKernel:
             dq, dk, dv = torch.autograd.grad((own, own_lse), given, (of_out, of_lse))
         return dq, dk, dv
 
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        """What is compiled: the kinds of changes, and the code of the user's functions."""
+        functions = (each.function for each in (self.scores.score_mod, self.scores.mask_mod) if each is not None)
+        return *self.scores.names(), *(getattr(each, "__code__", type(each)) for each in functions)
+
     def _leave_to_tiled(self, error: Exception) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise error
+        _failed.add(self._form)
         why = str(error).partition(chr(10))[0]
         _warn_once(
             f"{self.name} fails with {', '.join(self.scores.names())}: {why}; {self.tiled.name} computes it, several times slower"
@@ -96,6 +105,8 @@ class TorchFlexKernel:
 
 # What the compiler makes of a function that it cannot compile, and an operator of sizes that it does not take.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError)
+# The forms that failed: to try one again in each layer would cost a compilation each time.
+_failed: set[tuple[Any, ...]] = set()
 
 
 @lru_cache

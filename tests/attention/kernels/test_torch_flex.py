@@ -37,6 +37,7 @@ def dense(monkeypatch):
         return graph.forward
 
     torch._dynamo.reset()
+    torch_flex._failed.clear()
     compiled = torch.compile(flex.flex_attention, backend=eager, dynamic=True, fullgraph=True)
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch_flex, "compiled", lambda: compiled)
@@ -96,8 +97,10 @@ def test_its_numbers_are_the_tiled_kernels(dense):
     assert len(dense) == 4
 
 
-def test_a_function_that_does_not_compile_is_the_tiled_kernels(dense):
+def test_a_function_that_does_not_compile_is_the_tiled_kernels(dense, monkeypatch):
     torch_flex._warn_once.cache_clear()
+    compiled, calls = torch_flex.compiled(), []
+    monkeypatch.setattr(torch_flex, "compiled", lambda: calls.append(1) or compiled)
 
     def mask(row, head, q, k):
         torch._dynamo.graph_break()
@@ -106,6 +109,8 @@ def test_a_function_that_does_not_compile_is_the_tiled_kernels(dense):
     scores = Scores(mask_mod=MaskMod(mask))
     with pytest.warns(UserWarning, match="torch flex .cuda. fails with mask_mod: .*; torch tiled matmul computes it"):
         found = results(TorchFlexKernel(scores), 0, causal=False)
+    results(TorchFlexKernel(Scores(mask_mod=MaskMod(mask))), 1, causal=False)
+    assert len(calls) == 1, "what has failed is compiled again"
     for one, other in zip(found, results(TiledKernel(scores), 0, causal=False), strict=True):
         assert torch.equal(one, other)
 

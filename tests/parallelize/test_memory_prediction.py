@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.checkpointing import measure
+from benchmarks.memory.checkpointing import measure
 from lightning_sp.models import LlamaConfig
 from lightning_sp.parallelize.memory_budget import budget_bytes, used_bytes
 from lightning_sp.parallelize.memory_prediction import (

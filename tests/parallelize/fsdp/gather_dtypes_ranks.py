@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.traffic import counted
+from benchmarks.instruments.traffic import counted
 from lightning_sp.config import MemoryOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import make_fsdp_root, reshard, shard_model, transformer_blocks, without_gradient_sync

@@ -1,7 +1,7 @@
 """How much of what a ring sends hides behind the blocks: time in which a rank waits for a hop, with the blocks and without.
 
-    python -m benchmarks.overlap                                    2 ranks, 8,192 and 32,768 tokens
-    python -m benchmarks.overlap --world 4 --lengths 16384
+    python -m benchmarks.attention.overlap                                    2 ranks, 8,192 and 32,768 tokens
+    python -m benchmarks.attention.overlap --world 4 --lengths 16384
 
 Both passes send the same; in the second the kernel is left out, so that all of it has to be waited for. The hidden share is what of that waiting
 the first does without. Of each hop the least wait of all ranks counts: who comes last waits for the message, who came early for the others too,
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.traffic import ring_options
+from benchmarks.instruments.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.schemes import query_heads
 from lightning_sp.attention.schemes.cpu_shared_memory import Arrival

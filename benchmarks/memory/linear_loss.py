@@ -1,6 +1,6 @@
 """The loss of a head over a large vocabulary, forward and backward: with logits, in our chunks, and by torch's own chunked function.
 
-    python -m benchmarks.linear_loss --tokens 2048 --dim 512 --vocabulary 32000
+    python -m benchmarks.memory.linear_loss --tokens 2048 --dim 512 --vocabulary 32000
 
 CPU-seconds and peak memory of this process, each way in turn, `--rounds` times; the median of each.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.resident import peak_growth
+from benchmarks.instruments.resident import peak_growth
 from lightning_sp import linear_cross_entropy
 
 Way = Callable[[Tensor, nn.Linear, Tensor], Tensor]

@@ -1,6 +1,6 @@
 """The peak of a rank's training step in the global view, by how a model makes its causal mask, beside the default's: bytes.
 
-    python -m benchmarks.global_view_memory --tokens 4096 8192
+    python -m benchmarks.memory.global_view --tokens 4096 8192
 
 A GPT as users write it: `--layers` blocks, dim 64, 4 heads, vocabulary 256, float32, learned positions, one row, a ring of 2 ranks.
 What is alive before the step does not count. In units of S x S bytes, what a bool mask of the whole takes.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.resident import peak_growth
+from benchmarks.instruments.resident import peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.testing import RankPool
 

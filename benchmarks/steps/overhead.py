@@ -1,6 +1,6 @@
 """What interception, watch and preflight cost the default model (`conf/`) on two ranks, each called alone, over a training step.
 
-    python -m benchmarks.overhead --calls 1000
+    python -m benchmarks.steps.overhead --calls 1000
 
 Interception is what a call of torch's function does before the attention operator, or beside torch's own cross entropy, its all_reduce of two
 numbers included. The watch compares the loss of ranks that share a sequence. Each is called in the middle of a real step, so that masks,
@@ -28,13 +28,13 @@ from hydra.utils import instantiate
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.training import Clock, Tokens
+from benchmarks.steps.training import Clock, Tokens
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.loss.check import LossCheck
 from lightning_sp.testing import RankPool
 
 LAYOUTS = ({"ulysses_size": 2}, {"ring_size": 2})
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 NUM_STEPS = 6
 
 

@@ -1,6 +1,7 @@
 """Packed documents over a ring: how unequal the ranks' work is with zigzag and with a balanced layout, and what finding one costs.
 
-Run with ``OMP_NUM_THREADS=1 python -m benchmarks.balance`` (``--help`` for the sizes). Documents are the running Python's own standard library,
+Run with ``OMP_NUM_THREADS=1 python -m benchmarks.attention.balance`` (sizes: ``--help``).
+Documents are the running Python's own standard library,
 one a file, as long as the file has bytes, shuffled and packed into rows that cut the last one. CPU-seconds are those of one forward and
 backward on real ranks, of each rank the least of the repeats: what else the machine does only adds to them. ``--search`` times the search alone.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.traffic import counted
+from benchmarks.instruments.traffic import counted
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
 from lightning_sp.attention.plan.balance import balance
 from lightning_sp.layout import SequenceLayout, shard

@@ -1,7 +1,7 @@
 """A training step through the Trainer: sequences split over processes against one process, the same model and global batch.
 
-    python -m benchmarks.training speed    one process with 2 threads against 2 ranks, interleaved
-    python -m benchmarks.training memory   peak resident memory per rank at sp = 1, 2, 4 for one length
+    python -m benchmarks.steps.training speed    one process with 2 threads against 2 ranks, interleaved
+    python -m benchmarks.steps.training memory   peak resident memory per rank at sp = 1, 2, 4 for one length
 
 Ratios of one run, and CPU-seconds beside walls: machines differ and are shared.
 """

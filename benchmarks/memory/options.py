@@ -1,4 +1,4 @@
-"""Peak memory and time of a step on 2 CPU ranks, by option: `python -m benchmarks.step_memory`.
+"""Peak memory and time of a step on 2 CPU ranks, by option: `python -m benchmarks.memory.options`.
 
 A Llama of 50M parameters in float32 (8 layers, dim 512, vocabulary 32K, head of its own), with one sequence on each rank. What is alive before
 the step (shards of parameters and gradients) does not count.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.resident import peak_growth
+from benchmarks.instruments.resident import peak_growth
 from lightning_sp.config import MemoryOptions
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.models.llama import rotary_angles

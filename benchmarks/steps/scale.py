@@ -1,7 +1,7 @@
 """One rank of a large world, without the machines: what the host does in a step of training, counted.
 
-    python -m benchmarks.scale                          the table: worlds of 8 to 1,024 ranks
-    python -m benchmarks.scale step --world 64 ...      one world, in detail: each wait, copy and collective with its line
+    python -m benchmarks.steps.scale                          the table: worlds of 8 to 1,024 ranks
+    python -m benchmarks.steps.scale step --world 64 ...      one world, in detail: each wait, copy and collective with its line
 
 A world is torch's fake process group, a device is simulated (`simulated_device`): nothing is computed, all of Lightning, FSDP2 and this
 package runs. Milliseconds are of this package's own lines but those of its models, by cProfile, which slows them down: the sum of each
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.simulated_device import KINDS, NAME, SimulatedDevice, register
+from benchmarks.instruments.simulated_device import KINDS, NAME, SimulatedDevice, register
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.attention import operator
 from lightning_sp.models.llama import Llama, LlamaConfig
@@ -305,7 +305,7 @@ def _is_own(file: str) -> bool:
 def _in_a_process(**options: Any) -> dict[str, Any]:
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scale", "step", "--json", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.steps.scale", "step", "--json", *arguments], capture_output=True, text=True, check=False
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{arguments}: {done.stderr[-2000:]}")

@@ -1,6 +1,7 @@
 """Peak memory of each rank while a model is built, sharded and given its initial weights: drawn from a seed, or read from safetensors.
 
-Run with ``OMP_NUM_THREADS=1 python -m benchmarks.initial_memory``. Measured from the begin of ``configure_model`` to the end of the strategy's
+Run with ``OMP_NUM_THREADS=1 python -m benchmarks.memory.initial_weights``.
+Measured from the begin of ``configure_model`` to the end of the strategy's
 setup, in new processes for each row. Drawn beside read, with ``delayed_init`` and without.
 """
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.resident import Growth, peak_growth
+from benchmarks.instruments.resident import Growth, peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.testing import RankPool
 

@@ -1,6 +1,7 @@
 """Attention alone, forward and backward: CPU-seconds, bytes sent and peak memory per rank, sharded against one process.
 
-Run with ``OMP_NUM_THREADS=1 python -m benchmarks.attention`` (``--help`` for the sizes). CPU-seconds are summed over the ranks: on a machine
+Run with ``OMP_NUM_THREADS=1 python -m benchmarks.attention.forward_backward`` (sizes: ``--help``).
+CPU-seconds are summed over the ranks: on a machine
 with fewer cores than ranks a wall says how busy the machine is, CPU-seconds say what sharding costs. The one process takes as many
 threads as the machine has cores, so that both sides share caches and hyper-threads alike; each repeat runs every side once, and the median of
 the ratios within a repeat is reported.
@@ -24,8 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.resident import peak_growth
-from benchmarks.traffic import counted, ring_options
+from benchmarks.instruments.resident import peak_growth
+from benchmarks.instruments.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import SequenceLayout, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh

@@ -1,6 +1,7 @@
 """Ulysses in stages of heads against unstaged, pair by pair: CPU-seconds, and peak memory beyond the inputs.
 
-Run with ``OMP_NUM_THREADS=1 python -m benchmarks.stages``. The sides of a pair run one after the other on the same ranks, in turn which first.
+Run with ``OMP_NUM_THREADS=1 python -m benchmarks.attention.stages``.
+The sides of a pair run one after the other on the same ranks, in turn which first.
 CPU-seconds are of a forward and backward, summed over the ranks. Peaks are the largest rank's, of a forward alone and of a whole step, in new
 processes. On CPU ranks the exchange is work like any other: that it is under way behind a kernel saves nothing there.
 """
@@ -15,9 +16,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention import Problem, mesh_of, step
+from benchmarks.attention.forward_backward import Problem, mesh_of, step
 from benchmarks.before_after import interval
-from benchmarks.resident import peak_growth
+from benchmarks.instruments.resident import peak_growth
 from lightning_sp.attention import sequence_parallel_attention
 from lightning_sp.testing import RankPool
 

@@ -1,6 +1,6 @@
 """A training step with the loss in chunks and with logits, in turn: CPU-seconds of all ranks and the peak of a rank.
 
-    python -m benchmarks.linear_loss_step --ranks 2 --tokens 2048 [--global-view]
+    python -m benchmarks.memory.linear_loss_step --ranks 2 --tokens 2048 [--global-view]
 
 A Llama of `--layers` blocks, dim 512, hidden 1408, vocabulary 32000, float32. Each round runs both ways, three steps each, of which the last one
 counts; the median over rounds.
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.resident import peak_growth
+from benchmarks.instruments.resident import peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import LlamaConfig
 from lightning_sp.testing import RankPool

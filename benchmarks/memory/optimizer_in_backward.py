@@ -1,6 +1,6 @@
 """Memory of a rank with `optimizer_in_backward` and without: where a step begins, and its peak.
 
-Run with ``OMP_NUM_THREADS=1 python -m benchmarks.optimizer_in_backward``. The third step of a Llama on two ranks, 38.6M parameters in
+Run with ``OMP_NUM_THREADS=1 python -m benchmarks.memory.optimizer_in_backward``. The third step of a Llama on two ranks, 38.6M parameters in
 float32, 12 blocks, 64 tokens, SGD without momentum: gradients are nearly all that a step makes. New processes for each line.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.resident import map_tensors, resident_bytes
+from benchmarks.instruments.resident import map_tensors, resident_bytes
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize.model_bytes import largest_unit_bytes

@@ -1,7 +1,7 @@
 """FSDP2's own collectives on gloo against the direct ones: a training step of a stack of MLPs, for each number of ranks.
 
-    python -m benchmarks.collectives                     2 and 4 ranks, 16.8M parameters
-    python -m benchmarks.collectives --worlds 2 --repeats 9
+    python -m benchmarks.steps.collectives                     2 and 4 ranks, 16.8M parameters
+    python -m benchmarks.steps.collectives --worlds 2 --repeats 9
 
 Both models live in the same ranks and take turns step by step, so that they meet the same machine; the ratio is within a turn, and its median is
 shown. Bytes are those that a rank wrote to its sockets, by the kernel's count of what the process wrote (`/proc/self/io`).
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from benchmarks.written import written_bytes
+from benchmarks.instruments.written import written_bytes
 from lightning_sp.parallelize import shard_model
 from lightning_sp.testing import RankPool, max_error
 

@@ -1,6 +1,6 @@
 """What the global view costs the host: microseconds of each function of torch on a tensor of the sequence, beside the same on its part.
 
-    python -m benchmarks.global_view [--compiled [inductor]]
+    python -m benchmarks.steps.global_view [--compiled [inductor]]
 
 One process plays the first of two ranks; what is timed sends nothing. CPU time, the least of many rounds.
 """

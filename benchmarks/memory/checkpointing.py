@@ -1,6 +1,6 @@
 """Peak memory and CPU seconds of a step under each checkpoint policy, beside the peak that "auto" would predict.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.checkpointing --tokens 2048`: a Llama (dim 512, 8 layers, hidden 1408, vocabulary 4,096).
+`OMP_NUM_THREADS=1 python -m benchmarks.memory.checkpointing --tokens 2048`: a Llama (dim 512, 8 layers, hidden 1408, vocabulary 4,096).
 Policies are interleaved, in one process for each rank. The first step of a policy makes gradients and the optimizer's state.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.resident import map_tensors, peak_growth
+from benchmarks.instruments.resident import map_tensors, peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints

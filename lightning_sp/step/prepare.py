@@ -30,8 +30,8 @@ from lightning_sp.global_view.autograd_functions import watched_functions
 from lightning_sp.global_view.collectives import collectives_refused
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
 from lightning_sp.global_view.scripted_functions import scripted_functions_in_python
-from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
+from lightning_sp.loss.output_head.deferred_heads import DeferredHeads
 from lightning_sp.mesh import (
     SequenceMesh,
     build_fsdp_mesh,

@@ -297,14 +297,14 @@ GLOBAL_VIEW = (
     ),
     fault(
         "logits that were written to, turned around as they were before",
-        "loss/deferred_logits.py",
+        "loss/output_head/deferred_logits.py",
         "return None if self.is_final or self.class_dim != -1 else self.hidden",
         "return None if self.class_dim != -1 else self.hidden",
         DEFERRED,
     ),
     fault(
         "a slice of detached logits with a graph of the head",
-        "loss/deferred_logits.py",
+        "loss/output_head/deferred_logits.py",
         "        link = Link(self, None, False)\n",
         "        link = None\n",
         DEFERRED,

@@ -97,6 +97,10 @@ PLANTED = {
         "from lightning_sp.parallelize.fsdp import shard_model",
     ),
     "Inside loss": ("loss/reduction.py", "from lightning_sp.loss import check"),
+    "Inside loss.output_head": (
+        "loss/output_head/chunked_head.py",
+        "from lightning_sp.loss.output_head import deferred_logits",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.testing import max_error
-from tests.loss.test_chunked_head import NUM, ROWS, TOKENS, VOCAB, deferred, gradients, head_and_hidden, targets
+from tests.loss.output_head.test_chunked_head import (
+    NUM,
+    ROWS,
+    TOKENS,
+    VOCAB,
+    deferred,
+    gradients,
+    head_and_hidden,
+    targets,
+)
 
 INDEX = torch.arange(NUM).view(ROWS, TOKENS, 1) % VOCAB
 KEEP = INDEX[..., 0] > 2

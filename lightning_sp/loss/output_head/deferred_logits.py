@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.deferred import DeferredTensor
-from lightning_sp.loss.chunked_head import CrossEntropyOfTokens, gradients_of
-from lightning_sp.loss.head_call import HeadCall, LaterHeadCall, LogitsReadError, UnreadCall
-from lightning_sp.loss.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Cast, Recorded
-from lightning_sp.loss.part_functions import OfRows, on_part
+from lightning_sp.loss.output_head.chunked_head import CrossEntropyOfTokens, gradients_of
+from lightning_sp.loss.output_head.head_call import HeadCall, LaterHeadCall, LogitsReadError, UnreadCall
+from lightning_sp.loss.output_head.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Cast, Recorded
+from lightning_sp.loss.output_head.part_functions import OfRows, on_part
 
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, torch.autograd.grad}

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp import comm, linear_cross_entropy
-from lightning_sp.loss.deferred_logits import DeferredLogits
-from lightning_sp.loss.head_call import HeadCall
+from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
+from lightning_sp.loss.output_head.head_call import HeadCall
 from lightning_sp.loss.reduction import losses_of_tokens, sum_and_count
 from lightning_sp.testing import max_error
 from lightning_sp.vocabulary_part import VocabularyPart, remember_part
 from tests.live_storages import LiveStorages
-from tests.loss import test_deferred_logits, test_written_logits
-from tests.loss.test_chunked_head import CLASSES, OPTIONS, TARGETS, VOCAB, head_and_hidden, targets
+from tests.loss.output_head import test_deferred_logits, test_written_logits
+from tests.loss.output_head.test_chunked_head import CLASSES, OPTIONS, TARGETS, VOCAB, head_and_hidden, targets
 
 
 def split(head: nn.Linear) -> nn.Linear:
@@ -99,7 +99,7 @@ def _total(target: Tensor, options: dict[str, Any], function: Any, logits: Tenso
 
 
 def _each(target: Tensor, options: dict[str, Any], function: Any, logits: Tensor) -> Tensor:
-    from lightning_sp.loss.part_functions import LossOfRows
+    from lightning_sp.loss.output_head.part_functions import LossOfRows
 
     others = {name: value for name, value in options.items() if name != "weight"}
     loss = LossOfRows(partial(F.cross_entropy, **others), options.get("weight"), -100)

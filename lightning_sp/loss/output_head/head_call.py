@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.loss.chunked_head import (
+from lightning_sp.loss.output_head.chunked_head import (
     Autocast,
     HeadWeights,
     OfTokens,
@@ -27,7 +27,7 @@ from lightning_sp.loss.chunked_head import (
     refuse_second_order,
     summed,
 )
-from lightning_sp.loss.part_functions import OfAllWords
+from lightning_sp.loss.output_head.part_functions import OfAllWords
 from lightning_sp.vocabulary_part import vocabulary_part
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loss import part_functions_ranks
+from tests.loss.output_head import part_functions_ranks
 
 SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_sp import SequenceParallelError, linear_cross_entropy
-from lightning_sp.loss.deferred_logits import DeferredLogits
-from lightning_sp.loss.head_call import HeadCall
+from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
+from lightning_sp.loss.output_head.head_call import HeadCall
 from lightning_sp.loss.reduction import losses_of_tokens, sum_and_count
 from lightning_sp.testing import max_error
 

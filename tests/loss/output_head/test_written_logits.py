@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.testing import max_error
-from tests.loss.test_chunked_head import NUM, VOCAB, deferred, gradients, head_and_hidden, targets
+from tests.loss.output_head.test_chunked_head import NUM, VOCAB, deferred, gradients, head_and_hidden, targets
 
 
 def loss(logits, labels):

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.testing import max_error
-from tests.loss import deferred_heads_ranks as ranks
+from tests.loss.output_head import deferred_heads_ranks as ranks
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
 TOKENS, CHUNK = 2 * 16, 5

@@ -21,8 +21,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_sp.autocast_weight import AutocastWeight
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
-from lightning_sp.loss.deferred_logits import DeferredLogits
-from lightning_sp.loss.head_call import HeadCall
+from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
+from lightning_sp.loss.output_head.head_call import HeadCall
 from lightning_sp.vocabulary_part import vocabulary_part
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.loss.chunked_head import Autocast
-from lightning_sp.loss.part_functions import ArgMax, ChosenWords, LogSumExp, log_softmax_of_part
+from lightning_sp.loss.output_head.chunked_head import Autocast
+from lightning_sp.loss.output_head.part_functions import ArgMax, ChosenWords, LogSumExp, log_softmax_of_part
 from lightning_sp.vocabulary_part import VocabularyPart
 
 # A function of the logits of some tokens, (..., V) -> (..., V).

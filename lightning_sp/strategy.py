@@ -36,11 +36,11 @@ from lightning_sp.parallelize import abandon_forward, check_added, check_optimiz
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
-from lightning_sp.step.kept_values import KeptValues
 from lightning_sp.step.meshes import attention_mesh, base_mesh
-from lightning_sp.step.predictions import share_predictions
 from lightning_sp.step.prepare import lay_out_model
-from lightning_sp.step.run_state import RunState
+from lightning_sp.step.results.kept_values import KeptValues
+from lightning_sp.step.results.predictions import share_predictions
+from lightning_sp.step.resume.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds

@@ -21,8 +21,8 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.step.batch_ends import holds_more_than_numbers, whole_batch
-from lightning_sp.step.predictions import unsharded_output, whole_outputs
+from lightning_sp.step.results.batch_ends import holds_more_than_numbers, whole_batch
+from lightning_sp.step.results.predictions import unsharded_output, whole_outputs
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.batch_end_hooks import BatchEnd
 from lightning_sp.trainer.log_once import LogOnce

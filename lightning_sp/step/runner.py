@@ -43,7 +43,7 @@ from lightning_sp.parallelize import (
 from lightning_sp.rewrite import WholeAttention
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.non_finite import explain_non_finite
-from lightning_sp.step.predictions import unshard_tokens
+from lightning_sp.step.results.predictions import unshard_tokens
 from lightning_sp.trainer.row_metrics import make_whole
 
 

@@ -87,7 +87,7 @@ TENSOR_PARALLEL = (
     ),
     fault(
         "random states of another number of ranks",
-        "step/random_streams.py",
+        "step/resume/random_streams.py",
         '        **({"tensor_parallel_size": tensor} if tensor > 1 else {}),\n',
         "",
         f"{TESTS}/test_checkpoints.py::test_a_run_goes_on_without_and_with_split_layers[True]",

@@ -8,15 +8,17 @@ BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
-BUFFERS = "tests/step/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
-WRITES = "tests/step/test_agreed_writes.py"
+BUFFERS = "tests/step/agreement/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
+WRITES = "tests/step/agreement/test_agreed_writes.py"
 SUMMED = (
     "tests/trainer/test_collectives.py::test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view"
 )
 OPTIONS = "tests/trainer/test_lightning_options.py"
 RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
 MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
-UPDATE = "tests/step/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
+UPDATE = (
+    "tests/step/agreement/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
+)
 
 USERS = (
     fault(
@@ -35,7 +37,7 @@ USERS = (
     ),
     fault(
         "a zero_grad() of one rank, which no other hears of",
-        "step/agreed_writes.py",
+        "step/agreement/agreed_writes.py",
         "        number = _NONE if gradient is None else _OTHER\n",
         "        number = 0\n",
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[zero_grad]",
@@ -56,7 +58,7 @@ USERS = (
     ),
     fault(
         "a write of one rank that is told a step late",
-        "step/agreed_writes.py",
+        "step/agreement/agreed_writes.py",
         "        if any(comm.gather_objects(acts_between, group)):\n",
         "        if comm.gather_objects(acts_between, group) is None:\n",
         f"{WRITES}::test_wherever_before_the_update_it_is[on_after_backward]",
@@ -77,14 +79,14 @@ USERS = (
     ),
     fault(
         "statistics of batch norm that stay each rank's own",
-        "step/rank_buffers.py",
+        "step/agreement/rank_buffers.py",
         "        if due and (moved is None or moved or told.writes_buffers):\n",
         "        if False:\n",
         f"{BUFFERS}[1-True]",
     ),
     fault(
         "statistics of batch norm shared within a window of accumulation, where DDP's ranks keep their own",
-        "step/rank_buffers.py",
+        "step/agreement/rank_buffers.py",
         "        if self._mesh is None or not begins:\n",
         "        if self._mesh is None:\n",
         f"{BUFFERS}[2-True]",
@@ -105,7 +107,7 @@ USERS = (
     ),
     fault(
         "a model in eval mode on one rank, without dropout there",
-        "step/agreed_update.py",
+        "step/agreement/agreed_update.py",
         ", **evaluating(root)}",
         "}",
         f"{UPDATE}[eval-modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, ]",
@@ -330,25 +332,25 @@ USERS = (
     ),
     fault(
         "replicas that come apart without a word",
-        "step/replicas.py",
+        "step/agreement/replicas.py",
         "    if all(len(each) == 1 for each in alike.values()):",
         "    if digests:",
-        "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[while training]",
-        "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
+        "tests/step/agreement/test_replicas.py::test_replicas_that_come_apart_are_named[while training]",
+        "tests/step/agreement/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
     ),
     fault(
         "a learning rate that one rank changes for itself",
-        "step/agreed_update.py",
+        "step/agreement/agreed_update.py",
         "        if highest != -lowest:\n",
         "        if False:\n",
-        "tests/step/test_agreed_update.py::test_a_learning_rate_of_one_rank_is_refused_before_the_update[training_step]",
+        "tests/step/agreement/test_agreed_update.py::test_a_learning_rate_of_one_rank_is_refused_before_the_update[training_step]",
     ),
     fault(
         "a hash of bits that does not know their places",
-        "step/replicas.py",
+        "step/agreement/replicas.py",
         "(mixed * (2 * places + 1)).sum()",
         "mixed.sum()",
-        "tests/step/test_replicas.py::test_a_change_of_bits_or_places_changes_the_hash[dtype1]",
+        "tests/step/agreement/test_replicas.py::test_a_change_of_bits_or_places_changes_the_hash[dtype1]",
     ),
     fault(
         "a tower that nothing tells before the first training step",
@@ -499,7 +501,7 @@ USERS = (
     ),
     fault(
         "a hook's batch that is a rank's part beside whole outputs",
-        "step/batch_ends.py",
+        "step/results/batch_ends.py",
         "return unshard(value, dim) if carries else value",
         "return value",
         "tests/trainer/test_batch_ends.py::test_outputs_and_batch_are_one_devices[32-{'ring_size': 2}]",

@@ -101,6 +101,9 @@ PLANTED = {
         "loss/output_head/chunked_head.py",
         "from lightning_sp.loss.output_head import deferred_logits",
     ),
+    "Inside step.agreement": ("step/agreement/agreed_update.py", "from lightning_sp.step.agreement import replicas"),
+    "Inside step.results": ("step/results/predictions.py", "from lightning_sp.step.results import kept_values"),
+    "Inside step.resume": ("step/resume/data_cursor.py", "from lightning_sp.step.resume import run_state"),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

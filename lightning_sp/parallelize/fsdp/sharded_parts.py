@@ -103,7 +103,10 @@ def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def detach(tensor: DTensor) -> DTensor:
-    """Return a sharded tensor without its history; a write to it, or to its part, counts as one to the tensor: `step/agreed_writes.py`."""
+    """Return a sharded tensor without its history.
+
+    A write to it, or to its part, counts as one to the tensor: `step/agreement/agreed_writes.py`.
+    """
     found: DTensor = Tensor.detach(tensor)  # type: ignore[assignment]
     if isinstance(found, DTensor):
         found._local_tensor = tensor._local_tensor.detach()

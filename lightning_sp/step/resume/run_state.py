@@ -12,12 +12,12 @@ from torch.distributed import ProcessGroup
 from lightning_sp.comm import Written
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.step.agreed_update import AgreedUpdate
-from lightning_sp.step.agreed_writes import AgreedWrites
-from lightning_sp.step.data_cursor import DataCursor
-from lightning_sp.step.random_streams import RandomStreams
-from lightning_sp.step.rank_buffers import RankBuffers
-from lightning_sp.step.replicas import ReplicaWatch
+from lightning_sp.step.agreement.agreed_update import AgreedUpdate
+from lightning_sp.step.agreement.agreed_writes import AgreedWrites
+from lightning_sp.step.agreement.rank_buffers import RankBuffers
+from lightning_sp.step.agreement.replicas import ReplicaWatch
+from lightning_sp.step.resume.data_cursor import DataCursor
+from lightning_sp.step.resume.random_streams import RandomStreams
 from lightning_sp.trainer.batch_hooks import acts_before_updates
 
 # Of what the strategy adds to Lightning's checkpoint.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.step import rank_buffers_ranks as ranks
+from tests.step.agreement import rank_buffers_ranks as ranks
 
 MOVED = {f"net.{name}" for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "mean")}
 MOVED |= {"net.by_row.running_mean", "net.by_row.running_var"}

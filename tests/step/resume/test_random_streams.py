@@ -9,7 +9,7 @@ import torch
 
 from lightning_sp.data.samplers.batch_split import BatchSplit
 from lightning_sp.data.samplers.training_sampler import SequentialGlobalBatchSampler
-from lightning_sp.step.random_streams import RandomStreams
+from lightning_sp.step.resume.random_streams import RandomStreams
 
 
 @pytest.mark.parametrize("split", [(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)])

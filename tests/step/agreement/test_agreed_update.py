@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.step.agreed_update import hyperparameters
-from tests.step import agreed_update_ranks as ranks
+from lightning_sp.step.agreement.agreed_update import hyperparameters
+from tests.step.agreement import agreed_update_ranks as ranks
 
 LAYOUT = dict(ulysses_size=2, preflight=False)
 

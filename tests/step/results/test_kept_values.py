@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_sp.step.kept_values import KeptValues
+from lightning_sp.step.results.kept_values import KeptValues
 
 
 class Module(nn.Module):

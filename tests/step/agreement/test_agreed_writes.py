@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.step import agreed_writes_ranks as ranks
+from tests.step.agreement import agreed_writes_ranks as ranks
 
 LAYOUT = dict(ulysses_size=2, preflight=False)
 NORM = "ranks have written to their parts of the model differently: model.norm.weight is written to 2 times on rank 0; written to "

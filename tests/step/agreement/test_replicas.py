@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sp.step.replicas import _hash_of_bits, difference
+from lightning_sp.step.agreement.replicas import _hash_of_bits, difference
 from tests.step import watch_ranks as ranks
 
 
@@ -44,7 +44,7 @@ def test_shards_that_one_rank_alone_holds_have_no_replica(pools):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 def test_a_change_of_bits_or_places_changes_the_hash(dtype, monkeypatch):
-    monkeypatch.setattr("lightning_sp.step.replicas._CHUNK", 10)
+    monkeypatch.setattr("lightning_sp.step.agreement.replicas._CHUNK", 10)
     tensor = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def changed(change):

@@ -27,10 +27,10 @@ from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.isolation import snapshot
 from lightning_sp.step.prepare import interceptions, shard_options
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
-from lightning_sp.trainer.batch_hooks import HandedBatch, of_user
+from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
+from lightning_sp.trainer.hooks.batch_hooks import HandedBatch, of_user
+from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
-from lightning_sp.trainer.watched_numbers import WatchedNumbers
 
 _Found = TypeVar("_Found")
 

@@ -16,28 +16,28 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 GLOBAL_VIEW = (
     fault(
         "metrics that count a row once for each rank of its sequence",
-        "trainer/row_metrics.py",
+        "trainer/logged_numbers/row_metrics.py",
         "        metric.dist_sync_fn = own if group is None else GatherOver(group, own)\n",
         "        metric.dist_sync_fn = own\n",
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(
         "a list of a metric that is read within its epoch, sent without memory",
-        "trainer/row_metrics.py",
+        "trainer/logged_numbers/row_metrics.py",
         "(whole_of(value), self.group",
         "(value, self.group",
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(
         "metrics that cannot be copied in a run",
-        "trainer/row_metrics.py",
+        "trainer/logged_numbers/row_metrics.py",
         "        return self\n",
         "        raise TypeError(memo)\n",
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(
         "metrics of training whose ranks change before they are read",
-        "trainer/row_metrics.py",
+        "trainer/logged_numbers/row_metrics.py",
         "            if not was_updated(outermost):\n",
         "            if True:\n",
         f"{METRICS}::test_a_metric_of_training_keeps_its_ranks_through_a_validation_of_another_view",

@@ -59,7 +59,7 @@ PREFLIGHT = (
     ),
     fault(
         "ranks that monitor numbers of their own",
-        "trainer/agreed_numbers.py",
+        "trainer/logged_numbers/agreed_numbers.py",
         "    return {name: each for name, each in values.items() if not _same(each)}\n",
         "    return {}\n",
         "tests/preflight/test_evaluation.py::test_what_is_gathered_until_the_end_of_an_epoch_is_refused_where_it_is_monitored",
@@ -80,7 +80,7 @@ PREFLIGHT = (
     ),
     fault(
         "a hook that changes the batch, not tried",
-        "trainer/batch_hooks.py",
+        "trainer/hooks/batch_hooks.py",
         "        return step if same else partial(_after_hooks, step, hook, indices)\n",
         "        return step\n",
         STOPPED,
@@ -206,7 +206,7 @@ PREFLIGHT = (
     ),
     fault(
         "a number of a later validation that is each rank's own",
-        "trainer/agreed_numbers.py",
+        "trainer/logged_numbers/agreed_numbers.py",
         "found.items() if name in monitored or name not in self._named}",
         "found.items() if name in monitored}",
         "tests/preflight/test_new_operations.py::test_a_number_that_becomes_a_ranks_own_in_a_later_validation_is_named_once",
@@ -304,9 +304,9 @@ PREFLIGHT = (
     ),
     fault(
         "a share of a rank's own tokens that agreed by chance, logged without a word",
-        "trainer/watched_numbers.py",
+        "trainer/logged_numbers/watched_numbers.py",
         "        if wide:\n",
         "        if False:\n",
-        "tests/trainer/test_watched_numbers.py::test_a_share_that_was_0_by_chance_is_named_once[{'ring_size': 2}]",
+        "tests/trainer/logged_numbers/test_watched_numbers.py::test_a_share_that_was_0_by_chance_is_named_once[{'ring_size': 2}]",
     ),
 )

@@ -438,17 +438,17 @@ USERS = (
     ),
     fault(
         "rows that the preflight has found alike, summed once for each rank",
-        "trainer/logged_sums.py",
+        "trainer/logged_numbers/logged_sums.py",
         "            if once.get(self._name) and",
         "            if False and",
         f"{BEHAVIOURS}::test_what_was_wrong_once",
     ),
     fault(
         "a fraction of tokens that the preflight has told is each rank's own, counted once",
-        "trainer/logged_sums.py",
+        "trainer/logged_numbers/logged_sums.py",
         "        if not alike or self._is_told(names):\n",
         "        if not alike:\n",
-        "tests/trainer/test_logged_sums.py::test_the_preflight_tells_parts_from_what_ranks_have_together",
+        "tests/trainer/logged_numbers/test_logged_sums.py::test_the_preflight_tells_parts_from_what_ranks_have_together",
     ),
     fault(
         "samples that Lightning shuffles when a hook asks for the number of steps",
@@ -504,7 +504,7 @@ USERS = (
         "step/results/batch_ends.py",
         "return unshard(value, dim) if carries else value",
         "return value",
-        "tests/trainer/test_batch_ends.py::test_outputs_and_batch_are_one_devices[32-{'ring_size': 2}]",
+        "tests/trainer/hooks/test_batch_ends.py::test_outputs_and_batch_are_one_devices[32-{'ring_size': 2}]",
     ),
     fault(
         "a batch of a user's class that reaches the step as a dict",

@@ -104,6 +104,15 @@ PLANTED = {
     "Inside step.agreement": ("step/agreement/agreed_update.py", "from lightning_sp.step.agreement import replicas"),
     "Inside step.results": ("step/results/predictions.py", "from lightning_sp.step.results import kept_values"),
     "Inside step.resume": ("step/resume/data_cursor.py", "from lightning_sp.step.resume import run_state"),
+    "Inside trainer.checkpointing": (
+        "trainer/checkpointing/interrupted_saves.py",
+        "from lightning_sp.trainer.checkpointing import load_from_checkpoint",
+    ),
+    "Inside trainer.hooks": ("trainer/hooks/batch_hooks.py", "from lightning_sp.trainer.hooks import batch_end_hooks"),
+    "Inside trainer.logged_numbers": (
+        "trainer/logged_numbers/logged_sums.py",
+        "from lightning_sp.trainer.logged_numbers import row_metrics",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

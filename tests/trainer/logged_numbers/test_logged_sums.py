@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer import logged_sums_ranks as ranks
+from tests.trainer.logged_numbers import logged_sums_ranks as ranks
 
 
 def test_the_preflight_tells_parts_from_what_ranks_have_together(pools):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer import watched_ranks as ranks
+from tests.trainer.logged_numbers import watched_ranks as ranks
 
 
 @pytest.mark.parametrize("strategy", [dict(ring_size=2), dict(ulysses_size=2)], ids=str)

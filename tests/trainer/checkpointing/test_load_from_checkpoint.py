@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.trainer.load_from_checkpoint import read_checkpoint_folders
+from lightning_sp.trainer.checkpointing.load_from_checkpoint import read_checkpoint_folders
 
 
 def test_a_folder_of_ours_that_is_half_written_is_refused(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from lightning_sp.trainer.batch_end_hooks import _reads
-from tests.trainer import batch_end_ranks as ranks
+from lightning_sp.trainer.hooks.batch_end_hooks import _reads
+from tests.trainer.hooks import batch_end_ranks as ranks
 
 
 def same(found, wanted):

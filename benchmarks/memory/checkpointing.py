@@ -21,8 +21,8 @@ from benchmarks.instruments.resident import map_tensors, peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, peak_bytes
-from lightning_sp.parallelize.model_bytes import model_bytes
+from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, peak_bytes
+from lightning_sp.parallelize.memory.model_bytes import model_bytes
 from lightning_sp.testing import RankPool
 
 MIB = 2**20

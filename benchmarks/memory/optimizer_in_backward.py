@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from benchmarks.instruments.resident import map_tensors, resident_bytes
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import Llama, LlamaConfig
-from lightning_sp.parallelize.model_bytes import largest_unit_bytes
+from lightning_sp.parallelize.memory.model_bytes import largest_unit_bytes
 from lightning_sp.testing import RankPool, trainer_of_ranks
 
 _MIB = 2**20

@@ -11,7 +11,7 @@ OFFLOAD = "tests/parallelize/test_activation_offload.py"
 ONCE = f"{UNITS}::test_gradients_are_one_process_and_a_head_is_gathered_and_reduced_once"
 
 FLOAT8 = "tests/trainer/test_float8.py"
-BYTES = "tests/parallelize/test_activation_bytes.py"
+BYTES = "tests/parallelize/memory/test_activation_bytes.py"
 CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
 STAGED = "tests/rewrite/test_staged_heads.py"
 STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
@@ -205,7 +205,7 @@ MEMORY = (
     ),
     fault(
         "casts of weights counted for each token",
-        "parallelize/weight_casts.py",
+        "parallelize/memory/weight_casts.py",
         "if func is _CAST:",
         "if False:",
         f"{BYTES}::test_a_token_of_a_llamas_block_leaves_as_much_in_a_crop_as_in_a_step[False]",
@@ -213,7 +213,7 @@ MEMORY = (
     ),
     fault(
         "each cast of a weight taken for its first",
-        "parallelize/weight_casts.py",
+        "parallelize/memory/weight_casts.py",
         "any(first < b and a < end for a, b in weight.parts)",
         "False",
         f"{BYTES}::test_a_cast_of_a_weight_is_known_by_its_memory[for_some_tokens-2048-14336]",

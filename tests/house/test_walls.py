@@ -113,6 +113,10 @@ PLANTED = {
         "trainer/logged_numbers/logged_sums.py",
         "from lightning_sp.trainer.logged_numbers import row_metrics",
     ),
+    "Inside parallelize.memory": (
+        "parallelize/memory/memory_budget.py",
+        "from lightning_sp.parallelize.memory import model_bytes",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

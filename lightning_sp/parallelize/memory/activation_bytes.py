@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.mesh import gathered_shape
-from lightning_sp.parallelize.memory_prediction import BlockBytes, StepBytes
-from lightning_sp.parallelize.weight_casts import WeightCasts, storage_key
+from lightning_sp.parallelize.memory.memory_prediction import BlockBytes, StepBytes
+from lightning_sp.parallelize.memory.weight_casts import WeightCasts, storage_key
 
 # A loss over a vocabulary has its logits three times at the peak: as it saved them, their gradient, and that of what it was computed from.
 _MORE_COPIES_OF_LOGITS = 2

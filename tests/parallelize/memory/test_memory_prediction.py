@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.memory.checkpointing import measure
 from lightning_sp.models import LlamaConfig
-from lightning_sp.parallelize.memory_budget import budget_bytes, used_bytes
-from lightning_sp.parallelize.memory_prediction import (
+from lightning_sp.parallelize.memory.memory_budget import budget_bytes, used_bytes
+from lightning_sp.parallelize.memory.memory_prediction import (
     CANDIDATES,
     BlockBytes,
     ModelBytes,

@@ -163,7 +163,7 @@ GLOBAL_VIEW = (
     ),
     fault(
         "a layer that stays toggled on",
-        "parallelize/fsdp/root_unit.py",
+        "parallelize/fsdp/units/root_unit.py",
         "                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)\n",
         "                pass\n",
         "tests/trainer/test_optimizers.py::test_layers_of_the_module_itself_are_toggled",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
-UNITS = "tests/parallelize/fsdp/test_vocabulary_units.py"
+UNITS = "tests/parallelize/fsdp/units/test_vocabulary_units.py"
 OPTIONS = "tests/parallelize/fsdp/test_sharding_options.py"
 GATHERS = "tests/parallelize/fsdp/test_gather_dtypes.py"
 OFFLOAD = "tests/parallelize/test_activation_offload.py"
@@ -106,7 +106,7 @@ MEMORY = (
     ),
     fault(
         "a unit of a layer whose weight is used without a call",
-        "parallelize/fsdp/vocabulary_units.py",
+        "parallelize/fsdp/units/vocabulary_units.py",
         "is_only_called(root, layer)",
         "True",
         f"{ONCE}[direct]",
@@ -121,7 +121,7 @@ MEMORY = (
     ),
     fault(
         "a head that is whole through an update by hand, with the weights from before",
-        "parallelize/fsdp/root_unit.py",
+        "parallelize/fsdp/units/root_unit.py",
         "for unit in fsdp_modules(self._root)[1:]:  # what stays",
         "for unit in fsdp_modules(self._root)[:0]:  # what stays",
         "tests/trainer/test_memory_options.py::test_units_that_stay_whole_have_the_weights_after_an_update_by_hand",

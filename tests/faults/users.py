@@ -44,14 +44,14 @@ USERS = (
     ),
     fault(
         "a write to the part of weight.data that counts nowhere",
-        "parallelize/fsdp/sharded_parts.py",
+        "parallelize/fsdp/dtensor/sharded_parts.py",
         "        found._local_tensor = tensor._local_tensor.detach()\n",
         "        pass\n",
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data's part]",
     ),
     fault(
         "a write through weight.data that counts nowhere",
-        "parallelize/fsdp/sharded_tensors.py",
+        "parallelize/fsdp/dtensor/sharded_tensors.py",
         "    return property(detach, assign)\n",
         "    return property(torch.Tensor.data.__get__, assign)\n",
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data]",
@@ -480,14 +480,14 @@ USERS = (
     ),
     fault(
         "a penalty's gradient that counts once for each rank",
-        "parallelize/fsdp/outside_gradients.py",
+        "parallelize/fsdp/dtensor/outside_gradients.py",
         "return comm.reduce_sum(grad_outputs[0]) / comm.size_of(comm.world()), None",
         "return comm.reduce_sum(grad_outputs[0]), None",
         "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
     ),
     fault(
         "a penalty's gradient of a weight that no forward uses, taken away with FSDP's zeros",
-        "parallelize/fsdp/outside_gradients.py",
+        "parallelize/fsdp/dtensor/outside_gradients.py",
         "queue(lambda: queue(act))",
         "act()",
         "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",

@@ -117,6 +117,14 @@ PLANTED = {
         "parallelize/memory/memory_budget.py",
         "from lightning_sp.parallelize.memory import model_bytes",
     ),
+    "Inside parallelize.fsdp.units": (
+        "parallelize/fsdp/units/object_outputs.py",
+        "from lightning_sp.parallelize.fsdp.units import model_parts",
+    ),
+    "Inside parallelize.fsdp.dtensor": (
+        "parallelize/fsdp/dtensor/sharded_parts.py",
+        "from lightning_sp.parallelize.fsdp.dtensor import sharded_tensors",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

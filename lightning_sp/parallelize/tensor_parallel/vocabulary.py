@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.module_calls import is_only_called
+from lightning_sp.parallelize.fsdp.units.module_calls import is_only_called
 from lightning_sp.parallelize.tensor_parallel.plan import SplitLayers
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.vocabulary_part import VocabularyPart, remember_part

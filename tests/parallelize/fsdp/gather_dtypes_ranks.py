@@ -21,7 +21,7 @@ from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, paramet
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 from lightning_sp.parameter_names import user_name
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
-from tests.parallelize.fsdp.vocabulary_units_ranks import MODELS, Decoder, Stepped, tokens
+from tests.parallelize.fsdp.units.vocabulary_units_ranks import MODELS, Decoder, Stepped, tokens
 
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 

@@ -24,7 +24,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.outside_gradients import GatheredWeight, LocalShard, SumOfTerms, sharded_tensor
+from lightning_sp.parallelize.fsdp.dtensor.outside_gradients import (
+    GatheredWeight,
+    LocalShard,
+    SumOfTerms,
+    sharded_tensor,
+)
 
 _TORCHS_OWN = torch._C._disabled_torch_function_impl
 

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from lightning_sp.parallelize import transformer_blocks
-from lightning_sp.parallelize.fsdp.vocabulary_units import vocabulary_layers
-from tests.parallelize.fsdp import vocabulary_units_ranks as ranks
+from lightning_sp.parallelize.fsdp.units.vocabulary_units import vocabulary_layers
+from tests.parallelize.fsdp.units import vocabulary_units_ranks as ranks
 
 SEPARATE = ["embedding", "head"]
 UNITS = {

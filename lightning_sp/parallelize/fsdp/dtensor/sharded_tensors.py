@@ -17,8 +17,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.dtensor.sharded_parts import (
+    PART_OPS,
+    RANDOM_OPS,
+    detach,
+    part,
+    random,
+    writing_methods,
+)
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
-from lightning_sp.parallelize.fsdp.sharded_parts import PART_OPS, RANDOM_OPS, detach, part, random, writing_methods
 
 # Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
 _RUNS: list[property] = []

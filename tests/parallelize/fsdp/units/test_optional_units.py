@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallelize.fsdp import optional_units_ranks as ranks
+from tests.parallelize.fsdp.units import optional_units_ranks as ranks
 
 pytest.importorskip("transformers")
 

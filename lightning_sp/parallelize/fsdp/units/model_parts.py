@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_sp.parallelize.compilation import without_compilation
-from lightning_sp.parallelize.fsdp.object_outputs import register_outputs_in_objects
+from lightning_sp.parallelize.fsdp.units.object_outputs import register_outputs_in_objects
 
 
 def gather_for_parts(unit: nn.Module, units: Collection[nn.Module]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_sp.parallelize.fsdp.module_calls import is_only_called
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups, shares_parameters
+from lightning_sp.parallelize.fsdp.units.module_calls import is_only_called
 from lightning_sp.quantized_weights import is_quantized
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallelize.fsdp import sharded_tensors_ranks as ranks
+from tests.parallelize.fsdp.dtensor import sharded_tensors_ranks as ranks
 
 
 def test_a_number_is_the_wholes(pools):

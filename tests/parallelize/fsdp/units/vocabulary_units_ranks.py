@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sp.parallelize import make_fsdp_root, run_with_whole_parameters, shard_model, transformer_blocks
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
-from lightning_sp.parallelize.fsdp.vocabulary_units import vocabulary_layers
+from lightning_sp.parallelize.fsdp.units.vocabulary_units import vocabulary_layers
 from lightning_sp.testing import max_error
 from tests.live_storages import LiveStorages
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of

@@ -23,10 +23,10 @@ from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
 from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, shared_crop
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
+from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement
-from lightning_sp.preflight.groups import trial_of_groups
-from lightning_sp.preflight.padding import check_padding_read
-from lightning_sp.preflight.part_indices import check_part_indices
+from lightning_sp.preflight.indices.padding import check_padding_read
+from lightning_sp.preflight.indices.part_indices import check_part_indices
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner

@@ -17,7 +17,7 @@ from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
+from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches, NotComparedError
 from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.training_numbers import AttributesDifferError

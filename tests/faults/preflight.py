@@ -13,7 +13,7 @@ PREFLIGHT = (
         "preflight/tried_steps.py",
         "        if batch is not None:\n            self._know_names(batch)\n",
         "",
-        "tests/preflight/test_untrained.py::test_what_no_training_step_has_shown_is_evaluated_in_the_global_view[tuples]",
+        "tests/preflight/differences/test_untrained.py::test_what_no_training_step_has_shown_is_evaluated_in_the_global_view[tuples]",
     ),
     fault(
         "a first batch without targets, behind which nothing is tried",
@@ -27,7 +27,7 @@ PREFLIGHT = (
         "rewrite/attention_call.py",
         "    if alike:\n",
         "    if False:\n",
-        "tests/preflight/test_other_tokens.py::test_learned_arrays_are_refused_without_the_preflight[ring]",
+        "tests/preflight/differences/test_other_tokens.py::test_learned_arrays_are_refused_without_the_preflight[ring]",
     ),
     fault(
         "numbers that training_step logs, not looked at",
@@ -38,10 +38,10 @@ PREFLIGHT = (
     ),
     fault(
         "predictions not looked at",
-        "preflight/outputs.py",
+        "preflight/evaluation/outputs.py",
         "(how := _difference(own, one, tolerance, part))",
         "(how := _difference(one, one, tolerance, part))",
-        "tests/preflight/test_predictions.py::test_what_a_shard_makes_is_refused_on_all_ranks[text-output 0 of 2: ']",
+        "tests/preflight/evaluation/test_predictions.py::test_what_a_shard_makes_is_refused_on_all_ranks[text-output 0 of 2: ']",
     ),
     fault(
         "a write to a sharded weight's row that is lost",
@@ -62,14 +62,14 @@ PREFLIGHT = (
         "trainer/logged_numbers/agreed_numbers.py",
         "    return {name: each for name, each in values.items() if not _same(each)}\n",
         "    return {}\n",
-        "tests/preflight/test_evaluation.py::test_what_is_gathered_until_the_end_of_an_epoch_is_refused_where_it_is_monitored",
+        "tests/preflight/evaluation/test_evaluation.py::test_what_is_gathered_until_the_end_of_an_epoch_is_refused_where_it_is_monitored",
     ),
     fault(
         "a metric's name that hides a number",
         "preflight/recording/logged.py",
         'f"{name} (metric)" if name in self.numbers else name',
         "name",
-        "tests/preflight/test_evaluation.py::test_a_number_is_not_hidden_by_a_metric_of_its_name_nor_by_how_it_is_logged",
+        "tests/preflight/evaluation/test_evaluation.py::test_a_number_is_not_hidden_by_a_metric_of_its_name_nor_by_how_it_is_logged",
     ),
     fault(
         "what a step keeps in attributes, not compared",
@@ -87,10 +87,10 @@ PREFLIGHT = (
     ),
     fault(
         "what an evaluation keeps in attributes, not compared",
-        "preflight/evaluation_runs.py",
+        "preflight/evaluation/evaluation_runs.py",
         "        found.attributes(module, world, evaluates=True)\n        alike",
         "        alike",
-        "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
+        "tests/preflight/evaluation/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
     ),
     fault(
         "what an evaluation keeps for later, not made whole",
@@ -101,7 +101,7 @@ PREFLIGHT = (
     ),
     fault(
         "a number that agrees by chance, taken for proof",
-        "preflight/evaluation.py",
+        "preflight/evaluation/first_batch.py",
         "    if strict and not runner.context.global_view and (coarse",
         "    if not strict and (coarse",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[accuracy_from_zero]",
@@ -111,7 +111,7 @@ PREFLIGHT = (
         "preflight/tried_steps.py",
         "            with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:\n",
         "            with self._tried(step, *others) as run:\n",
-        "tests/preflight/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
+        "tests/preflight/evaluation/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
     ),
     fault(
         "a layer that came after sharding, let through",
@@ -157,14 +157,14 @@ PREFLIGHT = (
     ),
     fault(
         "branches behind weights that begin at zero, not tried",
-        "preflight/hidden_branches.py",
+        "preflight/differences/hidden_branches.py",
         "            local.copy_(torch.randn(local.shape, generator=generator) * scale)\n",
         "            pass\n",
         STOPPED,
     ),
     fault(
         "small numbers that stay in weights that began at zero",
-        "preflight/hidden_branches.py",
+        "preflight/differences/hidden_branches.py",
         "            _local(weight).zero_()\n",
         "            pass\n",
         f"{PREFLIGHT_TEST}::test_weights_that_begin_at_zero_are_zero_afterwards",

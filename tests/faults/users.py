@@ -307,14 +307,14 @@ USERS = (
         "preflight/numbers.py",
         "for _, each in having if each.sequence_rank == 0]",
         "for _, each in having]",
-        "tests/preflight/test_evaluation.py::test_numbers_of_a_shard_are_named_in_a_warning[validate]",
+        "tests/preflight/evaluation/test_evaluation.py::test_numbers_of_a_shard_are_named_in_a_warning[validate]",
     ),
     fault(
         "a monitored number of a shard in a warning alone",
         "preflight/numbers.py",
         "{name for name in monitored if any",
         "{name for name in () if any",
-        "tests/preflight/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
+        "tests/preflight/evaluation/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
     ),
     fault(
         "a trial that stays in the user's own objects",
@@ -354,7 +354,7 @@ USERS = (
     ),
     fault(
         "a tower that nothing tells before the first training step",
-        "preflight/evaluation_runs.py",
+        "preflight/evaluation/evaluation_runs.py",
         "            runner.context.unsharded.set(*others)\n",
         "            pass\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[idefics_images]",
@@ -494,7 +494,7 @@ USERS = (
     ),
     fault(
         "padding's labels that are tried on no rank but their own",
-        "preflight/padding.py",
+        "preflight/indices/padding.py",
         "if runner.context.global_view or layout.size == 1:",
         "if True:",
         "tests/trainer/test_padding.py::test_without_the_global_view_it_is_refused_on_all_ranks_with_what_to_write",

@@ -125,6 +125,18 @@ PLANTED = {
         "parallelize/fsdp/dtensor/sharded_parts.py",
         "from lightning_sp.parallelize.fsdp.dtensor import sharded_tensors",
     ),
+    "Inside preflight.evaluation": (
+        "preflight/evaluation/outputs.py",
+        "from lightning_sp.preflight.evaluation import evaluation_runs",
+    ),
+    "Inside preflight.indices": (
+        "preflight/indices/padding.py",
+        "from lightning_sp.preflight.indices import part_indices",
+    ),
+    "Inside preflight.differences": (
+        "preflight/differences/groups.py",
+        "from lightning_sp.preflight.differences import rounding",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

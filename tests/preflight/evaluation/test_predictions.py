@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sp.preflight.outputs import leaves, output_differences
-from tests.preflight import prediction_ranks as ranks
+from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
+from tests.preflight.evaluation import prediction_ranks as ranks
 
 LAYOUTS = [
     (2, dict(ring_size=2)),

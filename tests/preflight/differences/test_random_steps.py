@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.preflight import random_steps_ranks as ranks
+from tests.preflight.differences import random_steps_ranks as ranks
 
 RING, GROUPS = dict(ring_size=2), dict(data_parallel_size=2, ulysses_size=2)
 

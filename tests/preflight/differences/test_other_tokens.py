@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import assert_sharded_equals_unsharded, run_ranks
-from tests.preflight import other_tokens_ranks as ranks
+from tests.preflight.differences import other_tokens_ranks as ranks
 
 # 32 patches are as many as a shard has of the crop, 64 as the crop, 48 as a shard has of the sequence, 96 is no name's length.
 WHOLE = [

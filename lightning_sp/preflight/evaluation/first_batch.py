@@ -22,7 +22,17 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
 from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, shared_crop
 from lightning_sp.preflight.crops.shorter import RunStep
-from lightning_sp.preflight.evaluation_runs import PartRun, WholeOutput, WholeRun, find_others, run_part, run_whole
+from lightning_sp.preflight.evaluation.evaluation_runs import (
+    PartRun,
+    WholeOutput,
+    WholeRun,
+    find_others,
+    run_part,
+    run_whole,
+)
+from lightning_sp.preflight.evaluation.outputs import describe_kept, refuse_differences
+from lightning_sp.preflight.indices.padding import PaddingReadError, check_padding_read
+from lightning_sp.preflight.indices.part_indices import PartIndexError, check_part_indices
 from lightning_sp.preflight.numbers import (
     coarse_numbers,
     counted_once,
@@ -30,9 +40,6 @@ from lightning_sp.preflight.numbers import (
     described_coarse,
     differences,
 )
-from lightning_sp.preflight.outputs import describe_kept, refuse_differences
-from lightning_sp.preflight.padding import PaddingReadError, check_padding_read
-from lightning_sp.preflight.part_indices import PartIndexError, check_part_indices
 from lightning_sp.step.runner import StepRunner
 
 InFloat32 = Callable[[], AbstractContextManager[None]]

@@ -16,10 +16,10 @@ from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
+from lightning_sp.preflight.differences.other_tokens import CropCalls, modules_of_other_tokens
+from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.numbers import RankNumbers
-from lightning_sp.preflight.other_tokens import CropCalls, modules_of_other_tokens
-from lightning_sp.preflight.outputs import leaves, output_differences
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sp.preflight.numbers import RankNumbers, counted_once, differences
 from lightning_sp.preflight.recording.logged import Number
-from tests.preflight import evaluation_ranks as ranks
+from tests.preflight.evaluation import evaluation_ranks as ranks
 
 LAYOUTS = [
     (2, dict(ring_size=2)),

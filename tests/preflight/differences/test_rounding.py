@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.preflight import rounding_ranks as ranks
+from tests.preflight.differences import rounding_ranks as ranks
 from tools.models import ranks as models
 from tools.models.batches import Trial
 from tools.models.registry import entries

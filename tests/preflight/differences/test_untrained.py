@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.preflight import untrained_ranks as ranks
+from tests.preflight.differences import untrained_ranks as ranks
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["tuples", "nested"])

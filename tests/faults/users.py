@@ -65,14 +65,14 @@ USERS = (
     ),
     fault(
         "a sum over the world that counts each rank of a sequence in the global view",
-        "global_view/collectives.py",
+        "global_view/user_functions/collectives.py",
         "        if sizes[0] > 1 and _is_of_user(caller)",
         "        if sizes[0] > 99 and _is_of_user(caller)",
         f"{SUMMED}[2-all_reduce]",
     ),
     fault(
         "a collective bound by its name, past the check",
-        "global_view/collectives.py",
+        "global_view/user_functions/collectives.py",
         "            if rebind is not None:\n",
         "            if False:\n",
         f"{SUMMED}[2-by its name]",

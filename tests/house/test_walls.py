@@ -137,6 +137,18 @@ PLANTED = {
         "preflight/differences/groups.py",
         "from lightning_sp.preflight.differences import rounding",
     ),
+    "Inside global_view.exchange": (
+        "global_view/exchange/movement.py",
+        "from lightning_sp.global_view.exchange import lines",
+    ),
+    "Inside global_view.masks": (
+        "global_view/masks/known_numbers.py",
+        "from lightning_sp.global_view.masks import bands",
+    ),
+    "Inside global_view.user_functions": (
+        "global_view/user_functions/functions_of_tokens.py",
+        "from lightning_sp.global_view.user_functions import autograd_functions",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

@@ -1,7 +1,7 @@
 """What goes along the sequence, each line (a row's feature, a row) by itself: scans, orders, windows, pools, recurrent layers.
 
-Each rank gets whole lines for the call: one all-to-all there, one back (`global_view/lines.py`). What is left of a line without its tokens,
-a median say, is whole on every rank.
+Each rank gets whole lines for the call: one all-to-all there, one back (`global_view/exchange/lines.py`). What is left of a line without its
+tokens, a median say, is whole on every rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
-from lightning_sp.global_view.lines import Lines, along, back, lines_of, of_lines
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.exchange.lines import Lines, along, back, lines_of, of_lines
+from lightning_sp.global_view.exchange.movement import brought
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import MOST_NUMBERS, NO_RULE, Call, Rule, is_sequence, named
-from lightning_sp.global_view.movement import as_tokens, in_order
+from lightning_sp.global_view.exchange.movement import as_tokens, in_order
 from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor

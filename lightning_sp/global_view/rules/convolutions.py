@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.movement import moved
+from lightning_sp.global_view.exchange.movement import moved
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.deferred import by_source, made
-from lightning_sp.global_view.movement import as_tokens, moved
+from lightning_sp.global_view.exchange.movement import as_tokens, moved
 from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.read_only import read_only
 from lightning_sp.global_view.rules.chosen import choose, is_choice

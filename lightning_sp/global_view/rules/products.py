@@ -19,7 +19,7 @@ from lightning_sp.global_view.call import (
     placed,
     writes,
 )
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.exchange.movement import brought
 from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.rules.scores import scores_of, times_values

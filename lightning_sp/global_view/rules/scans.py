@@ -8,7 +8,7 @@ import torch
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
-from lightning_sp.global_view.movement import as_tokens, in_order
+from lightning_sp.global_view.exchange.movement import as_tokens, in_order
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

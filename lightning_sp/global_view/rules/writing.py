@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small, writes
-from lightning_sp.global_view.movement import brought, moved
+from lightning_sp.global_view.exchange.movement import brought, moved
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.rules.chosen import is_choice, put
 from lightning_sp.global_view.rules.indexing import slots_of

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.bands import band_of
 from lightning_sp.global_view.call import users_line
+from lightning_sp.global_view.masks.bands import band_of
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.global_view.traced import Metadata, placed_again

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.known_numbers import read
+from lightning_sp.global_view.masks.known_numbers import read
 
 # A number this low that is added hides a key in each dtype, whatever its score is.
 ADDED_HIDES_BELOW = -1e9

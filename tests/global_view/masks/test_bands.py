@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sp.global_view import bands
-from lightning_sp.global_view.bands import band_of
+from lightning_sp.global_view.masks import bands
+from lightning_sp.global_view.masks.bands import band_of
 
 S = 12
 PLACES = torch.arange(S)

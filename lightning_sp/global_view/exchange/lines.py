@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.global_view.deferred import made
-from lightning_sp.global_view.movement import as_tokens
+from lightning_sp.global_view.exchange.movement import as_tokens
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 

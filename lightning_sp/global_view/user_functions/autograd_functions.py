@@ -22,11 +22,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, placed, users_line
-from lightning_sp.global_view.functions_of_tokens import check_tokens_alone
 from lightning_sp.global_view.rules.pointwise import RANDOM, RULES, aligned, like_another, pointwise, to
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.global_view.table import name_of
+from lightning_sp.global_view.user_functions.functions_of_tokens import check_tokens_alone
 
 
 class _Watched(TorchFunctionMode):

@@ -149,6 +149,18 @@ PLANTED = {
         "global_view/user_functions/functions_of_tokens.py",
         "from lightning_sp.global_view.user_functions import autograd_functions",
     ),
+    "Inside global_view.rules.along_sequence": (
+        "global_view/rules/along_sequence/reductions.py",
+        "from lightning_sp.global_view.rules.along_sequence import norms",
+    ),
+    "Inside global_view.rules.attention": (
+        "global_view/rules/attention/written_attention.py",
+        "from lightning_sp.global_view.rules.attention import scores",
+    ),
+    "Inside global_view.rules.indexing": (
+        "global_view/rules/indexing/chosen.py",
+        "from lightning_sp.global_view.rules.indexing import taking",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, writes
 from lightning_sp.global_view.exchange.movement import brought
 from lightning_sp.global_view.placement import part_of
-from lightning_sp.global_view.rules.indexing import summed
+from lightning_sp.global_view.rules.indexing.taking import summed
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

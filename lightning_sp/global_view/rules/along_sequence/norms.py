@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.placement import part_of
-from lightning_sp.global_view.rules.along_sequence import mean
+from lightning_sp.global_view.rules.along_sequence.reductions import mean
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

@@ -21,7 +21,7 @@ from lightning_sp.global_view.deferred import by_source, made
 from lightning_sp.global_view.exchange.movement import as_tokens, moved
 from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.read_only import read_only
-from lightning_sp.global_view.rules.chosen import choose, is_choice
+from lightning_sp.global_view.rules.indexing.chosen import choose, is_choice
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small, writes
 from lightning_sp.global_view.exchange.movement import brought, moved
 from lightning_sp.global_view.placement import Placement, part_of
-from lightning_sp.global_view.rules.chosen import is_choice, put
-from lightning_sp.global_view.rules.indexing import slots_of
+from lightning_sp.global_view.rules.indexing.chosen import is_choice, put
+from lightning_sp.global_view.rules.indexing.taking import slots_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 

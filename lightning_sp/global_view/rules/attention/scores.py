@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.exchange.movement import brought, in_order
 from lightning_sp.global_view.placement import broadcast, part_of
-from lightning_sp.global_view.rules.written_attention import (
+from lightning_sp.global_view.rules.attention.written_attention import (
     HIDDEN_BELOW,
     STILL_HIDDEN_BELOW,
     Attention,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence
-from lightning_sp.global_view.rules.written_attention import Scores
+from lightning_sp.global_view.rules.attention.written_attention import Scores
 
 _NOT_CARRIED = ("bias_k", "bias_v", "static_k", "static_v")
 

@@ -18,7 +18,7 @@ from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequ
 from lightning_sp.global_view.exchange.lines import lines_of
 from lightning_sp.global_view.exchange.movement import brought, in_order
 from lightning_sp.global_view.placement import Placement
-from lightning_sp.global_view.rules.chosen import choose
+from lightning_sp.global_view.rules.indexing.chosen import choose
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, named
+from lightning_sp.global_view.rules.attention.written_attention import Scores, ScoresMetadata, refusal
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
-from lightning_sp.global_view.rules.written_attention import Scores, ScoresMetadata, refusal
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.exchange.movement import as_tokens, brought, moved
 from lightning_sp.global_view.read_only import read_only
-from lightning_sp.global_view.rules.indexing import take_range
+from lightning_sp.global_view.rules.indexing.taking import take_range
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,10 +16,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
-from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, shared_crop
+from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
 from lightning_sp.preflight.crops.shorter import RunStep
 from lightning_sp.preflight.evaluation.evaluation_runs import (
     PartRun,
@@ -114,7 +112,7 @@ def compare_evaluation(
     patterns, ran_whole = runner.context.last_attention_patterns, False
     try:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
-            cut = _cut(batch, runner, config, options)
+            cut = crops_of(batch, runner, config, options)
 
             def run_on(own: Crop) -> WholeRun:
                 find_others(own, runner, run, options)
@@ -130,24 +128,6 @@ def compare_evaluation(
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
     return _judge(part, runner, name, (own.rows, crop.tokens), monitored, strict=strict)
-
-
-def _cut(
-    batch: Any, runner: StepRunner, config: StrategyConfig, options: ShardOptions
-) -> Callable[..., tuple[Crop, Crop]]:
-    """Return what makes crops of a length, of all groups' batches and of this rank's group's."""
-    mesh = runner.context.mesh
-    return partial(
-        shared_crop,
-        batch,
-        options,
-        mesh.layout,
-        hand_sharded=not config.shard_batch or is_sharded(batch),
-        data_parallel_rank=mesh.data_parallel_rank,
-        sample_rank=mesh.sample_rank,
-        sequence_group=runner.groups.sequence,
-        control_group=runner.groups.world,
-    )
 
 
 def _read_ahead(own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, name: str, *, strict: bool) -> None:

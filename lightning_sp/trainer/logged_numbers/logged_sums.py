@@ -10,7 +10,6 @@ together, a whole number for each rank's own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +22,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.mesh import SequenceMesh
-
-_SIGNATURE = inspect.signature(LightningModule.log)
+from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 
 
 class LoggedSums:
@@ -48,11 +46,10 @@ class LoggedSums:
             yield
             return
         self._of_ranks |= {name for name, together in once.items() if not together}
-        before = vars(module).get("log")
         log = module.log
 
         def log_once(*args: Any, **kwargs: Any) -> None:
-            given = _SIGNATURE.bind_partial(None, *args, **kwargs).arguments
+            given = given_to_log(args, kwargs)
             self._name = given.get("name", "")
             if once.get(self._name) and given.get("sync_dist_group") is None:
                 kwargs["sync_dist_group"] = mesh.data_group
@@ -61,14 +58,8 @@ class LoggedSums:
             finally:
                 self._name = None
 
-        vars(module)["log"] = log_once
-        try:
+        with replaced_log(module, log_once):
             yield
-        finally:
-            if before is None:
-                vars(module).pop("log", None)
-            else:
-                vars(module)["log"] = before
 
     def add_up(
         self, value: Tensor, mesh: SequenceMesh, world: ProcessGroup | None, names: Collection[str] = ()

@@ -7,7 +7,6 @@ While training goes on the ranks of each sequence compare them. A number of the 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.mesh import SequenceMesh
+from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 
-_SIGNATURE = inspect.signature(LightningModule.log)
 # In float32, in which Lightning keeps them, two devices may round the same number otherwise.
 _TOLERANCE = 1e-5
 _MOST_STEPS = 200
@@ -54,24 +53,18 @@ class WatchedNumbers:
             yield
             return
         self._steps += 1
-        before, log = vars(module).get("log"), module.log
+        log = module.log
         found: dict[str, Any] = {}
 
         def note(*args: Any, **kwargs: Any) -> None:
-            given = _SIGNATURE.bind_partial(None, *args, **kwargs).arguments
+            given = given_to_log(args, kwargs)
             value = given.get("value")
             if isinstance(value, (Tensor, int, float)):
                 found[str(given.get("name"))] = value
             log(*args, **kwargs)
 
-        vars(module)["log"] = note
-        try:
+        with replaced_log(module, note):
             yield
-        finally:
-            if before is None:
-                vars(module).pop("log", None)
-            else:
-                vars(module)["log"] = before
         values = [torch.as_tensor(found.get(name, 0.0), dtype=torch.float64, device=device) for name in watched]
         values = [value.detach().mean() for value in values]
         spread = comm.Spread(torch.stack(values), _TOLERANCE, mesh.data_parallel_rank, mesh.data_parallel_size)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A contract of pyproject.toml -> a file below lightning_sp, and an import that the contract forbids there.
+# A contract of pyproject.toml -> a file below lightning_sp, or of the benchmarks, and an import that the contract forbids there.
 PLANTED = {
     "Layers": ("layout.py", "from lightning_sp.strategy import SequenceParallelStrategy"),
     "Inside config": ("config/memory.py", "from lightning_sp.config import degrees"),
@@ -174,6 +174,14 @@ PLANTED = {
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),
     "Inside comm.hangs": ("comm/hangs/report.py", "from lightning_sp.comm.hangs import watch"),
+    "Inside benchmarks": ("benchmarks/instruments/written.py", "from benchmarks.steps import scale"),
+    "Inside benchmarks.attention": ("benchmarks/attention/overlap.py", "from benchmarks.attention import stages"),
+    "Inside benchmarks.memory": ("benchmarks/memory/options.py", "from benchmarks.memory import linear_loss"),
+    "Inside benchmarks.steps": ("benchmarks/steps/training.py", "from benchmarks.steps import overhead"),
+    "Inside benchmarks.instruments": (
+        "benchmarks/instruments/traffic.py",
+        "from benchmarks.instruments import resident",
+    ),
     "Lightning in its rooms": ("loss/check.py", "from lightning.pytorch import Trainer"),
 }
 COLLECTIVES = {
@@ -184,14 +192,19 @@ COLLECTIVES = {
 }
 
 
+def in_clone(file: str) -> str:
+    return file if file.startswith("benchmarks/") else f"lightning_sp/{file}"
+
+
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
     """What lint-imports says of each contract, for a copy of the package with all violations at once."""
     folder = tmp_path_factory.mktemp("house")
     shutil.copy(ROOT / "pyproject.toml", folder)
-    shutil.copytree(ROOT / "lightning_sp", folder / "lightning_sp", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("lightning_sp", "benchmarks"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file, line in PLANTED.values():
-        target = folder / "lightning_sp" / file
+        target = folder / in_clone(file)
         target.write_text(f"{target.read_text()}\n{line}\n")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
@@ -209,7 +222,7 @@ def test_a_planted_import_breaks_its_contract(verdicts, contract):
     broken, said = verdicts
     assert broken[contract] == "BROKEN"
     file, line = PLANTED[contract]
-    module = "lightning_sp." + file.removesuffix(".py").replace("/", ".")
+    module = in_clone(file).removesuffix(".py").replace("/", ".")
     assert re.search(rf"^ *-? *{re.escape(module)} -> ", said, re.MULTILINE), f"{line} of {module} is not named"
 
 

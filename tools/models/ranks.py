@@ -76,7 +76,7 @@ def alarm(trial: Trial, layout: str, precision: str) -> dict[str, Any]:
     try:
         _trainer(strategy=strategy, num_ranks=ulysses * ring, precision=precision).fit(module, _loader(trial, module))
     except SequenceParallelError as error:
-        return {"outcome": "refused", "why": first_line(error)}
+        return {"outcome": "refused", "why": in_one_line(error)}
     finally:
         gc.collect()
     return {"outcome": "ran"}

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.instruments.traffic import fewest_sent_bytes
 from benchmarks.peers.environments import DEEPSPEED, DEEPSPEED_ENVIRON, TORCH, interpreter
-from benchmarks.traffic import fewest_sent_bytes
 from lightning_sp.testing import free_port
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ from lightning_sp.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.registration import register_strategy
 from lightning_sp.strategy import SequenceParallelStrategy
-from lightning_sp.trainer.load_from_checkpoint import read_checkpoint_folders
+from lightning_sp.trainer.checkpointing.load_from_checkpoint import read_checkpoint_folders
 
 __version__ = "0.1.0"
 __all__ = [

@@ -36,20 +36,20 @@ from lightning_sp.parallelize import abandon_forward, check_added, check_optimiz
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
-from lightning_sp.step.kept_values import KeptValues
 from lightning_sp.step.meshes import attention_mesh, base_mesh
-from lightning_sp.step.predictions import share_predictions
 from lightning_sp.step.prepare import lay_out_model
-from lightning_sp.step.run_state import RunState
+from lightning_sp.step.results.kept_values import KeptValues
+from lightning_sp.step.results.predictions import share_predictions
+from lightning_sp.step.resume.run_state import RunState
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
-from lightning_sp.trainer.batch_hooks import moves_batches, of_user, reads_before_backward
+from lightning_sp.trainer.checkpointing.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.features import check_precision, check_trainer_features
-from lightning_sp.trainer.interrupted_saves import check_interrupted_saves
-from lightning_sp.trainer.logged_sums import LoggedSums
+from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
+from lightning_sp.trainer.hooks.batch_hooks import moves_batches, of_user, reads_before_backward
+from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
+from lightning_sp.trainer.logged_numbers.row_metrics import RowMetrics
 from lightning_sp.trainer.out_of_memory import explain_out_of_memory
-from lightning_sp.trainer.row_metrics import RowMetrics
 from lightning_sp.trainer.same_options import check_same_options
 from lightning_sp.trainer.token_weighted import TokenWeightedStrategy
 

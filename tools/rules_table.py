@@ -9,29 +9,18 @@ from pathlib import Path
 from types import ModuleType
 
 from lightning_sp.global_view.call import Rule
-from lightning_sp.global_view.rules import (
-    along_lines,
-    along_places,
-    along_sequence,
-    attention,
-    chosen,
+from lightning_sp.global_view.rules import losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
-    indexing,
-    into_whole,
-    losses,
-    multihead,
     norms,
-    packed_rows,
-    pointwise,
-    products,
-    properties,
+    rearrangement,
+    reductions,
     scans,
-    score_rows,
-    scores,
-    shapes,
     spectra,
-    writing,
+    whole_lines,
 )
+from lightning_sp.global_view.rules.attention import multihead, scaled_dot_product, score_rows, scores
+from lightning_sp.global_view.rules.indexing import chosen, into_whole, packed_rows, taking, writing
 
 TARGET = Path(__file__).parents[1] / "docs" / "global_view.md"
 ROOMS: Mapping[str, tuple[ModuleType, str]] = {
@@ -41,7 +30,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
     ),
     "Shapes": (shapes, "Local. Where the sequence goes follows from how many numbers lie before and behind a token."),
     "Taking tokens": (
-        indexing,
+        taking,
         "A slice from the first token on sends one token; another moves tokens; single tokens become whole on every rank.",
     ),
     "Writing": (writing, "Into this rank's tokens; what is written is brought to them."),
@@ -49,9 +38,9 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         chosen,
         "A whole index of (rows * tokens, features) chooses tokens, an expert's say: each rank has those of its own. Local.",
     ),
-    "Other places": (along_places, "One all-to-all of the tokens that change their rank."),
+    "Other places": (rearrangement, "One all-to-all of the tokens that change their rank."),
     "Whole lines": (
-        along_lines,
+        whole_lines,
         "Along the sequence, each line (a row's feature, a row) by itself. Each rank gets whole lines: two all-to-alls.",
     ),
     "Packed rows": (
@@ -69,7 +58,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "Each rank adds its tokens; then one all_reduce of the result, which is whole.",
     ),
     "Sums, means, maxima": (
-        along_sequence,
+        reductions,
         "Over other dims local; over the sequence one all_reduce of the result, which is whole.",
     ),
     "Running sums": (scans, "Along the sequence: of each rank's runs of tokens, and of what lies ahead of them."),
@@ -83,7 +72,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "Noted likewise: the largest score of each query, which a softmax does not see, and sinks.",
     ),
     "torch's own attention": (
-        attention,
+        scaled_dot_product,
         "Of the sequence by the operator; within rows or blocks local; with whole queries or keys by products and a softmax.",
     ),
     "nn.MultiheadAttention": (multihead, "By the rules of its parts."),

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.resident import peak_growth, resident_bytes
+from benchmarks.instruments.resident import peak_growth, resident_bytes
 from lightning_sp.testing import RankPool
 from tests.trainer.tiny import VOCAB, HuggingFaceLlama, Plain, quiet_trainer
 

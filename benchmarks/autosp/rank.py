@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.autosp.models import LEARNING_RATE, batch_of, loss_of, made
-from benchmarks.end_with_parent import end_with_parent
-from benchmarks.written import written_bytes
+from benchmarks.instruments.end_with_parent import end_with_parent
+from benchmarks.instruments.written import written_bytes
 
 
 class Meter:

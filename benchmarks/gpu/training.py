@@ -22,8 +22,8 @@ from lightning_sp.callbacks import AttentionShape
 from lightning_sp.callbacks.flops import model_flops, num_matrix_parameters, peak_flops
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_prediction import GIB, peak_bytes
-from lightning_sp.parallelize.model_bytes import model_bytes
+from lightning_sp.parallelize.memory.memory_prediction import GIB, peak_bytes
+from lightning_sp.parallelize.memory.model_bytes import model_bytes
 
 _LLAMA_8B = dict(dim=4096, num_heads=32, num_kv_heads=8, hidden_dim=14336, vocab_size=32_000, rope_theta=500_000.0)
 _TINY = dict(dim=64, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=97)

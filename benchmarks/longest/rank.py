@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.end_with_parent import end_with_parent
-from benchmarks.resident import peak_growth, resident_bytes
+from benchmarks.instruments.end_with_parent import end_with_parent
+from benchmarks.instruments.resident import peak_growth, resident_bytes
 
 
 class Meter:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.traffic import ring_options
+from benchmarks.instruments.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh

@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.end_with_parent import end_with_parent
-from benchmarks.resident import Growth, peak_growth
-from benchmarks.written import written_bytes
+from benchmarks.instruments.end_with_parent import end_with_parent
+from benchmarks.instruments.resident import Growth, peak_growth
+from benchmarks.instruments.written import written_bytes
 
 
 def inputs(problem: dict[str, Any]) -> list[Tensor]:

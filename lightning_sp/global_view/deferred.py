@@ -1,7 +1,7 @@
 """A tensor that is made when something reads its numbers: what the rules ask of one, so that they need not read it.
 
-An output head's logits are one (`loss.deferred_logits`). Each token's numbers are made of its source, a row of hidden states, which is moved
-between ranks in their place.
+An output head's logits are one (`loss.output_head.deferred_logits`). Each token's numbers are made of its source, a row of hidden states, which
+is moved between ranks in their place.
 """
 
 from __future__ import annotations

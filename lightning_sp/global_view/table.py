@@ -28,31 +28,19 @@ from lightning_sp.global_view.call import (
     writes,
 )
 from lightning_sp.global_view.read_only import VIEWS, read_only
-from lightning_sp.global_view.rules import (
-    along_lines,
-    along_places,
-    along_sequence,
-    attention,
-    chosen,
+from lightning_sp.global_view.rules import losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
-    indexing,
-    into_whole,
-    losses,
-    made_scores,
-    multihead,
     norms,
-    packed_rows,
-    pointwise,
-    products,
-    properties,
+    rearrangement,
+    reductions,
     scans,
-    score_rows,
-    scores,
-    shapes,
     spectra,
-    writing,
+    whole_lines,
 )
-from lightning_sp.global_view.rules.written_attention import NotCarriedError, Scores
+from lightning_sp.global_view.rules.attention import made_scores, multihead, scaled_dot_product, score_rows, scores
+from lightning_sp.global_view.rules.attention.written_attention import NotCarriedError, Scores
+from lightning_sp.global_view.rules.indexing import chosen, into_whole, packed_rows, taking, writing
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -61,24 +49,24 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         properties.RULES,
         pointwise.RULES,
         shapes.RULES,
-        indexing.RULES,
+        taking.RULES,
         writing.RULES,
         chosen.RULES,
         scans.RULES,
         products.RULES,
-        attention.RULES,
+        scaled_dot_product.RULES,
         losses.RULES,
-        along_sequence.RULES,
-        along_places.RULES,
-        along_lines.RULES,
+        reductions.RULES,
+        rearrangement.RULES,
+        whole_lines.RULES,
         convolutions.RULES,
         norms.RULES,
         spectra.RULES,
         into_whole.RULES,
         packed_rows.RULES,
         multihead.RULES,
-        {"softmax": along_sequence.softmax, "log_softmax": along_sequence.softmax},
-        {"gather": indexing.gather_tokens, "take_along_dim": indexing.gather_tokens},
+        {"softmax": reductions.softmax, "log_softmax": reductions.softmax},
+        {"gather": taking.gather_tokens, "take_along_dim": taking.gather_tokens},
     ):
         for name, rule in rules.items():
             found[name].append(rule)

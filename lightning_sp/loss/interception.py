@@ -26,7 +26,7 @@ from lightning_sp.global_view.rules.losses import local_targets
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
-from lightning_sp.loss.part_functions import LossOfRows
+from lightning_sp.loss.output_head.part_functions import LossOfRows
 from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, nonzero_count, reduce_loss, sum_and_count
 from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_in_global_view, kind_of_targets
 

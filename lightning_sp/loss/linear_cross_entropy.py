@@ -12,8 +12,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.loss.cross_entropy import sharded_cross_entropy
-from lightning_sp.loss.deferred_logits import DeferredLogits, recorded
-from lightning_sp.loss.head_call import LaterHeadCall, UnreadCall
+from lightning_sp.loss.output_head.deferred_logits import DeferredLogits, recorded
+from lightning_sp.loss.output_head.head_call import LaterHeadCall, UnreadCall
 
 
 def linear_cross_entropy(

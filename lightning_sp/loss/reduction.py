@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.loss.deferred_logits import DeferredLogits
-from lightning_sp.loss.part_functions import CountedRows, LossOfRows
+from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
+from lightning_sp.loss.output_head.part_functions import CountedRows, LossOfRows
 
 CrossEntropy = Callable[..., Tensor]
 _TORCHS = F.cross_entropy  # during a step it is another

@@ -26,10 +26,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.global_view.compiled.front_end import FrontEnd
-from lightning_sp.parallelize.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
-from lightning_sp.parallelize.memory_prediction import of_each_block
+from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
+from lightning_sp.parallelize.memory.memory_prediction import of_each_block
 
 # The attribute of a model that holds its `BlockCheckpoints`.
 _CHECKPOINTS = "_lightning_sp_checkpoints"

@@ -21,12 +21,12 @@ from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
-from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, shared_crop
+from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
+from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement
-from lightning_sp.preflight.groups import trial_of_groups
-from lightning_sp.preflight.padding import check_padding_read
-from lightning_sp.preflight.part_indices import check_part_indices
+from lightning_sp.preflight.indices.padding import check_padding_read
+from lightning_sp.preflight.indices.part_indices import check_part_indices
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
@@ -195,7 +195,7 @@ def _compare(
     """Return what was found, None where nothing was, and whether the batch has targets."""
     runner.end_run()
     wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
-    cut = partial(_crops, batch, runner, config, options)
+    cut = crops_of(batch, runner, config, options)
     crop, own = cut(wanted=wanted)
     if crop.num_targets == 0:
         which = f"batch after {after} optimizer steps" if after else "first batch"
@@ -292,23 +292,6 @@ def _try_longer(trial: Trial, own: Crop) -> None:
         return
     if found is not None:
         rank_zero_info(found.describe())
-
-
-def _crops(
-    batch: Any, runner: StepRunner, config: StrategyConfig, options: ShardOptions, **sizes: Any
-) -> tuple[Crop, Crop]:
-    mesh = runner.context.mesh
-    return shared_crop(
-        batch,
-        options,
-        mesh.layout,
-        hand_sharded=not config.shard_batch or is_sharded(batch),
-        data_parallel_rank=mesh.data_parallel_rank,
-        sample_rank=mesh.sample_rank,
-        sequence_group=runner.groups.sequence,
-        control_group=runner.groups.world,
-        **sizes,
-    )
 
 
 def _trial(

@@ -21,6 +21,11 @@ from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import write_counts
 from lightning_sp.parameter_names import shown
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences, moved_buffers
+from lightning_sp.preflight.differences.groups import averages_groups, trial_of_groups, with_sums_settled
+from lightning_sp.preflight.differences.hidden_branches import with_small_numbers, zero_weights
+from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
+from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
+from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
     Agreement,
@@ -30,11 +35,6 @@ from lightning_sp.preflight.explain.verdict import (
     listed,
     tolerance_of,
 )
-from lightning_sp.preflight.groups import averages_groups, trial_of_groups, with_sums_settled
-from lightning_sp.preflight.hidden_branches import with_small_numbers, zero_weights
-from lightning_sp.preflight.other_tokens import calls_of_training, modules_of_other_tokens
-from lightning_sp.preflight.random_draws import check_random_draws, check_repeats, random_step
-from lightning_sp.preflight.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
 

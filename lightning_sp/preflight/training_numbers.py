@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.groups import trial_of_groups
+from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.numbers import RankNumbers, coarse_numbers, counted_once, described, differences
 from lightning_sp.preflight.recording.attributes import ATTRIBUTE
 from lightning_sp.preflight.recording.logged import OF_LOGGER

@@ -31,7 +31,7 @@ from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated
-from lightning_sp.step.kept_values import KeptValues
+from lightning_sp.step.results.kept_values import KeptValues
 
 SEED = 1234
 

@@ -17,7 +17,7 @@ from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.evaluation import FirstEvaluationBatches, NotComparedError
+from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches, NotComparedError
 from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.training_numbers import AttributesDifferError
@@ -27,10 +27,10 @@ from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.isolation import snapshot
 from lightning_sp.step.prepare import interceptions, shard_options
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.batch_end_hooks import WholeBatchEnds
-from lightning_sp.trainer.batch_hooks import HandedBatch, of_user
+from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
+from lightning_sp.trainer.hooks.batch_hooks import HandedBatch, of_user
+from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
-from lightning_sp.trainer.watched_numbers import WatchedNumbers
 
 _Found = TypeVar("_Found")
 

@@ -17,9 +17,9 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_budget import budget_bytes
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, Moment, cheapest_policy, moments
-from lightning_sp.parallelize.model_bytes import model_bytes, step_of_shapes
+from lightning_sp.parallelize.memory.memory_budget import budget_bytes
+from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, GIB, Moment, cheapest_policy, moments
+from lightning_sp.parallelize.memory.model_bytes import model_bytes, step_of_shapes
 from lightning_sp.step.runner import StepRunner
 
 

@@ -21,14 +21,14 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.step.batch_ends import holds_more_than_numbers, whole_batch
-from lightning_sp.step.predictions import unsharded_output, whole_outputs
+from lightning_sp.step.results.batch_ends import holds_more_than_numbers, whole_batch
+from lightning_sp.step.results.predictions import unsharded_output, whole_outputs
 from lightning_sp.step.runner import StepRunner
-from lightning_sp.trainer.batch_end_hooks import BatchEnd
+from lightning_sp.trainer.hooks.batch_end_hooks import BatchEnd
 from lightning_sp.trainer.log_once import LogOnce
-from lightning_sp.trainer.logged_sums import LoggedSums
+from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
+from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.loops import names_of_sum
-from lightning_sp.trainer.watched_numbers import WatchedNumbers
 
 _NOT_GIVEN: Any = object()
 

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
 from lightning_sp.quantized_weights import is_quantized
-from lightning_sp.trainer.batch_hooks import of_user
+from lightning_sp.trainer.hooks.batch_hooks import of_user
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
 OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}

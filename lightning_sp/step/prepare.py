@@ -26,12 +26,12 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.autograd_functions import watched_functions
-from lightning_sp.global_view.collectives import collectives_refused
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
-from lightning_sp.global_view.scripted_functions import scripted_functions_in_python
-from lightning_sp.loss.deferred_heads import DeferredHeads
+from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
+from lightning_sp.global_view.user_functions.collectives import collectives_refused
+from lightning_sp.global_view.user_functions.scripted_functions import scripted_functions_in_python
 from lightning_sp.loss.interception import CrossEntropyInterception
+from lightning_sp.loss.output_head.deferred_heads import DeferredHeads
 from lightning_sp.mesh import (
     SequenceMesh,
     build_fsdp_mesh,

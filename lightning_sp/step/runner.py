@@ -23,8 +23,8 @@ from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.batch import global_batch
 from lightning_sp.loss.check import LossCheck, check_sums
-from lightning_sp.loss.deferred_logits import is_deferred, make_logits
 from lightning_sp.loss.operations import SeenOperations
+from lightning_sp.loss.output_head.deferred_logits import is_deferred, make_logits
 from lightning_sp.loss.reduction import mean_of_returned_sum
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import (
@@ -43,8 +43,8 @@ from lightning_sp.parallelize import (
 from lightning_sp.rewrite import WholeAttention
 from lightning_sp.step.isolation import isolated
 from lightning_sp.step.non_finite import explain_non_finite
-from lightning_sp.step.predictions import unshard_tokens
-from lightning_sp.trainer.row_metrics import make_whole
+from lightning_sp.step.results.predictions import unshard_tokens
+from lightning_sp.trainer.logged_numbers.row_metrics import make_whole
 
 
 class StepRunner:

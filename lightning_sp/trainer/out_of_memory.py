@@ -17,8 +17,8 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token, step_bytes
-from lightning_sp.parallelize.model_bytes import largest_unit_bytes, model_bytes, step_of_shapes
+from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token, step_bytes
+from lightning_sp.parallelize.memory.model_bytes import largest_unit_bytes, model_bytes, step_of_shapes
 
 # Remedies that a message names, and the least that one saves, of what activations need.
 _SHOWN, _LEAST = 3, 0.02

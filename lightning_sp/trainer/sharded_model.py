@@ -46,16 +46,16 @@ from lightning_sp.parallelize import (
     undistributed,
     without_gradient_sync,
 )
-from lightning_sp.trainer.agreed_numbers import watch_numbers
-from lightning_sp.trainer.asynchronous_checkpoints import AsynchronousCheckpoints
+from lightning_sp.trainer.checkpointing.asynchronous_checkpoints import AsynchronousCheckpoints
 from lightning_sp.trainer.features import given_checkpoint_io
 from lightning_sp.trainer.log_once import LogOnce
+from lightning_sp.trainer.logged_numbers.agreed_numbers import watch_numbers
 from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.optimizer_in_backward import OptimizerInBackward, step_in_backward
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
-from lightning_sp.trainer.preemption import save_when_preempted, set_exit_code, superseded
+from lightning_sp.trainer.processes.preemption import save_when_preempted, set_exit_code, superseded
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit

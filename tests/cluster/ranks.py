@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from benchmarks.traffic import ring_options
+from benchmarks.instruments.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh

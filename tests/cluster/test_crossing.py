@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
+from benchmarks.instruments.traffic import ring_sent_units, ulysses_sent_elements
 from lightning_sp.attention.schemes.ulysses import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from tests.cluster.crossing import crossing_elements, crossing_messages, ring_pair_units, ulysses_pair_elements

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.traffic import counted
+from benchmarks.instruments.traffic import counted
 from lightning_sp import comm
 from lightning_sp.comm.cpu.all_pairs import all_pairs_all_gather
 from lightning_sp.errors import SequenceParallelError

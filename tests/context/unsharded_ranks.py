@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.preflight.other_tokens_ranks import Attention
+from tests.preflight.differences.other_tokens_ranks import Attention
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer
 
 PATCHES = 9

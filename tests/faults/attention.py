@@ -244,7 +244,7 @@ ATTENTION = (
     ),
     fault(
         "attention dropout's samples numbered by each data-parallel rank",
-        "step/random_streams.py",
+        "step/resume/random_streams.py",
         "first = (micro * mesh.data_parallel_size + mesh.data_parallel_rank) * self._rows",
         "first = micro * self._rows",
         f"{DROPPED}::test_every_layout_drops_what_one_process_drops[2]",

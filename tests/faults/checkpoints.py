@@ -20,14 +20,14 @@ CHECKPOINTS = (
     ),
     fault(
         "a validation that is cut short and left out",
-        "trainer/preemption.py",
+        "trainer/processes/preemption.py",
         "    _begin_validation_again(trainer)\n    try",
         "    try",
         f"{TOLD}[validation]",
     ),
     fault(
         "weights alone that stand for what a run was told to end with",
-        "trainer/preemption.py",
+        "trainer/processes/preemption.py",
         ' or not checkpoint.get("optimizer_states")',
         "",
         f"{STANDS}[last-preempted.ckpt-last.ckpt-holds3-False]",

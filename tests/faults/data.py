@@ -129,7 +129,7 @@ DATA = (
     ),
     fault(
         "a position lost to estimated_stepping_batches",
-        "step/data_cursor.py",
+        "step/resume/data_cursor.py",
         "            resume_loader(loader, cursor)\n\n    def resume_loader",
         "            pass\n\n    def resume_loader",
         "tests/checkpoint/test_resume.py::test_a_resume_is_exact_for[momentum]",

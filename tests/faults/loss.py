@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import FITS, LOSSES, REWRITTEN, fault
 
-_CHUNKS, _WAITING = "tests/loss/test_chunked_head.py", "tests/loss/test_deferred_heads.py"
+_CHUNKS, _WAITING = "tests/loss/output_head/test_chunked_head.py", "tests/loss/output_head/test_deferred_heads.py"
 
 LOSS = (
     fault(
@@ -16,42 +16,42 @@ LOSS = (
     ),
     fault(
         "ignored tokens in the gradient of a loss in chunks",
-        "loss/chunked_head.py",
+        "loss/output_head/chunked_head.py",
         "exponents.mul_(sums.reciprocal().masked_fill(ignored, 0))",
         "exponents.mul_(sums.reciprocal())",
         f"{_CHUNKS}::test_sums_and_losses_of_tokens_are_those_of_the_logits[5-tokens]",
     ),
     fault(
         "a second backward scaled by the first one's factor too",
-        "loss/chunked_head.py",
+        "loss/output_head/chunked_head.py",
         "        once = not torch._C._autograd._get_current_graph_task_keep_graph()\n",
         "        once = True\n",
         f"{_CHUNKS}::test_a_second_backward_finds_the_same_and_one_of_second_order_is_refused",
     ),
     fault(
         "logits made of weights that FSDP has freed",
-        "loss/deferred_heads.py",
+        "loss/output_head/deferred_heads.py",
         "                if call.weight in weights:\n",
         "                if False:\n",
         f"{_WAITING}::test_losses_and_gradients_are_those_of_logits_that_are_made",
     ),
     fault(
         "logits that a view wrote to, read as they were before",
-        "loss/deferred_logits.py",
+        "loss/output_head/deferred_logits.py",
         "            call.share_memory()\n",
         "            pass\n",
-        "tests/loss/test_written_logits.py::test_a_step_is_that_of_real_logits[view_of_part]",
+        "tests/loss/output_head/test_written_logits.py::test_a_step_is_that_of_real_logits[view_of_part]",
     ),
     fault(
         "a loss over chunks although somebody waits for the gradient of the logits",
-        "loss/deferred_logits.py",
+        "loss/output_head/deferred_logits.py",
         "            each.call.is_final = True\n",
         "            pass\n",
-        "tests/loss/test_written_logits.py::test_a_step_is_that_of_real_logits[hook_before]",
+        "tests/loss/output_head/test_written_logits.py::test_a_step_is_that_of_real_logits[hook_before]",
     ),
     fault(
         "logits that a step leaves, asked of later weights",
-        "loss/head_call.py",
+        "loss/output_head/head_call.py",
         "                logits.make()\n        self.is_final = True\n",
         "                logits.make()\n",
         f"{_WAITING}::test_losses_and_gradients_are_those_of_logits_that_are_made",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
-UNITS = "tests/parallelize/fsdp/test_vocabulary_units.py"
+UNITS = "tests/parallelize/fsdp/units/test_vocabulary_units.py"
 OPTIONS = "tests/parallelize/fsdp/test_sharding_options.py"
 GATHERS = "tests/parallelize/fsdp/test_gather_dtypes.py"
 OFFLOAD = "tests/parallelize/test_activation_offload.py"
 ONCE = f"{UNITS}::test_gradients_are_one_process_and_a_head_is_gathered_and_reduced_once"
 
 FLOAT8 = "tests/trainer/test_float8.py"
-BYTES = "tests/parallelize/test_activation_bytes.py"
+BYTES = "tests/parallelize/memory/test_activation_bytes.py"
 CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
 STAGED = "tests/rewrite/test_staged_heads.py"
 STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
@@ -106,7 +106,7 @@ MEMORY = (
     ),
     fault(
         "a unit of a layer whose weight is used without a call",
-        "parallelize/fsdp/vocabulary_units.py",
+        "parallelize/fsdp/units/vocabulary_units.py",
         "is_only_called(root, layer)",
         "True",
         f"{ONCE}[direct]",
@@ -121,7 +121,7 @@ MEMORY = (
     ),
     fault(
         "a head that is whole through an update by hand, with the weights from before",
-        "parallelize/fsdp/root_unit.py",
+        "parallelize/fsdp/units/root_unit.py",
         "for unit in fsdp_modules(self._root)[1:]:  # what stays",
         "for unit in fsdp_modules(self._root)[:0]:  # what stays",
         "tests/trainer/test_memory_options.py::test_units_that_stay_whole_have_the_weights_after_an_update_by_hand",
@@ -205,7 +205,7 @@ MEMORY = (
     ),
     fault(
         "casts of weights counted for each token",
-        "parallelize/weight_casts.py",
+        "parallelize/memory/weight_casts.py",
         "if func is _CAST:",
         "if False:",
         f"{BYTES}::test_a_token_of_a_llamas_block_leaves_as_much_in_a_crop_as_in_a_step[False]",
@@ -213,7 +213,7 @@ MEMORY = (
     ),
     fault(
         "each cast of a weight taken for its first",
-        "parallelize/weight_casts.py",
+        "parallelize/memory/weight_casts.py",
         "any(first < b and a < end for a, b in weight.parts)",
         "False",
         f"{BYTES}::test_a_cast_of_a_weight_is_known_by_its_memory[for_some_tokens-2048-14336]",

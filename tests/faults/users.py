@@ -8,15 +8,17 @@ BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
-BUFFERS = "tests/step/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
-WRITES = "tests/step/test_agreed_writes.py"
+BUFFERS = "tests/step/agreement/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
+WRITES = "tests/step/agreement/test_agreed_writes.py"
 SUMMED = (
     "tests/trainer/test_collectives.py::test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view"
 )
 OPTIONS = "tests/trainer/test_lightning_options.py"
 RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
 MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
-UPDATE = "tests/step/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
+UPDATE = (
+    "tests/step/agreement/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
+)
 
 USERS = (
     fault(
@@ -35,56 +37,56 @@ USERS = (
     ),
     fault(
         "a zero_grad() of one rank, which no other hears of",
-        "step/agreed_writes.py",
+        "step/agreement/agreed_writes.py",
         "        number = _NONE if gradient is None else _OTHER\n",
         "        number = 0\n",
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[zero_grad]",
     ),
     fault(
         "a write to the part of weight.data that counts nowhere",
-        "parallelize/fsdp/sharded_parts.py",
+        "parallelize/fsdp/dtensor/sharded_parts.py",
         "        found._local_tensor = tensor._local_tensor.detach()\n",
         "        pass\n",
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data's part]",
     ),
     fault(
         "a write through weight.data that counts nowhere",
-        "parallelize/fsdp/sharded_tensors.py",
+        "parallelize/fsdp/dtensor/sharded_tensors.py",
         "    return property(detach, assign)\n",
         "    return property(torch.Tensor.data.__get__, assign)\n",
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data]",
     ),
     fault(
         "a write of one rank that is told a step late",
-        "step/agreed_writes.py",
+        "step/agreement/agreed_writes.py",
         "        if any(comm.gather_objects(acts_between, group)):\n",
         "        if comm.gather_objects(acts_between, group) is None:\n",
         f"{WRITES}::test_wherever_before_the_update_it_is[on_after_backward]",
     ),
     fault(
         "a sum over the world that counts each rank of a sequence in the global view",
-        "global_view/collectives.py",
+        "global_view/user_functions/collectives.py",
         "        if sizes[0] > 1 and _is_of_user(caller)",
         "        if sizes[0] > 99 and _is_of_user(caller)",
         f"{SUMMED}[2-all_reduce]",
     ),
     fault(
         "a collective bound by its name, past the check",
-        "global_view/collectives.py",
+        "global_view/user_functions/collectives.py",
         "            if rebind is not None:\n",
         "            if False:\n",
         f"{SUMMED}[2-by its name]",
     ),
     fault(
         "statistics of batch norm that stay each rank's own",
-        "step/rank_buffers.py",
+        "step/agreement/rank_buffers.py",
         "        if due and (moved is None or moved or told.writes_buffers):\n",
         "        if False:\n",
         f"{BUFFERS}[1-True]",
     ),
     fault(
         "statistics of batch norm shared within a window of accumulation, where DDP's ranks keep their own",
-        "step/rank_buffers.py",
+        "step/agreement/rank_buffers.py",
         "        if self._mesh is None or not begins:\n",
         "        if self._mesh is None:\n",
         f"{BUFFERS}[2-True]",
@@ -105,7 +107,7 @@ USERS = (
     ),
     fault(
         "a model in eval mode on one rank, without dropout there",
-        "step/agreed_update.py",
+        "step/agreement/agreed_update.py",
         ", **evaluating(root)}",
         "}",
         f"{UPDATE}[eval-modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, ]",
@@ -305,14 +307,14 @@ USERS = (
         "preflight/numbers.py",
         "for _, each in having if each.sequence_rank == 0]",
         "for _, each in having]",
-        "tests/preflight/test_evaluation.py::test_numbers_of_a_shard_are_named_in_a_warning[validate]",
+        "tests/preflight/evaluation/test_evaluation.py::test_numbers_of_a_shard_are_named_in_a_warning[validate]",
     ),
     fault(
         "a monitored number of a shard in a warning alone",
         "preflight/numbers.py",
         "{name for name in monitored if any",
         "{name for name in () if any",
-        "tests/preflight/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
+        "tests/preflight/evaluation/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
     ),
     fault(
         "a trial that stays in the user's own objects",
@@ -330,29 +332,29 @@ USERS = (
     ),
     fault(
         "replicas that come apart without a word",
-        "step/replicas.py",
+        "step/agreement/replicas.py",
         "    if all(len(each) == 1 for each in alike.values()):",
         "    if digests:",
-        "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[while training]",
-        "tests/step/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
+        "tests/step/agreement/test_replicas.py::test_replicas_that_come_apart_are_named[while training]",
+        "tests/step/agreement/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
     ),
     fault(
         "a learning rate that one rank changes for itself",
-        "step/agreed_update.py",
+        "step/agreement/agreed_update.py",
         "        if highest != -lowest:\n",
         "        if False:\n",
-        "tests/step/test_agreed_update.py::test_a_learning_rate_of_one_rank_is_refused_before_the_update[training_step]",
+        "tests/step/agreement/test_agreed_update.py::test_a_learning_rate_of_one_rank_is_refused_before_the_update[training_step]",
     ),
     fault(
         "a hash of bits that does not know their places",
-        "step/replicas.py",
+        "step/agreement/replicas.py",
         "(mixed * (2 * places + 1)).sum()",
         "mixed.sum()",
-        "tests/step/test_replicas.py::test_a_change_of_bits_or_places_changes_the_hash[dtype1]",
+        "tests/step/agreement/test_replicas.py::test_a_change_of_bits_or_places_changes_the_hash[dtype1]",
     ),
     fault(
         "a tower that nothing tells before the first training step",
-        "preflight/evaluation_runs.py",
+        "preflight/evaluation/evaluation_runs.py",
         "            runner.context.unsharded.set(*others)\n",
         "            pass\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[idefics_images]",
@@ -436,17 +438,17 @@ USERS = (
     ),
     fault(
         "rows that the preflight has found alike, summed once for each rank",
-        "trainer/logged_sums.py",
+        "trainer/logged_numbers/logged_sums.py",
         "            if once.get(self._name) and",
         "            if False and",
         f"{BEHAVIOURS}::test_what_was_wrong_once",
     ),
     fault(
         "a fraction of tokens that the preflight has told is each rank's own, counted once",
-        "trainer/logged_sums.py",
+        "trainer/logged_numbers/logged_sums.py",
         "        if not alike or self._is_told(names):\n",
         "        if not alike:\n",
-        "tests/trainer/test_logged_sums.py::test_the_preflight_tells_parts_from_what_ranks_have_together",
+        "tests/trainer/logged_numbers/test_logged_sums.py::test_the_preflight_tells_parts_from_what_ranks_have_together",
     ),
     fault(
         "samples that Lightning shuffles when a hook asks for the number of steps",
@@ -478,31 +480,31 @@ USERS = (
     ),
     fault(
         "a penalty's gradient that counts once for each rank",
-        "parallelize/fsdp/outside_gradients.py",
+        "parallelize/fsdp/dtensor/outside_gradients.py",
         "return comm.reduce_sum(grad_outputs[0]) / comm.size_of(comm.world()), None",
         "return comm.reduce_sum(grad_outputs[0]), None",
         "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
     ),
     fault(
         "a penalty's gradient of a weight that no forward uses, taken away with FSDP's zeros",
-        "parallelize/fsdp/outside_gradients.py",
+        "parallelize/fsdp/dtensor/outside_gradients.py",
         "queue(lambda: queue(act))",
         "act()",
         "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
     ),
     fault(
         "padding's labels that are tried on no rank but their own",
-        "preflight/padding.py",
+        "preflight/indices/padding.py",
         "if runner.context.global_view or layout.size == 1:",
         "if True:",
         "tests/trainer/test_padding.py::test_without_the_global_view_it_is_refused_on_all_ranks_with_what_to_write",
     ),
     fault(
         "a hook's batch that is a rank's part beside whole outputs",
-        "step/batch_ends.py",
+        "step/results/batch_ends.py",
         "return unshard(value, dim) if carries else value",
         "return value",
-        "tests/trainer/test_batch_ends.py::test_outputs_and_batch_are_one_devices[32-{'ring_size': 2}]",
+        "tests/trainer/hooks/test_batch_ends.py::test_outputs_and_batch_are_one_devices[32-{'ring_size': 2}]",
     ),
     fault(
         "a batch of a user's class that reaches the step as a dict",

@@ -15,8 +15,8 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.sequence_tensor import whole_of
 from lightning_sp.layout import pad, shard
-from lightning_sp.loss.deferred_heads import DeferredHeads
 from lightning_sp.loss.interception import CrossEntropyInterception
+from lightning_sp.loss.output_head.deferred_heads import DeferredHeads
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.global_view.rule_cases import E
 from tests.global_view.rule_ranks import batch_of, distance, inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from lightning_sp.global_view.rules.scores import RULES as OF_SCORES
+from lightning_sp.global_view.rules.attention.scores import RULES as OF_SCORES
 from lightning_sp.global_view.table import TABLE
 from tools import rules_table
 

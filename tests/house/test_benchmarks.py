@@ -10,7 +10,7 @@ import torch
 from benchmarks import attention_peers
 from benchmarks.gpu import attention as attention_gpu
 from benchmarks.gpu.attention import Case, EmulatedRank, block_pairs, emulated_ring, whole_forward
-from benchmarks.traffic import fewest_sent_bytes
+from benchmarks.instruments.traffic import fewest_sent_bytes
 from lightning_sp.attention import AttentionMask
 from lightning_sp.attention.plan.blocks import Block, Kind
 from lightning_sp.attention.reference import reference_attention

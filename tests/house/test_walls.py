@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A contract of pyproject.toml -> a file below lightning_sp, and an import that the contract forbids there.
+# A contract of pyproject.toml -> a file below lightning_sp, or of the benchmarks, and an import that the contract forbids there.
 PLANTED = {
     "Layers": ("layout.py", "from lightning_sp.strategy import SequenceParallelStrategy"),
     "Inside config": ("config/memory.py", "from lightning_sp.config import degrees"),
@@ -97,6 +97,70 @@ PLANTED = {
         "from lightning_sp.parallelize.fsdp import shard_model",
     ),
     "Inside loss": ("loss/reduction.py", "from lightning_sp.loss import check"),
+    "Inside loss.output_head": (
+        "loss/output_head/chunked_head.py",
+        "from lightning_sp.loss.output_head import deferred_logits",
+    ),
+    "Inside step.agreement": ("step/agreement/agreed_update.py", "from lightning_sp.step.agreement import replicas"),
+    "Inside step.results": ("step/results/predictions.py", "from lightning_sp.step.results import kept_values"),
+    "Inside step.resume": ("step/resume/data_cursor.py", "from lightning_sp.step.resume import run_state"),
+    "Inside trainer.checkpointing": (
+        "trainer/checkpointing/interrupted_saves.py",
+        "from lightning_sp.trainer.checkpointing import load_from_checkpoint",
+    ),
+    "Inside trainer.hooks": ("trainer/hooks/batch_hooks.py", "from lightning_sp.trainer.hooks import batch_end_hooks"),
+    "Inside trainer.logged_numbers": (
+        "trainer/logged_numbers/logged_sums.py",
+        "from lightning_sp.trainer.logged_numbers import row_metrics",
+    ),
+    "Inside parallelize.memory": (
+        "parallelize/memory/memory_budget.py",
+        "from lightning_sp.parallelize.memory import model_bytes",
+    ),
+    "Inside parallelize.fsdp.units": (
+        "parallelize/fsdp/units/object_outputs.py",
+        "from lightning_sp.parallelize.fsdp.units import model_parts",
+    ),
+    "Inside parallelize.fsdp.dtensor": (
+        "parallelize/fsdp/dtensor/sharded_parts.py",
+        "from lightning_sp.parallelize.fsdp.dtensor import sharded_tensors",
+    ),
+    "Inside preflight.evaluation": (
+        "preflight/evaluation/outputs.py",
+        "from lightning_sp.preflight.evaluation import evaluation_runs",
+    ),
+    "Inside preflight.indices": (
+        "preflight/indices/padding.py",
+        "from lightning_sp.preflight.indices import part_indices",
+    ),
+    "Inside preflight.differences": (
+        "preflight/differences/groups.py",
+        "from lightning_sp.preflight.differences import rounding",
+    ),
+    "Inside global_view.exchange": (
+        "global_view/exchange/movement.py",
+        "from lightning_sp.global_view.exchange import lines",
+    ),
+    "Inside global_view.masks": (
+        "global_view/masks/known_numbers.py",
+        "from lightning_sp.global_view.masks import bands",
+    ),
+    "Inside global_view.user_functions": (
+        "global_view/user_functions/functions_of_tokens.py",
+        "from lightning_sp.global_view.user_functions import autograd_functions",
+    ),
+    "Inside global_view.rules.along_sequence": (
+        "global_view/rules/along_sequence/reductions.py",
+        "from lightning_sp.global_view.rules.along_sequence import norms",
+    ),
+    "Inside global_view.rules.attention": (
+        "global_view/rules/attention/written_attention.py",
+        "from lightning_sp.global_view.rules.attention import scores",
+    ),
+    "Inside global_view.rules.indexing": (
+        "global_view/rules/indexing/chosen.py",
+        "from lightning_sp.global_view.rules.indexing import taking",
+    ),
     "Inside reductions": ("reductions/scope.py", "from lightning_sp.reductions import whole"),
     "Inside global_view.rules": (
         "global_view/rules/pointwise.py",
@@ -110,6 +174,14 @@ PLANTED = {
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),
     "Inside comm.hangs": ("comm/hangs/report.py", "from lightning_sp.comm.hangs import watch"),
+    "Inside benchmarks": ("benchmarks/instruments/written.py", "from benchmarks.steps import scale"),
+    "Inside benchmarks.attention": ("benchmarks/attention/overlap.py", "from benchmarks.attention import stages"),
+    "Inside benchmarks.memory": ("benchmarks/memory/options.py", "from benchmarks.memory import linear_loss"),
+    "Inside benchmarks.steps": ("benchmarks/steps/training.py", "from benchmarks.steps import overhead"),
+    "Inside benchmarks.instruments": (
+        "benchmarks/instruments/traffic.py",
+        "from benchmarks.instruments import resident",
+    ),
     "Lightning in its rooms": ("loss/check.py", "from lightning.pytorch import Trainer"),
 }
 COLLECTIVES = {
@@ -120,14 +192,19 @@ COLLECTIVES = {
 }
 
 
+def in_clone(file: str) -> str:
+    return file if file.startswith("benchmarks/") else f"lightning_sp/{file}"
+
+
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
     """What lint-imports says of each contract, for a copy of the package with all violations at once."""
     folder = tmp_path_factory.mktemp("house")
     shutil.copy(ROOT / "pyproject.toml", folder)
-    shutil.copytree(ROOT / "lightning_sp", folder / "lightning_sp", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("lightning_sp", "benchmarks"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file, line in PLANTED.values():
-        target = folder / "lightning_sp" / file
+        target = folder / in_clone(file)
         target.write_text(f"{target.read_text()}\n{line}\n")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
@@ -145,7 +222,7 @@ def test_a_planted_import_breaks_its_contract(verdicts, contract):
     broken, said = verdicts
     assert broken[contract] == "BROKEN"
     file, line = PLANTED[contract]
-    module = "lightning_sp." + file.removesuffix(".py").replace("/", ".")
+    module = in_clone(file).removesuffix(".py").replace("/", ".")
     assert re.search(rf"^ *-? *{re.escape(module)} -> ", said, re.MULTILINE), f"{line} of {module} is not named"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sp.loss.deferred_logits import is_deferred
+from lightning_sp.loss.output_head.deferred_logits import is_deferred
 
 
 class MostTokens(TorchDispatchMode):

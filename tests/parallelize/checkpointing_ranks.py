@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.traffic import counted
+from benchmarks.instruments.traffic import counted
 from lightning_sp.parallelize import block_checkpoints
 from tests.kernel_calls import kernel_calls
 from tests.told import told

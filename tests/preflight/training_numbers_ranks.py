@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.preflight.evaluation_ranks import Shown
+from tests.preflight.evaluation.evaluation_ranks import Shown
 from tests.trainer.tiny import VOCAB, TokenDataset, quiet_trainer
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.resident import peak_growth
-from benchmarks.traffic import counted
+from benchmarks.instruments.resident import peak_growth
+from benchmarks.instruments.traffic import counted
 from lightning_sp.config import AttentionOptions
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step

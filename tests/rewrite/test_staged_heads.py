@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.traffic import recomputed_sent_elements
+from benchmarks.instruments.traffic import recomputed_sent_elements
 from lightning_sp.testing import RankPool, max_error
 from tests.rewrite import staged_heads_ranks as ranks
 from tests.trainer import scenarios

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory_budget import used_bytes
-from lightning_sp.parallelize.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes
+from lightning_sp.parallelize.memory.memory_budget import used_bytes
+from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes
 from lightning_sp.step import auto_checkpointing
 from tests.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer

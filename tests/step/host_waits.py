@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from unittest import mock
 
-from benchmarks import scale
-from benchmarks.scale import World, count
+from benchmarks.steps import scale
+from benchmarks.steps.scale import World, count
 
 if __name__ == "__main__":
     worlds = [World(size=16, ulysses=4, ring=4, documents=documents, plants=documents > 1) for documents in (1, 37)]

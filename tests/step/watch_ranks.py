@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sp.comm import failure
-from lightning_sp.step import replicas
+from lightning_sp.step.agreement import replicas
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
 BAD_STEP = 2

@@ -20,7 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.models.llama import rotary_angles
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
-from lightning_sp.parallelize.model_bytes import model_bytes
+from lightning_sp.parallelize.memory.model_bytes import model_bytes
 from lightning_sp.trainer.optimizers import optimizer_in_backward
 from tests.trainer.memory_options_ranks import TiedLlama
 from tests.trainer.optimizer_ranks import made

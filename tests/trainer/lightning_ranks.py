@@ -92,6 +92,13 @@ def trainer_of(strategy: dict[str, Any] | None, world: int, **options: Any) -> p
     return pl.Trainer(strategy=chosen, **{**defaults, **options})
 
 
+def fitted(trainer: pl.Trainer, module: Plain) -> dict[str, Any]:
+    """What a fit that was not refused has left: losses, whole weights, logged numbers."""
+    weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
+    logged = {n: float(v) for n, v in trainer.callback_metrics.items()}
+    return {"error": "", "losses": module.losses, "weights": weights, "logged": logged}
+
+
 def runs(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run several in one call."""
     return [run(**case) for case in cases]

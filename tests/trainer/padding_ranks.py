@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.lightning_ranks import trainer_of
-from tests.trainer.tiny import VOCAB, Plain, TokenDataset, _full, tiny_gpt
+from tests.trainer.lightning_ranks import fitted, trainer_of
+from tests.trainer.tiny import VOCAB, Plain, TokenDataset, tiny_gpt
 
 
 def gather(logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,12 +98,4 @@ def run(
         trainer.fit(module, train, DataLoader(flat, batch_size=micro) if validates else None)  # type: ignore[arg-type]
     except SequenceParallelError as error:
         return {"error": str(error)}
-    weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
-    logged = {n: float(v) for n, v in trainer.callback_metrics.items()}
-    return {
-        "error": "",
-        "losses": module.losses,
-        "weights": weights,
-        "logged": logged,
-        "view": bool(strategy) and trainer.strategy.sees_whole_sequences,
-    }
+    return {**fitted(trainer, module), "view": bool(strategy) and trainer.strategy.sees_whole_sequences}

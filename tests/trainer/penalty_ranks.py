@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.lightning_ranks import trainer_of
-from tests.trainer.tiny import Plain, TokenDataset, _full, tiny_gpt
+from tests.trainer.lightning_ranks import fitted, trainer_of
+from tests.trainer.tiny import Plain, TokenDataset, tiny_gpt
 
 
 def l1(self: Any) -> Any:
@@ -188,6 +188,4 @@ def run(
         trainer.fit(module, DataLoader(rows, batch_size=micro))  # type: ignore[arg-type]
     except SequenceParallelError as error:
         return {"error": str(error)}
-    weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
-    logged = {n: float(v) for n, v in trainer.callback_metrics.items()}
-    return {"error": "", "losses": module.losses, "weights": weights, "grads": module.raw_grads, "logged": logged}
+    return {**fitted(trainer, module), "grads": module.raw_grads}

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.lightning_ranks import trainer_of
-from tests.trainer.tiny import Plain, TokenDataset, _full, tiny_gpt
+from tests.trainer.lightning_ranks import fitted, trainer_of
+from tests.trainer.tiny import Plain, TokenDataset, tiny_gpt
 
 
 @dataclass
@@ -150,13 +150,4 @@ def run(
         predicted = [torch.zeros(1)] if structure in UNKNOWN and not dims else trainer.predict(module, loader)
     except SequenceParallelError as error:
         return {"error": str(error)}
-    weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
-    logged = {n: float(v) for n, v in trainer.callback_metrics.items()}
-    return {
-        "error": "",
-        "losses": module.losses,
-        "weights": weights,
-        "logged": logged,
-        "kinds": module.kinds,
-        "predicted": torch.cat(predicted),
-    }
+    return {**fitted(trainer, module), "kinds": module.kinds, "predicted": torch.cat(predicted)}

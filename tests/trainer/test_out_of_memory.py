@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sp.config import StrategyConfig
-from lightning_sp.parallelize.memory_prediction import BlockBytes, StepBytes
+from lightning_sp.parallelize.memory.memory_prediction import BlockBytes, StepBytes
 from lightning_sp.trainer.out_of_memory import Held, remedies
 from tests.trainer import out_of_memory_ranks as ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sp.trainer.preemption import superseded
+from lightning_sp.trainer.processes.preemption import superseded
 from tests.trainer import sigterm_ranks as ranks
 
 pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from lightning_sp.global_view.bands import band_of
+from lightning_sp.global_view.masks.bands import band_of
 
 
 class KnownMasks:

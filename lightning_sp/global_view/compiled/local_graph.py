@@ -23,9 +23,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from lightning_sp.global_view.compiled.fallback import reason_of
 from lightning_sp.global_view.compiled.known_masks import KnownMasks
 from lightning_sp.global_view.compiled.saved import recomputed
-from lightning_sp.global_view.known_numbers import KnownNumbers, note_numbers
+from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numbers
 from lightning_sp.global_view.placement import Placement, Storage
-from lightning_sp.global_view.rules.written_attention import Scores
+from lightning_sp.global_view.rules.attention.written_attention import Scores
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
 from lightning_sp.global_view.traced import without_step
 

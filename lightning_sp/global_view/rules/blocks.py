@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_sp.global_view.call import NO_RULE
-from lightning_sp.global_view.movement import moved
+from lightning_sp.global_view.exchange.movement import moved
 from lightning_sp.global_view.placement import Placement, Storage
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 

@@ -27,8 +27,8 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
-from lightning_sp.global_view.lines import along_dim
-from lightning_sp.global_view.movement import as_tokens, brought
+from lightning_sp.global_view.exchange.lines import along_dim
+from lightning_sp.global_view.exchange.movement import as_tokens, brought
 from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 

@@ -19,11 +19,11 @@ from lightning_sp.global_view.call import (
     placed,
     writes,
 )
-from lightning_sp.global_view.movement import brought
+from lightning_sp.global_view.exchange.movement import brought
 from lightning_sp.global_view.placement import part_of
+from lightning_sp.global_view.rules.attention.scores import scores_of, times_values
+from lightning_sp.global_view.rules.attention.written_attention import Scores, refusal
 from lightning_sp.global_view.rules.pointwise import aligned
-from lightning_sp.global_view.rules.scores import scores_of, times_values
-from lightning_sp.global_view.rules.written_attention import Scores, refusal
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.movement import as_tokens, brought
+from lightning_sp.global_view.exchange.movement import as_tokens, brought
 from lightning_sp.global_view.placement import Placement, broadcast, memory_of, part_of
 from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor

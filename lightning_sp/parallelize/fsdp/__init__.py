@@ -2,10 +2,9 @@
 
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
-from lightning_sp.parallelize.fsdp.optional_units import gathered, optional_units
+from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import used_as_whole
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward
-from lightning_sp.parallelize.fsdp.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.shard_model import (
     ParameterLayout,
     check_layout,
@@ -19,7 +18,8 @@ from lightning_sp.parallelize.fsdp.shard_model import (
     shard_model,
     without_gradient_sync,
 )
-from lightning_sp.parallelize.fsdp.sharded_tensors import used_as_whole
+from lightning_sp.parallelize.fsdp.units.optional_units import gathered, optional_units
+from lightning_sp.parallelize.fsdp.units.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 
 __all__ = [

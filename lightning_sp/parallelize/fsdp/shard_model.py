@@ -28,22 +28,22 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.config import MemoryOptions, StrategyConfig, resolve_shard_size
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.dtensor.outside_weights import weights_read_outside, whole_outputs_of
 from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
-from lightning_sp.parallelize.fsdp.model_parts import gather_for_parts
-from lightning_sp.parallelize.fsdp.object_outputs import find_outputs_in_objects
-from lightning_sp.parallelize.fsdp.optional_units import find_optional_units, optional_units
-from lightning_sp.parallelize.fsdp.outside_weights import weights_read_outside, whole_outputs_of
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
-from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients, used_parameters
-from lightning_sp.parallelize.fsdp.vocabulary_units import (
+from lightning_sp.parallelize.fsdp.units.model_parts import gather_for_parts
+from lightning_sp.parallelize.fsdp.units.object_outputs import find_outputs_in_objects
+from lightning_sp.parallelize.fsdp.units.optional_units import find_optional_units, optional_units
+from lightning_sp.parallelize.fsdp.units.vocabulary_units import (
     heads_among,
     needs_no_weight_in_backward,
     own_outputs,
     stays_whole_until_backward,
     vocabulary_layers,
 )
+from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients, used_parameters
 from lightning_sp.parameter_names import user_name
 from lightning_sp.quantized_weights import quantized_parameters
 

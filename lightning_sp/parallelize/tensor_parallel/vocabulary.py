@@ -4,7 +4,7 @@
     head     x     -> copy to the ranks -> logits of own words                 -> a loss asks the others for three numbers of each token,
                                                                                   who reads logits gets them gathered
 
-A loss reads a head without a call of its own, a part of the tokens at a time (`loss/head_call.py`): it finds this rank's words by
+A loss reads a head without a call of its own, a part of the tokens at a time (`loss/output_head/head_call.py`): it finds this rank's words by
 `vocabulary_part`. A preflight's whole run keeps to the parts, too, and its logits are whole: no rank ever has a whole table.
 """
 
@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.module_calls import is_only_called
+from lightning_sp.parallelize.fsdp.units.module_calls import is_only_called
 from lightning_sp.parallelize.tensor_parallel.plan import SplitLayers
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.vocabulary_part import VocabularyPart, remember_part

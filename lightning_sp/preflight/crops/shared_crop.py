@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
+from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.contents.entries import plain_entries, sequence_dims
 from lightning_sp.data.batch.contents.media import entries_digest, is_of_media
 from lightning_sp.data.batch.contents.several_sequences import batch_sequences
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge
 from lightning_sp.preflight.crops.crop import (
@@ -30,6 +34,7 @@ from lightning_sp.preflight.crops.crop import (
     whole_extent,
 )
 from lightning_sp.preflight.crops.media import placeholders
+from lightning_sp.step.runner import StepRunner
 
 # Groups whose crops differ: each adds its rows to what every rank runs whole.
 MOST_GROUPS = 8
@@ -48,6 +53,24 @@ def whole_batch(batch: Any, options: ShardOptions, layout: SequenceLayout, group
         n: merge(comm.gather(v.cpu(), group), layout, dim=dims[n]) if n in dims else v for n, v in entries.items()
     }
     return rebuild_plain(batch, merged)
+
+
+def crops_of(
+    batch: Any, runner: StepRunner, config: StrategyConfig, options: ShardOptions
+) -> Callable[..., tuple[Crop, Crop]]:
+    """Return what makes a run's crops of a length: `shared_crop` of a batch of its loader, but for `wanted` and what follows it."""
+    mesh = runner.context.mesh
+    return partial(
+        shared_crop,
+        batch,
+        options,
+        mesh.layout,
+        hand_sharded=not config.shard_batch or is_sharded(batch),
+        data_parallel_rank=mesh.data_parallel_rank,
+        sample_rank=mesh.sample_rank,
+        sequence_group=runner.groups.sequence,
+        control_group=runner.groups.world,
+    )
 
 
 def shared_crop(

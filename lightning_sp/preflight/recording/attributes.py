@@ -17,7 +17,7 @@ from lightning_sp import comm
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
 from lightning_sp.step.isolation import MAX_VISITED, OF_THE_FRAMEWORK, is_object_of_user
-from lightning_sp.trainer.batch_hooks import of_user
+from lightning_sp.trainer.hooks.batch_hooks import of_user
 
 # Behind a name, in messages.
 ATTRIBUTE = " (attribute)"

@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sp import comm
 from lightning_sp.preflight.recording.attributes import attributes_of, changed_attributes
-from lightning_sp.trainer.row_metrics import outermost_metrics, was_updated
+from lightning_sp.trainer.logged_numbers.row_metrics import outermost_metrics, was_updated
 
 # Behind a name: what weighs the number in its mean over an epoch. Synchronized, the ranks' own add up.
 WEIGHT = " (batch_size)"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.balance import packed, standard_library
+from benchmarks.attention.balance import packed, standard_library
 from lightning_sp.attention.plan.balance import balance, imbalance
 from lightning_sp.attention.plan.blocks import Kind, Plan, key_ranges
 from lightning_sp.attention.plan.swaps import LIMIT, MOVED_PAIRS, Split, _best_swaps, _Cost, is_balanceable

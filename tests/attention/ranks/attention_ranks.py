@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.traffic import ring_options
+from benchmarks.instruments.traffic import ring_options
 from lightning_sp.attention import (
     AttentionDropout,
     ScoreMod,

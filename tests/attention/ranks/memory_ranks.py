@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.resident import peak_growth
+from benchmarks.instruments.resident import peak_growth
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from tests import masks
 from tests.attention.ranks.attention_ranks import Case

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.resident import peak_growth
-from benchmarks.traffic import counted, ring_options
+from benchmarks.instruments.resident import peak_growth
+from benchmarks.instruments.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths, sequence_parallel_attention
 from lightning_sp.attention.fakes import Outputs
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel

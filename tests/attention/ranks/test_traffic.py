@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.traffic import ring_sent_units, ulysses_sent_elements
+from benchmarks.instruments.traffic import ring_sent_units, ulysses_sent_elements
 from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import RankPool

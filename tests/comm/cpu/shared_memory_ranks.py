@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.traffic import counted, ring_options
+from benchmarks.instruments.traffic import counted, ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel
 from lightning_sp.attention.schemes import query_heads

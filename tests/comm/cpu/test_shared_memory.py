@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.traffic import ulysses_sent_elements
+from benchmarks.instruments.traffic import ulysses_sent_elements
 from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import RankPool, assert_sharded_equals_unsharded, free_port, run_ranks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.initial_memory import set_up
+from benchmarks.memory.initial_weights import set_up
 from tests.parallelize.delayed_init.reading import llama
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import _full

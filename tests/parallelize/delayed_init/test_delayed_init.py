@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.initial_memory import Model
+from benchmarks.memory.initial_weights import Model
 from lightning_sp.testing import RankPool
 from tests.parallelize.delayed_init import delayed_ranks as ranks
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.traffic import counted
+from benchmarks.instruments.traffic import counted
 from lightning_sp.config import MemoryOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import make_fsdp_root, reshard, shard_model, transformer_blocks, without_gradient_sync
@@ -21,7 +21,7 @@ from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, paramet
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 from lightning_sp.parameter_names import user_name
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
-from tests.parallelize.fsdp.vocabulary_units_ranks import MODELS, Decoder, Stepped, tokens
+from tests.parallelize.fsdp.units.vocabulary_units_ranks import MODELS, Decoder, Stepped, tokens
 
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from benchmarks.traffic import counted
+from benchmarks.instruments.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import make_fsdp_root, shard_model, without_gradient_sync

@@ -14,7 +14,7 @@ from lightning_sp.config import MemoryOptions
 from lightning_sp.parallelize import make_fsdp_root, shard_model, transformer_blocks, without_gradient_sync
 from lightning_sp.testing import max_error
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
-from tests.parallelize.fsdp.vocabulary_units_ranks import MODELS, Stepped, counted_units, tokens, trained
+from tests.parallelize.fsdp.units.vocabulary_units_ranks import MODELS, Stepped, counted_units, tokens, trained
 
 
 def build(kind: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None, **options: Any) -> Stepped:

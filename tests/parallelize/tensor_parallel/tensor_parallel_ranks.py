@@ -18,7 +18,7 @@ from torchmetrics import SumMetric
 from lightning_sp import SequenceParallelError, linear_cross_entropy
 from lightning_sp.models import GPT, GPTConfig, Llama, LlamaConfig
 from lightning_sp.reductions import batch_mean, batch_sum
-from lightning_sp.step.replicas import difference
+from lightning_sp.step.agreement.replicas import difference
 from tests.trainer.tiny import VOCAB, BothWays, Plain, TokenDataset, _full, quiet_trainer, tiny_gpt, tiny_llama
 
 

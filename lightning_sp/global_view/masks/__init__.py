@@ -1,0 +1,1 @@
+"""Whole masks that are known again, in eager code and while a compiler traces."""

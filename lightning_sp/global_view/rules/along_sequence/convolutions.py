@@ -1,0 +1,120 @@
+"""Convolutions: over the sequence the sum over the kernel's places of tokens that are moved by them, each times its weight.
+
+Other dims of an image are convolved as they are. Where the sequence numbers the images all is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.exchange.movement import moved
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_NAMES_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+
+
+def convolution(call: Call) -> Any:
+    """Convolve along the sequence, and along other dims."""
+    x, weight, bias, stride, padding, dilation, groups = (call.argument(i, name) for i, name in enumerate(_NAMES))
+    spatial = int(call.name[4])
+    if not _is_of_sequence(x, weight, spatial):
+        return NO_RULE
+    own = x.placement
+    if own.dim == 0:
+        return placed(call.on_locals(), own) if own.inner == 1 else NO_RULE
+    if own.dim == 1 or own.outer * own.inner > 1:
+        return NO_RULE
+    at = own.dim - 2
+    strides, dilations = _each(stride, 1, spatial), _each(dilation, 1, spatial)
+    widths = list(weight.shape[2:])
+    if padding == "same":
+        if any(d * (width - 1) % 2 for d, width in zip(dilations, widths, strict=True)):
+            return NO_RULE
+        paddings = [d * (width - 1) // 2 for d, width in zip(dilations, widths, strict=True)]
+    else:
+        paddings = _each(0 if padding == "valid" else padding, 0, spatial)
+    length = (own.length + 2 * paddings[at] - dilations[at] * (widths[at] - 1) - 1) // strides[at] + 1
+    if length <= 0:
+        return NO_RULE
+    starts = torch.arange(length) * strides[at] - paddings[at]
+    places = [starts + k * dilations[at] for k in range(widths[at])]
+    key = ("conv", strides[at], paddings[at], dilations[at])
+    # What a place of the kernel does along the sequence is done by the moves.
+    others = {"stride": strides, "padding": paddings, "dilation": dilations}
+    for given, none in zip(others.values(), (1, 0, 1), strict=True):
+        given[at] = none
+    function = getattr(torch.nn.functional, f"conv{spatial}d")
+
+    def tap(tokens: Tensor, k: int) -> Tensor:
+        result: Tensor = function(tokens, weight.narrow(own.dim, k, 1), groups=groups or 1, **others)
+        return result
+
+    return _summed(x, places, key, tap, bias)
+
+
+def transposed(call: Call) -> Any:
+    """Convolve transposed along the sequence, one dim."""
+    given = [call.argument(i, name) for i, name in enumerate(_NAMES_TRANSPOSED)]
+    x, weight, bias = given[:3]
+    if not _is_of_sequence(x, weight, 1):
+        return NO_RULE
+    own, width = x.placement, weight.shape[2]
+    if own.dim != 2 or own.outer * own.inner > 1:
+        return placed(call.on_locals(), own) if own.dim == 0 and own.inner == 1 else NO_RULE
+    stride, padding, more = (_each(each, none, 1)[0] for each, none in zip(given[3:6], (1, 0, 0), strict=True))
+    groups, dilation = given[6] or 1, _each(given[7], 1, 1)[0]
+    length = (own.length - 1) * stride - 2 * padding + dilation * (width - 1) + more + 1
+    if length <= 0:
+        return NO_RULE
+    ends = torch.arange(length) + padding
+    places = []
+    for k in range(width):
+        behind = ends - k * dilation
+        places.append(torch.where(behind % stride == 0, behind.div(stride, rounding_mode="floor"), -1))
+
+    def tap(tokens: Tensor, k: int) -> Tensor:
+        return torch.nn.functional.conv_transpose1d(tokens, weight[:, :, k : k + 1], groups=groups)
+
+    return _summed(x, places, ("transposed", stride, padding, dilation, more), tap, bias)
+
+
+def _is_of_sequence(x: Any, weight: Any, spatial: int) -> bool:
+    return is_sequence(x) and is_plain(weight) and x.dim() == spatial + 2
+
+
+def _each(value: Any, none: int, count: int) -> list[int]:
+    """Return a number for each spatial dim."""
+    if value is None:
+        return [none] * count
+    given = [int(each) for each in value] if isinstance(value, (tuple, list)) else [int(value)]
+    return given * count if len(given) == 1 else given
+
+
+def _summed(
+    x: SequenceTensor, places: list[Tensor], key: Any, tap: Callable[[Tensor, int], Tensor], bias: Tensor | None
+) -> SequenceTensor:
+    """Return the sum of what each place of the kernel gives. Shapes: (B, C, ..., L, ...) -> (B, C', ..., N, ...)."""
+    own, length = x.placement, len(places[0])
+    target = own.storage.for_length(length)
+    total: Tensor | None = None
+    for k, at in enumerate(places):
+        index = torch.where((at >= 0) & (at < own.length), at, -1)
+        each = tap(moved(x, index, (key, k), target).local, k)
+        total = each if total is None else total + each
+    assert total is not None
+    if bias is not None:
+        total = total + bias.view(1, -1, *[1] * (total.dim() - 2))
+    return SequenceTensor(total, replace(own, storage=target, length=length, copied=None))
+
+
+RULES: dict[str, Rule] = {
+    **named("conv1d conv2d conv3d", convolution),
+    **named("conv_transpose1d", transposed),
+}

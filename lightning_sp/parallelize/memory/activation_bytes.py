@@ -1,0 +1,117 @@
+"""What a step leaves for its backward, measured while it runs forward: each memory once, and parameters not at all.
+
+Per block what autograd saves, and of that what the attention operator returned and the block's input, which are what checkpoint policies keep.
+Casts of weights are counted by themselves, as far as they are alive when the forward has ended: they do not grow with its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sp.attention.staged import SAVED_OPERATORS
+from lightning_sp.mesh import gathered_shape
+from lightning_sp.parallelize.memory.memory_prediction import BlockBytes, StepBytes
+from lightning_sp.parallelize.memory.weight_casts import WeightCasts, storage_key
+
+# A loss over a vocabulary has its logits three times at the peak: as it saved them, their gradient, and that of what it was computed from.
+_MORE_COPIES_OF_LOGITS = 2
+
+
+class ActivationBytes:
+    """Measures a step; a class because blocks are measured one after the other.
+
+    `step` is the longest one that was measured, None before any.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.step: StepBytes | None = None
+        self._blocks: list[BlockBytes | None] = [None] * num_blocks
+        self._casts: WeightCasts | None = None
+        self._num_running = 0
+
+    @contextmanager
+    def measured(self, root: nn.Module, tokens: int) -> Iterator[None]:
+        """Measure the forward of a step of a model, of some tokens of this rank."""
+        self._blocks = [None] * len(self._blocks)
+        outside: dict[int, torch.UntypedStorage] = {}
+        # The gradient of a head's weight, which a loss without logits makes in the forward, is no activation.
+        of_parameters = {gathered_shape(each) for each in root.parameters() if each.dim() > 1}
+        self._casts = casts = WeightCasts(root)
+        try:
+            with casts, _saved_into(outside, of_parameters):
+                yield
+        finally:
+            self._casts = None
+        # Parameters that FSDP has freed by now have no bytes; the root's are still there.
+        parameters = {storage_key(each) for each in root.parameters() if isinstance(each, nn.Parameter)}
+        sizes = [s.nbytes() for key, s in outside.items() if key not in parameters and not casts.is_cast(key)]
+        if tokens and any(self._blocks) and (self.step is None or tokens > self.step.tokens):
+            whole = sum(sizes) + _MORE_COPIES_OF_LOGITS * max(sizes, default=0)
+            held = casts.held_bytes()
+            blocks = tuple(each and replace(each, casts=held.get(n, 0)) for n, each in enumerate(self._blocks))
+            self.step = StepBytes(tokens=tokens, blocks=blocks, outside=whole, outside_casts=held.get(-1, 0))
+
+    def of_block(self, number: int, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block's forward and note what it leaves. A block that runs in another one counts there."""
+        if self._num_running:
+            return forward(*args, **kwargs)
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        hidden = next((each for each in given if each.is_floating_point()), None)
+        saved: dict[int, torch.UntypedStorage] = {}
+        within = nullcontext() if (casts := self._casts) is None else casts.within(number, block)
+        self._num_running += 1
+        try:
+            with within, _saved_into(saved), _AttentionOutputs() as attention:
+                output = forward(*args, **kwargs)
+        finally:
+            self._num_running -= 1
+        inputs = 0 if hidden is None else hidden.untyped_storage().nbytes()
+        others = {storage_key(t) for t in (*given, *block.parameters(), *block.buffers())}
+        if casts is not None:
+            others |= {key for key in saved if casts.is_cast(key)}
+        before = self._blocks[number] or BlockBytes(kept=0, attention=0, inputs=0)
+        self._blocks[number] = BlockBytes(
+            kept=before.kept + inputs + _total(saved, others),
+            attention=before.attention + _total(attention.storages, others),
+            inputs=before.inputs + inputs,
+        )
+        return output
+
+
+class _AttentionOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the memory of what attention operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in SAVED_OPERATORS:
+            self.storages.update({storage_key(each): each.untyped_storage() for each in made})
+        return made
+
+
+@contextmanager
+def _saved_into(storages: dict[int, torch.UntypedStorage], but: Collection[tuple[int, ...]] = ()) -> Iterator[None]:
+    """Note the memory of what autograd saves, but for tensors of some shapes."""
+
+    def note(tensor: Tensor) -> Tensor:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tuple(tensor.shape) in but:
+            return tensor  # a parameter, what a library made of one, or no memory of its own
+        storages[storage_key(tensor)] = tensor.untyped_storage()
+        return tensor.detach()  # an output that holds itself would never go
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield
+
+
+def _total(storages: dict[int, torch.UntypedStorage], others: Iterable[int]) -> int:
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in others)

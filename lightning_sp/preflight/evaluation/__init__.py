@@ -1,0 +1,1 @@
+"""The first batch of an evaluation, whole and sharded: what it logs, returns and keeps."""

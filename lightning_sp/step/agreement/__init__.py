@@ -1,0 +1,1 @@
+"""What all ranks have alike at a step: the update and its options, writes, replicas of parameters, buffers."""

@@ -1,0 +1,1 @@
+"""What a step returns and keeps, as of one device: whole sequences, all samples."""

@@ -1,0 +1,1 @@
+"""Lightning's hooks around a batch, as their users wrote them for one device."""

@@ -1,0 +1,1 @@
+"""Numbers that a user logs: summed, averaged and compared so that they are those of one device."""

@@ -1,0 +1,100 @@
+"""`self.log(..., reduce_fx="sum", sync_dist=True)` where ranks share a sequence: what all have counts once, parts add up.
+
+    a loss, a number of rows       the same on the ranks of a sequence      added up over data-parallel groups
+    a count of a rank's tokens     each rank's own                          added up over the world
+
+Which of the two a number is, the preflight tells by its name (`preflight/numbers.py:counted_once`). Of what a hook logs, or without the
+preflight, the values tell, with a warning where they are the same on all ranks of each sequence: one with a fraction is taken for theirs
+together, a whole number for each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.mesh import SequenceMesh
+from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
+
+
+class LoggedSums:
+    """The sums that a run's steps log; a class because a warning comes once, and not of what the preflight has told."""
+
+    def __init__(self) -> None:
+        self._warned = set[str]()
+        self._of_ranks: set[str] = set()  # names of sums that each rank has a part of
+        self._name: str | None = None  # of the number that is being logged
+
+    @contextmanager
+    def of_step(self, module: LightningModule, once: Mapping[str, bool], mesh: SequenceMesh) -> Iterator[None]:
+        """Let a step's sums add up over the ranks that have parts of them.
+
+        Args:
+            module: whose step runs.
+            once: by the name of a sum, whether the ranks of a sequence have it together.
+            mesh: of the run.
+        """
+        if not once:
+            yield
+            return
+        self._of_ranks |= {name for name, together in once.items() if not together}
+        log = module.log
+
+        def log_once(*args: Any, **kwargs: Any) -> None:
+            given = given_to_log(args, kwargs)
+            self._name = given.get("name", "")
+            if once.get(self._name) and given.get("sync_dist_group") is None:
+                kwargs["sync_dist_group"] = mesh.data_group
+            try:
+                log(*args, **kwargs)
+            finally:
+                self._name = None
+
+        with replaced_log(module, log_once):
+            yield
+
+    def add_up(
+        self, value: Tensor, mesh: SequenceMesh, world: ProcessGroup | None, names: Collection[str] = ()
+    ) -> Tensor:
+        """Return the sum of a number of which its values tell how it adds up. Every rank must call it.
+
+        Args:
+            value: of this rank, one number.
+            mesh: of the run.
+            world: all ranks, on a backend for host objects.
+            names: under which it may be logged, where no step is logging it now.
+
+        Communicates: the value of each rank.
+        """
+        # Ranks that split weights log the same.
+        numbers = comm.gather_objects(float(value), world)[:: mesh.tensor_parallel_size]
+        of_ranks = torch.tensor(numbers, dtype=torch.float64).view(-1, mesh.layout.size)
+        alike = bool((of_ranks == of_ranks[:, :1]).all()) and bool(of_ranks.any())
+        if not alike or self._is_told(names):
+            return of_ranks.sum().to(value)
+        once = bool((of_ranks != of_ranks.round()).any())
+        name = self._name or ", ".join(sorted(names)) or "a number"
+        if name not in self._warned:
+            self._warned.add(name)
+            taken = "the whole sequence's, and counts once" if once else "each rank's own, and added up over all ranks"
+            rank_zero_warn(
+                f'{name}, logged with reduce_fx="sum", sync_dist=True, is {float(of_ranks[0, 0]):g} on each of the {mesh.layout.size} ranks of '
+                f"a sequence, and no trial has told whose it is. It is taken for {taken}. "
+                "sync_dist_group=self.trainer.strategy.data_parallel_group counts it once, sync_dist_group=torch.distributed.group.WORLD says "
+                "that it is each rank's own"
+            )
+        of_ranks = of_ranks[:, :1] if once else of_ranks
+        return of_ranks.sum().to(value)
+
+    def _is_told(self, names: Collection[str]) -> bool:
+        """Return whether the preflight has told that each rank has a part of it."""
+        names = names if self._name is None else [self._name]
+        return bool(names) and self._of_ranks.issuperset(names)

@@ -1,0 +1,35 @@
+"""Sharded parameters, used as on one device: numbers read from them, and data assigned to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallelize.fsdp.dtensor import sharded_tensors_ranks as ranks
+
+
+def test_a_number_is_the_wholes(pools):
+    for found, wanted, restored in pools(2).run(ranks.numbers):
+        assert found == pytest.approx(wanted, rel=1e-14)
+        assert restored, "outside of a run torch's own is back"
+
+
+def test_assigned_data_is_what_the_forward_uses(pools):
+    for doubled, restored, plain, other_shape in pools(2).run(ranks.assigned):
+        assert doubled
+        assert restored
+        assert plain.startswith("parameter.data = Tensor of shape (5, 3), where the parameter is a shard of (5, 3)")
+        assert other_shape.startswith("parameter.data = DTensor of shape (5,)")
+
+
+def test_a_run_that_ends_late_leaves_a_later_ones_alone(pools):
+    assert pools(2).run(ranks.overlapping) == [(True, True)] * 2
+
+
+def test_a_write_to_a_part_reaches_the_whole(pools):
+    for found in pools(2).run(ranks.parts):
+        assert len(found) == 33
+        assert [name for name, same in found if not same] == []
+
+
+def test_random_numbers_are_those_of_the_whole(pools):
+    assert pools(2).run(ranks.drawn) == [[True] * 4] * 2

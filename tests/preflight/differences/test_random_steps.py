@@ -1,0 +1,43 @@
+"""A step that draws random numbers goes on in the global view, where a trial draws what one device draws from its seed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.preflight.differences import random_steps_ranks as ranks
+
+RING, GROUPS = dict(ring_size=2), dict(data_parallel_size=2, ulysses_size=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"),
+    [
+        ("drawn whole", 2, RING),
+        ("like", 2, RING),
+        ("noise", 2, RING),
+        pytest.param("drawn whole", 4, GROUPS, marks=pytest.mark.slow),
+        pytest.param("noise", 4, GROUPS, marks=pytest.mark.slow),
+    ],
+)
+def test_random_steps_are_compared_from_one_seed(pools: Any, kind: str, world: int, strategy: dict[str, int]):
+    (said, *_) = pools(world).run(ranks.fit, world, kind, strategy)
+    assert len(said) == 1, said
+    (difference,) = re.findall(r"whole and sharded, agree: .* gradient ([\d.e+-]+)", said[0])
+    assert float(difference) < 1e-12
+
+
+def test_a_step_of_which_each_rank_draws_another_is_refused(pools: Any):
+    for said in pools(2).run(ranks.fit, 2, "each rank another", RING):
+        (refused,) = (each for each in said if each.startswith("refused: "))
+        assert "since the step draws random numbers: rand of (2, 1) in training_step" in refused
+        assert "The global view was tried (global_view='auto'), and refuses it, too" in refused
+
+
+def test_without_the_global_view_a_random_step_is_refused(pools: Any):
+    for said in pools(2).run(ranks.fit, 2, "drawn whole", RING | dict(global_view=False)):
+        assert said[-1].startswith(
+            "refused: preflight: training_step on a crop of 2 x 18 tokens cannot be compared, since"
+        )

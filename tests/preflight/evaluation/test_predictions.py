@@ -1,0 +1,68 @@
+"""Before the first prediction: what the step returns for whole sequences is what one device returns, or it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
+from tests.preflight.evaluation import prediction_ranks as ranks
+
+LAYOUTS = [
+    (2, dict(ring_size=2)),
+    pytest.param(2, dict(ulysses_size=2), marks=pytest.mark.slow),
+    (4, dict(data_parallel_size=2, ring_size=2)),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["logits", "pooled"])
+def test_right_predictions_are_returned_without_a_word(pools: Any, kind: str, world: int, strategy: dict[str, int]):
+    (one,) = pools(1).run(ranks.predicted, kind, 1, {})
+    rows = torch.cat([leaves(each)[0] for each in one["outputs"]])
+    for found in pools(world).run(ranks.predicted, kind, world, strategy):
+        assert (found["error"], found["said"]) == ("", [])
+        torch.testing.assert_close(torch.cat([leaves(each)[0] for each in found["outputs"]]), rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("positions of its own", "output 0 of 1 (2, 31, 61): differs by"),
+        ("text", "output 0 of 2: '"),
+        ("number of tokens", "output 0 of 1: 100% of its elements differ"),
+    ],
+)
+def test_what_a_shard_makes_is_refused_on_all_ranks(pools: Any, kind: str, words: str):
+    for found in pools(2).run(ranks.predicted, kind, 2, dict(ring_size=2)):
+        assert found["error"].startswith("preflight: predict_step on a crop of 2 x "), found["error"]
+        assert words in found["error"]
+
+
+def test_what_is_drawn_is_not_judged_and_the_switch_works(pools: Any):
+    for found in pools(2).run(ranks.predicted, "drawn", 2, dict(ring_size=2)):
+        assert found["error"] == ""
+    for found in pools(2).run(ranks.predicted, "positions of its own", 2, dict(ring_size=2, preflight=False)):
+        assert found["error"] == ""
+
+
+@pytest.mark.parametrize(
+    ("shown", "wanted", "again", "words"),
+    [
+        ([torch.ones(3)], [torch.ones(3)], [torch.ones(3)], []),
+        ([torch.ones(3)], [2 * torch.ones(3)], [2 * torch.ones(3)], ["output 0 of 1 (3,): differs by 5.0e-01"]),
+        ([torch.ones(3)], [torch.ones(4)], [torch.ones(4)], ["output 0 of 1 (4,): shape (3,), on one device (4,)"]),
+        # An argmax may follow rounding, in a few of many.
+        ([torch.arange(2000)], [torch.arange(2000).clamp(min=1)], [torch.arange(2000).clamp(min=1)], []),
+        ([1, "a"], [1, "b"], [1, "b"], ["output 1 of 2: 'a' is on one device 'b'"]),
+        ([1, "a"], [1, "b"], [1, "c"], []),
+        ([1], [1, 2], [1, 2], ["1 tensors, numbers and texts, on one device 2"]),
+        ([torch.tensor(float("nan"))], [torch.tensor(float("nan"))], [torch.tensor(float("nan"))], []),
+    ],
+)
+def test_what_differs(shown: list[Any], wanted: list[Any], again: list[Any], words: list[str]):
+    found = output_differences(shown, wanted, again, tolerance=1e-3, in_16_bits=False)
+    assert len(found) == len(words)
+    assert all(each.startswith(part) for each, part in zip(found, words, strict=True))

@@ -1,0 +1,52 @@
+"""What one rank alone writes to its part of the model ends the run by name, before the next update."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.step.agreement import agreed_writes_ranks as ranks
+
+LAYOUT = dict(ulysses_size=2, preflight=False)
+NORM = "ranks have written to their parts of the model differently: model.norm.weight is written to 2 times on rank 0; written to "
+GRADIENT = (
+    "ranks have written to their parts of the model differently: the gradient of model.norm.weight is there, with "
+)
+NONE = "ranks have written to their parts of the model differently: the gradient of "
+WEIGHTS = ["weight", "weight's data", "weight's part", "weight's data's part", "weight's detached part", "assigned"]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [*WEIGHTS, "zero_grad", "zero_grad to zeros", "no gradient", "gradient", "gradient's part", "gradient's data"],
+)
+def test_a_write_of_one_rank_is_refused_before_the_update(pools, what):
+    for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", what, 2, LAYOUT):
+        assert answer["said"].startswith(NONE if what not in WEIGHTS else NORM[:70]), answer
+        assert "on rank 0; " in answer["said"]
+        assert answer["steps"] == 1
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_after_backward"])
+def test_wherever_before_the_update_it_is(pools, where):
+    for answer in pools(2).run(ranks.fit, where, "zero_grad", 2, LAYOUT):
+        assert answer["said"].startswith(NONE), answer
+        assert answer["steps"] == 1
+
+
+@pytest.mark.parametrize("what", [*WEIGHTS, "zero_grad"])
+def test_a_write_after_the_update_is_refused_with_the_next_batch(pools, what):
+    for answer in pools(2).run(ranks.fit, "on_train_batch_end", what, 2, LAYOUT):
+        assert answer["said"].startswith("ranks have written to their parts of the model differently: "), answer
+        assert answer["steps"] == 1
+
+
+@pytest.mark.parametrize("what", [*WEIGHTS, "zero_grad to zeros", "gradient's data"])
+def test_a_write_of_all_ranks_is_theirs(pools, what):
+    for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", what, 2, LAYOUT, True):
+        assert answer == {"said": "", "steps": 3}
+
+
+@pytest.mark.parametrize("where", ["on_before_optimizer_step", "on_train_batch_end", "on_train_batch_start"])
+def test_a_rank_may_read_its_part(pools, where):
+    for answer in pools(2).run(ranks.fit, where, "read", 2, LAYOUT):
+        assert answer == {"said": "", "steps": 3}

@@ -1,0 +1,21 @@
+"""Sums over ranks that share a sequence: parts add up, what all have counts once, and what nobody can tell is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.logged_numbers import logged_sums_ranks as ranks
+
+
+def test_the_preflight_tells_parts_from_what_ranks_have_together(pools):
+    (alone, _), *_ = pools(1).run(ranks.fit, 1, {"sequence_parallel_size": 1})
+    assert alone["kilotokens"] == pytest.approx(4 * 32 / 1000)
+    for found, said in pools(2).run(ranks.fit, 2, {"ulysses_size": 2}):
+        assert found == pytest.approx(alone, rel=1e-6)
+        assert said == []
+
+
+def test_without_it_equal_values_are_said_to_be_taken_for_one_or_the_other(pools):
+    for rank, (_, said) in enumerate(pools(2).run(ranks.fit, 2, {"ulysses_size": 2, "preflight": False})):
+        assert [each.partition(",")[0] for each in said] == ["kilotokens", "rows", "loss"] * (rank == 0)
+        assert all("data_parallel_group counts it once" in each for each in said)

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp.config import StrategyConfig
-from lightning_sp.data.batch.contents.entries import batch_entries, inferred_dims, is_no_structure, named_dims
+from lightning_sp.data.batch.contents.entries import (
+    batch_entries,
+    inferred_dims,
+    is_no_structure,
+    named_dims,
+    plain_entries,
+)
 from lightning_sp.data.batch.contents.without_sequence import holds_rows_alone
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
@@ -21,6 +27,7 @@ from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
+from lightning_sp.preflight.crops.media import placeholders
 from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.groups import trial_of_groups
@@ -29,6 +36,7 @@ from lightning_sp.preflight.indices.padding import check_padding_read
 from lightning_sp.preflight.indices.part_indices import check_part_indices
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
+from lightning_sp.preflight.untried_length import check_untried_length
 from lightning_sp.step.runner import StepRunner
 
 # Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
@@ -229,6 +237,8 @@ def _compare(
         if long.tokens > crop.tokens and long.num_targets != 0:
             runner.start_run()
             _try_longer(_trial(long, own, runner, run, options, in_float32), own)
+        if _may_run_by_shapes(batch, runner, config, options):
+            check_untried_length(batch, own, runner, run, options, (crop.tokens, long.tokens))
         return found, True
     except TrialFailedError as error:
         if not after:
@@ -237,6 +247,18 @@ def _compare(
         return None, True
     finally:
         runner.start_run()
+
+
+def _may_run_by_shapes(batch: Any, runner: StepRunner, config: StrategyConfig, options: ShardOptions) -> bool:
+    """Return whether the length of a step's input may decide what it calls: a step in the global view sees the whole length on every rank."""
+    module: Any = runner.module
+    return (
+        not runner.context.global_view
+        and config.shard_batch
+        and config.tensor_parallel_size == 1
+        and module.automatic_optimization
+        and placeholders(plain_entries(batch), options) is None
+    )
 
 
 def _checkpoints(config: StrategyConfig) -> bool:

@@ -113,6 +113,7 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
         _remember_all(_remember_attributes(other, undo), undo, visited)
     for module in modules:
         _remember_all(_remember_attributes(module, undo), undo, visited)
+        undo.append(partial(_restore_children, module, dict(module._modules)))
         for name in _HOOKS if hooks else ():
             undo.append(partial(_remove_new, vars(module)[name], set(vars(module)[name])))
 
@@ -129,6 +130,13 @@ def _remember_attributes(owner: Any, undo: list[Callable[[], object]]) -> list[A
     watched = {name: value for name, value in attributes.items() if name not in OF_THE_FRAMEWORK}
     undo.append(partial(_restore_attributes, attributes, watched))
     return list(watched.values())
+
+
+def _restore_children(module: nn.Module, before: dict[str, nn.Module | None]) -> None:
+    """Put back the modules that a step has exchanged: BigBird takes another attention for good where it sees a short sequence."""
+    if [*module._modules.items()] != [*before.items()]:
+        module._modules.clear()
+        module._modules.update(before)
 
 
 def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:

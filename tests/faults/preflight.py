@@ -7,7 +7,37 @@ from tests.faults.fault import fault
 PREFLIGHT_TEST = "tests/preflight/test_preflight.py"
 STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 
+UNTRIED = "tests/preflight/test_untried_length.py"
+
 PREFLIGHT = (
+    fault(
+        "a branch on a length that no crop reaches, not looked for",
+        "preflight/untried_length.py",
+        "    if longest <= most:\n",
+        "    if True:\n",
+        f"{UNTRIED}::test_without_a_global_view_it_is_refused_with_the_line",
+    ),
+    fault(
+        "what a step does at shorter lengths alone, not looked for",
+        "preflight/untried_length.py",
+        "        _judge([*(whole - anywhere), *(everywhere - whole)]",
+        "        _judge([*(whole - anywhere)]",
+        f"{UNTRIED}::test_a_step_that_branches_beyond_the_crops_goes_on_in_the_global_view[ring-below]",
+    ),
+    fault(
+        "a collective in a run by shapes, which no other rank runs",
+        "preflight/by_shapes.py",
+        '        if "c10d" in func.namespace:\n',
+        "        if False:\n",
+        f"{UNTRIED}::test_a_run_that_fails_communicates_or_waits_is_said_to_be_unknown",
+    ),
+    fault(
+        "modules that a trial has exchanged and that stay exchanged",
+        "step/isolation.py",
+        "        undo.append(partial(_restore_children, module, dict(module._modules)))\n",
+        "",
+        "tests/step/test_isolation.py::test_modules_that_a_step_exchanges_are_put_back",
+    ),
     fault(
         "tuples that are refused before a first fit",
         "preflight/tried_steps.py",

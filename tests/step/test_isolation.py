@@ -58,6 +58,15 @@ def test_the_users_own_objects_are_put_back():
     assert float(big[0]) == 1.0, "too large to be copied"
 
 
+def test_modules_that_a_step_exchanges_are_put_back():
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    before = list(module.named_children())
+    with isolated(module, torch.device("cpu")):
+        module[0] = nn.Identity()
+        module.late = nn.Linear(2, 2)
+    assert list(module.named_children()) == before
+
+
 def test_hooks_that_a_step_registers_go_and_those_that_it_removes_stay_away():
     module, calls = Hoarder(), []
     module.forward = lambda: None

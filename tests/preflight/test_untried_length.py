@@ -1,0 +1,93 @@
+"""A branch on a length that no crop reaches: seen by shapes, and exact in the global view."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_sp.preflight.by_shapes import calls_by_shapes
+from tests.preflight import untried_length_ranks as ranks
+
+RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
+
+
+def assert_same(found, plain):
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+    for name, weight in plain["weights"].items():
+        assert (found["weights"][name] - weight).abs().max() <= 1e-10, name
+
+
+@pytest.mark.parametrize("less", [False, True], ids=["above", "below"])
+@pytest.mark.parametrize("degrees", [RING, ULYSSES], ids=["ring", "ulysses"])
+def test_a_step_that_branches_beyond_the_crops_goes_on_in_the_global_view(pools, degrees, less):
+    [plain] = pools(1).run(ranks.fit, 1, None, 200, 1, less)
+    for found in pools(2).run(ranks.fit, 2, degrees, 200, 1, less):
+        assert found["whole"]
+        assert_same(found, plain)
+
+
+@pytest.mark.parametrize(("above", "rows"), [(10_000, 1), (200, 2)], ids=["no branch", "tried whole"])
+def test_a_step_whose_length_hides_nothing_sees_its_part(pools, above, rows):
+    """With two rows one of them is tried whole, so that the branch is compared itself: here it is exact on parts that take it, or refused."""
+    [plain] = pools(1).run(ranks.fit, 1, None, above, rows)
+    for found in pools(2).run(ranks.fit, 2, RING, above, rows):
+        assert found["whole"] == (above == 200)
+        assert_same(found, plain)
+
+
+def test_without_a_global_view_it_is_refused_with_the_line(pools):
+    for said in pools(2).run(ranks.fit, 2, dict(RING, global_view=False), 200):
+        assert "at 256 tokens training_step calls other functions of torch than at 128 (" in said
+        assert "untried_length_ranks.py:" in said
+        assert "x = x + torch.tanh(self.far(x))" in said
+        assert "of which a rank sees 128 tokens" in said
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        self.kept.append(x)
+        if x.shape[0] > 8:
+            x = x.cumsum(0)
+        return float(self.linear(x).sum()) + table(x.shape[0]).sum()
+
+
+@functools.lru_cache
+def table(size):
+    return torch.ones(size)
+
+
+def test_runs_by_shapes_name_what_they_call_and_leave_nothing():
+    layer = Layer()
+    called = calls_by_shapes(layer, [lambda: layer(torch.empty(4, 4)), lambda: layer(torch.empty(16, 4))])
+    assert called.failure is None
+    short, long = called.runs
+    assert {each.name for each in long - short} == {"cumsum"}
+    assert not short - long
+    assert all(each.file == __file__ for each in long)
+    assert not layer.kept
+    assert not table.cache_info().currsize
+    assert type(layer.linear.weight) is nn.Parameter
+
+
+def test_a_run_that_fails_communicates_or_waits_is_said_to_be_unknown():
+    layer, x = Layer(), torch.zeros(3)
+
+    def failing():
+        raise ValueError("of mine\nmore")
+
+    assert calls_by_shapes(layer, [failing]).failure == "ValueError: of mine"
+    assert "nonzero" in calls_by_shapes(layer, [lambda: x.nonzero()]).failure
+    assert calls_by_shapes(layer, [lambda: time.sleep(60)], limit_s=0.5).failure == "it did not end within 0 s"
+    assert calls_by_shapes(layer, [lambda: os._exit(3)]).failure is not None
+    assert not dist.is_initialized()
+    assert "it calls c10d" in calls_by_shapes(layer, [lambda: torch.ops.c10d.barrier(x, None, None, [], -1)]).failure

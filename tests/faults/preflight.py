@@ -185,6 +185,20 @@ PREFLIGHT = (
         f"{HIDDEN_TEST}::test_a_hidden_term_that_looks_along_the_sequence_is_refused_before_the_first_step[number]",
     ),
     fault(
+        "a phase of the user's that begins untried",
+        "preflight/tried_steps.py",
+        "        if self._info.is_changed:\n",
+        "        if False:\n",
+        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[epoch-4]",
+    ),
+    fault(
+        "a module whose class FSDP2 has changed, whose numbers are not looked at",
+        "step/schedules.py",
+        "if any(map(is_class_of_user, type(each).__mro__))]",
+        "if is_class_of_user(type(each))]",
+        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[callback-6]",
+    ),
+    fault(
         "a term that never counts, compared as if it did",
         "preflight/recording/hidden_terms.py",
         "if weights is not None and not (set(weights) == {0.0} and _is_written(*place)):",

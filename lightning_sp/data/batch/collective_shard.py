@@ -30,6 +30,7 @@ def collective_shard(
     *,
     by_hand: bool,
     ends: bool = False,
+    is_changed: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
     written: comm.Written = comm.NOTHING_WRITTEN,
@@ -43,6 +44,7 @@ def collective_shard(
         group: the world, on a backend for host tensors.
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
+        is_changed: numbers by which the step may do other things have changed on this rank.
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
         written: what this rank has written to outside of its steps.
@@ -74,6 +76,7 @@ def collective_shard(
             loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             is_padded=info is not None and info.pads,
+            is_changed=is_changed,
             written=written,
             group=group,
         )
@@ -81,7 +84,7 @@ def collective_shard(
         raise refusal from fault
     assert info is not None
     info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
-    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded), agreed
+    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded, is_changed=agreed.changed), agreed
 
 
 def _words(fault: Exception | None) -> str | None:

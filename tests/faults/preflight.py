@@ -185,6 +185,13 @@ PREFLIGHT = (
         f"{HIDDEN_TEST}::test_a_hidden_term_that_looks_along_the_sequence_is_refused_before_the_first_step[number]",
     ),
     fault(
+        "a tensor of a training step that a hook reads, not compared",
+        "preflight/recording/attributes.py",
+        '(evaluates or name.partition(".")[2] in read)',
+        "evaluates",
+        "tests/trainer/test_hook_reads.py::test_what_a_hook_makes_of_a_steps_tensor_is_one_devices[callback]",
+    ),
+    fault(
         "a phase of the user's that begins untried",
         "preflight/tried_steps.py",
         "        if self._info.is_changed:\n",

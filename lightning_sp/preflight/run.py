@@ -40,6 +40,7 @@ from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.trainer.shown_progress import later_moments, shown_progress
 
 
 class TrialFailedError(SequenceParallelError):
@@ -68,7 +69,8 @@ def run_preflight(
     started = time.perf_counter()
     counts = write_counts(trial.module)
     with _eager():
-        whole = _run_whole(trial)
+        with shown_progress(trial.module) as read:
+            whole = _run_whole(trial)
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
@@ -94,6 +96,7 @@ def run_preflight(
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
+            _run_at_later_steps(trial, read)
     return found
 
 
@@ -170,6 +173,27 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
                 f"{error}. A term that counts for nothing now (a weight of 0, a branch that is not chosen, a clamp with no slope), or for "
                 "little, would be wrong once it counts; if it never will, leave it out: `if weight: loss = loss + weight * term`"
             ) from error
+
+
+def _run_at_later_steps(trial: Trial, read: Collection[str]) -> None:
+    """Compare once more what the step does later in the run, if any rank's reads how far that is. Every rank must call it.
+
+    Args:
+        trial: of the step.
+        read: what of that it has read.
+    """
+    if not any(comm.gather_objects(bool(read), trial.control_group)):
+        return
+    for moment in later_moments(trial.module.trainer):
+        again, started = replace(trial, crop=f"{trial.crop} {moment.describe()}"), time.perf_counter()
+        try:
+            with shown_progress(trial.module, moment):
+                with _eager():
+                    whole, sharded = _run_whole(again), again.sharded()
+                _check_alike(again, whole, sharded)
+                _judged(again, whole, sharded, started)
+        except TrialFailedError as error:
+            rank_zero_info(f"preflight: not compared {moment.describe()}: {error}")
 
 
 def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:

@@ -192,6 +192,13 @@ PREFLIGHT = (
         "tests/trainer/test_hook_reads.py::test_what_a_hook_makes_of_a_steps_tensor_is_one_devices[callback]",
     ),
     fault(
+        "a step of a later step's number, not tried",
+        "preflight/run.py",
+        "            _run_at_later_steps(trial, read)\n",
+        "",
+        "tests/trainer/test_shown_progress.py::test_what_begins_at_a_later_step_is_refused_before_the_first",
+    ),
+    fault(
         "a phase of the user's that begins untried",
         "preflight/tried_steps.py",
         "        if self._info.is_changed:\n",

@@ -1,4 +1,4 @@
-"""What runs in the ranks: targets of which more are left out from an epoch on, or from when a callback says so; no operation is new then."""
+"""What runs in the ranks: targets of which more are left out from an epoch or step on, or once a callback says so; no operation is new then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ class Skipping(Plain):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
-        targets[:, : 4 * self.current_epoch if self.kind == "epoch" else self.skipped] = -100
+        skipped = {"callback": self.skipped}
+        if self.kind == "epoch":
+            skipped["epoch"] = 4 * int(self.trainer.fit_loop.epoch_progress.current.processed)
+        if self.kind == "step":
+            skipped["step"] = 4 if self.global_step >= 7 else 0
+        targets[:, : skipped[self.kind]] = -100
         return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
 
 

@@ -212,7 +212,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         if whole := self._info.is_whole and self.sequence_parallel_size > 1:
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
         else:
-            self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
+            self._offer(batch)
             evaluated = loops.evaluated_step(trainer), dataloader_idx
             self._first_evaluations.offer(batch, evaluated, padded=self._info.is_padded)
         self._evaluated.advance(trainer, dataloader_idx)
@@ -229,8 +229,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=self._run.written)
-        mesh, options = self.sequence_mesh, self._options(batch)
-        local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most)
+        mesh, options, changed = self.sequence_mesh, self._options(batch), self._run.schedules.have_changed(trainer)
+        local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most, is_changed=changed)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
         self._sigterm.agree(trainer, agreed.ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, mesh)

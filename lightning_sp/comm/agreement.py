@@ -177,12 +177,13 @@ NOTHING_WRITTEN = Written()
 
 class SameBatch(NamedTuple):
     """What ranks have told each other of a batch: whether they differ in its entries, and whether any was told to end, or has a longer batch, or
-    one with padding of ours; whether any has written to buffers, and all to the same ones."""
+    one with padding of ours, or does other things from here on; whether any has written to buffers, and all to the same ones."""
 
     uneven: bool
     ends: bool
     longer: bool = False
     padded: bool = False
+    changed: bool = False
     writes_buffers: bool = False
     same_buffers: bool = True
 
@@ -199,6 +200,7 @@ def check_same_batch(
     ends: bool = False,
     is_longer: bool = False,
     is_padded: bool = False,
+    is_changed: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
     written: Written = NOTHING_WRITTEN,
     group: ProcessGroup | None = None,
@@ -217,16 +219,17 @@ def check_same_batch(
         ends: this rank was told to end the run.
         is_longer: this rank's part is longer than those before.
         is_padded: the degrees do not divide the batch's length.
+        is_changed: numbers by which the step may do other things have changed on this rank.
         loop: plain values by name, by which a loop decides what follows this batch.
         written: what this rank has written to outside of its steps.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 112 bytes and 32 for each data-parallel group. Where ranks differ, as `_refuse`.
+    Communicates: one all_reduce on the host, of 120 bytes and 32 for each data-parallel group. Where ranks differ, as `_refuse`.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
-        return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded)
+        return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded, changed=is_changed)
     report = _RankReport(
         1 if error else 0,
         digest,
@@ -238,14 +241,12 @@ def check_same_batch(
         written.buffers,
         written.shards,
     )
-    of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded), num_groups, group)
-    failed, ended, longer, padded = of_all[:4].tolist()
-    uneven, wholes, loops, others, writes = (of_all[4::2] != -of_all[5::2]).tolist()
+    of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded, is_changed), num_groups, group)
+    failed, ended, longer, padded, changed = map(bool, of_all[:5].tolist())
+    uneven, wholes, loops, others, writes = (of_all[5::2] != -of_all[6::2]).tolist()
     if not (failed or wholes or loops or writes or bool((of_groups[0] != -of_groups[1]).any())):
-        writes = bool(of_all[10])
-        return SameBatch(
-            uneven, bool(ended), bool(longer), bool(padded), writes_buffers=writes, same_buffers=not others
-        )
+        same = SameBatch(uneven=uneven, ends=ended, longer=longer, padded=padded, changed=changed)
+        return same._replace(writes_buffers=bool(of_all[11]), same_buffers=not others)
     _refuse(report, error, loop, written, group)
 
 
@@ -269,11 +270,11 @@ def _refuse(
 
 
 def _largest_and_least(
-    report: _RankReport, flags: tuple[bool, bool, bool], num_groups: int, group: ProcessGroup | None
+    report: _RankReport, flags: tuple[bool, ...], num_groups: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
 
-    Shapes: (14,): failed, the three flags, and of entries, whole, loop, buffers and shards each with its negative; (2, num_groups, 2): digest
+    Shapes: (15,): failed, the four flags, and of entries, whole, loop, buffers and shards each with its negative; (2, num_groups, 2): digest
     and passes, and their negatives.
     """
     numbers = (report.entries, report.is_whole, report.loop, report.buffers, report.shards)
@@ -284,7 +285,7 @@ def _largest_and_least(
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
     both = torch.cat([of_all, of_groups.view(-1)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:14], both[14:].view(2, num_groups, 2)
+    return both[:15], both[15:].view(2, num_groups, 2)
 
 
 def refuse_writes(own: Mapping[str, str], group: ProcessGroup | None) -> NoReturn:

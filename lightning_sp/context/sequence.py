@@ -41,6 +41,7 @@ class SequenceInfo:
             micro-batch. None where each draws its own.
         is_longer: some rank has more tokens than any had before.
         is_padded: the degrees do not divide the length of some rank's batch.
+        is_changed: numbers by which the step may do other things have changed on some rank.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         encoder: the encoder's sequence; None where the batch holds one sequence.
         beside: other sequences, each with names and rows of its own: of a step that sees whole sequences alone.
@@ -69,6 +70,7 @@ class SequenceInfo:
     seed: int | None = None
     is_longer: bool = False
     is_padded: bool = False
+    is_changed: bool = False
     is_filler: bool = False
     encoder: SequenceInfo | None = None
     beside: tuple[SequenceInfo, ...] = ()

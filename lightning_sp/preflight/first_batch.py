@@ -101,6 +101,11 @@ class FirstBatch:
             self._again, self._not_compared = sorted({*self._again, step}), True
             self._of_new = self._last
 
+    def expect_changed(self, step: int) -> None:
+        """Try the first batch from an optimizer step on, for the step may do other things there, if this fit has tried its first."""
+        if self._expected and not self._first:
+            self._again = sorted({*self._again, step})
+
     @property
     def lacks_comparison(self) -> bool:
         """Whether a trial that `expect_comparison` asked for has not come: the fit has ended."""

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -28,6 +29,7 @@ from lightning_sp.preflight.differences.random_draws import check_random_draws, 
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
+    TOLERANCES,
     Agreement,
     Losses,
     judge_buffers,
@@ -35,8 +37,10 @@ from lightning_sp.preflight.explain.verdict import (
     listed,
     tolerance_of,
 )
+from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.trainer.shown_progress import later_moments, shown_progress
 
 
 class TrialFailedError(SequenceParallelError):
@@ -65,7 +69,8 @@ def run_preflight(
     started = time.perf_counter()
     counts = write_counts(trial.module)
     with _eager():
-        whole = _run_whole(trial)
+        with shown_progress(trial.module) as read:
+            whole = _run_whole(trial)
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
@@ -85,10 +90,13 @@ def run_preflight(
     found = _judged(trial, whole, sharded, started)
     trial.context.keeps_in_training |= any(comm.gather_objects(sharded.keeps, trial.control_group))
     if found is not None and not math.isnan(found.difference):
-        _run_with_small_numbers(trial, whole)
+        weights = zero_weights(trial.module, whole.gradients)
+        _run_with_small_numbers(trial, weights)
+        _run_with_terms_shown(trial, whole, sharded, weights)
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
+            _run_at_later_steps(trial, read)
     return found
 
 
@@ -123,18 +131,89 @@ def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
         raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error
 
 
-def _run_with_small_numbers(trial: Trial, whole: Outcome) -> None:
+def _run_with_small_numbers(trial: Trial, weights: Mapping[str, nn.Parameter]) -> None:
     """Compare once more what weights that begin at zero have hidden, if there are any."""
-    weights = zero_weights(trial.module, whole.gradients)
     if not weights:
         return
-    names = [*weights][:2] + ([f"{len(weights) - 2} more"] if len(weights) > 2 else [])
-    again = replace(trial, crop=f"{trial.crop} with small numbers in {', '.join(names)}, which begin at zero,")
+    again = replace(trial, crop=f"{trial.crop} with small numbers in {_first([*weights])}, which begin at zero,")
     started = time.perf_counter()
     with with_small_numbers(weights):
         with _eager():
             shown, sharded = again.whole(), again.sharded()
         _judged(again, shown, sharded, started)
+
+
+def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weights: Mapping[str, nn.Parameter]) -> None:
+    """Compare once more what calls have hidden, if any have in both runs: a term of the loss times 0, say. Every rank must call it.
+
+    Args:
+        trial: of the step.
+        whole: what it gave whole.
+        sharded: what it gave on shards.
+        weights: that begin at zero.
+    """
+    exact = tolerance_of(whole.dtypes) <= TOLERANCES[torch.float64]
+    own = common_terms([whole.hidden, sharded.hidden], exact=exact)
+    terms = common_terms(comm.gather_objects(own, trial.control_group), exact=exact)
+    if not terms:
+        return
+    named = _first([call.describe() for call in terms])
+    again = replace(trial, crop=f"{trial.crop}, with what {named} hides shown,", shown=terms)
+    started = time.perf_counter()
+    with with_small_numbers(weights):
+        try:
+            with _eager():
+                shown, shown_sharded = _run_whole(again), again.sharded()
+            _check_alike(again, shown, shown_sharded)
+            _judged(again, shown, shown_sharded, started)
+        except TrialFailedError as error:
+            rank_zero_info(f"preflight: not compared with what {named} hides: {error}")
+        except SequenceParallelError as error:
+            raise SequenceParallelError(
+                f"{error}. A term that counts for nothing now (a weight of 0, a branch that is not chosen, a clamp with no slope), or for "
+                "little, would be wrong once it counts; if it never will, leave it out: `if weight: loss = loss + weight * term`"
+            ) from error
+
+
+def _run_at_later_steps(trial: Trial, read: Collection[str]) -> None:
+    """Compare once more what the step does later in the run, if any rank's reads how far that is. Every rank must call it.
+
+    Args:
+        trial: of the step.
+        read: what of that it has read.
+    """
+    if not any(comm.gather_objects(bool(read), trial.control_group)):
+        return
+    for moment in later_moments(trial.module.trainer):
+        again, started = replace(trial, crop=f"{trial.crop} {moment.describe()}"), time.perf_counter()
+        try:
+            with shown_progress(trial.module, moment):
+                with _eager():
+                    whole, sharded = _run_whole(again), again.sharded()
+                _check_alike(again, whole, sharded)
+                _judged(again, whole, sharded, started)
+        except TrialFailedError as error:
+            rank_zero_info(f"preflight: not compared {moment.describe()}: {error}")
+
+
+def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+    """Refuse losses that ranks of one sequence make otherwise, as each step of training is: their mean alone may be right."""
+    if sharded.loss is None or not trial.context.mesh.splits_samples:
+        return
+    found = comm.gather_objects(
+        (trial.context.mesh.data_parallel_rank, float(sharded.loss.detach())), trial.control_group
+    )
+    for group in {group for group, _ in found}:
+        losses = [loss for each, loss in found if each == group]
+        if max(losses) - min(losses) > tolerance_of(whole.dtypes) * max(map(abs, losses)):
+            raise LossDiffersError(
+                f"preflight: training_step on {trial.crop} has another loss on ranks that share a sequence: {losses}"
+            )
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return names, two of them and how many more there are."""
+    return ", ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
 
 
 def _refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:

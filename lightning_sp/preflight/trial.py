@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_sp.parallelize import (
     without_tiles,
 )
 from lightning_sp.preflight.comparison import buffers_of, plain_name
+from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
@@ -51,6 +52,7 @@ class Outcome:
         attention: calls of torch's attention functions, one after the other.
         numbers: that it logs; known of a sharded run alone.
         keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
+        hidden: calls that hide terms of the loss.
     """
 
     loss: Tensor | None
@@ -63,6 +65,7 @@ class Outcome:
     attention: tuple[AttentionCall, ...] = ()
     numbers: Mapping[str, Number] = field(default_factory=dict)
     keeps: bool = False
+    hidden: Mapping[Call, Weights] = field(default_factory=dict)
 
 
 # What to look at where a step fails on one device too.
@@ -95,6 +98,8 @@ class Trial:
         device: where the module is.
         control_group: the world, on a backend for host objects.
         in_float32: switches autocast off for the runs within; None where there is none.
+        strict: numbers that the step leaves in attributes are raised where they are not one device's.
+        shown: calls that hide terms of the loss, and are to show them.
     """
 
     module: nn.Module
@@ -113,6 +118,7 @@ class Trial:
     control_group: ProcessGroup | None
     in_float32: Callable[[], AbstractContextManager[None]] | None = None
     strict: bool = False
+    shown: Mapping[Call, Weights] = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:
@@ -129,7 +135,7 @@ class Trial:
             calls: list[AttentionCall] = []
             with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
                 try:
-                    with Watch(self.module, stack) as watch:
+                    with Watch(self.module, stack) as watch, HiddenTerms(self.shown) as terms:
                         loss = _loss_of_whole(self.run_whole())
                 except SequenceParallelError:
                     raise
@@ -147,6 +153,7 @@ class Trial:
                 dtypes=frozenset(watch.dtypes | reduce_dtypes(self.module)),
                 draws=tuple(watch.all_draws()),
                 attention=tuple(calls),
+                hidden=terms.found,
             )
 
     def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:
@@ -178,7 +185,7 @@ class Trial:
                 recorded_numbers(self.module) as found,
             ):
                 before = KeptValues(self.module, trains=True)
-                with self._named():
+                with self._named(), self._as_the_whole(), HiddenTerms(self.shown, follows=True) as terms:
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 step = self.context.step or Step(batch=self.own)
@@ -197,9 +204,19 @@ class Trial:
                     num_over_groups=num_over_groups,
                     numbers=found.numbers,
                     keeps=bool(before.new()),
+                    hidden=terms.found,
                 )
         finally:
             self.context.step = None
+
+    @contextmanager
+    def _as_the_whole(self) -> Iterator[None]:
+        """Call each function as often as a whole run does, and in the forward alone, where one of its calls is to be told from the others."""
+        with ExitStack() as stack:
+            if self.shown:
+                stack.enter_context(without_checkpoints(self.module))
+                stack.enter_context(without_tiles(self.module))
+            yield
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -233,7 +250,8 @@ class Trial:
     def traced_whole(self, trace: Trace) -> float | None:
         """Run the whole crop forward, noting its calls, and return its loss; None where it has none, or fails."""
         with suppress(Exception), self._alone(self.batch, SEED), traced(self.module, trace):
-            loss = _loss_of_whole(self.run_whole())
+            with HiddenTerms(self.shown):
+                loss = _loss_of_whole(self.run_whole())
             return None if loss is None else float(loss)
         return None
 
@@ -248,6 +266,8 @@ class Trial:
                 self.context.drawn_from(SEED),
                 traced(self.module, trace),
                 self.context.logits_made_at_once(),
+                self._as_the_whole(),
+                HiddenTerms(self.shown, follows=True),
             ):
                 output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output

@@ -184,6 +184,14 @@ class TriedSteps(CurrentSequence, ABC):
 
     # ---- training
 
+    def _offer(self, batch: Any) -> None:
+        """Have a batch of training tried, as its loader gave it, if that is due."""
+        trainer = self._module.trainer
+        if self._info.is_changed:
+            begins = loops.of_batch(trainer)["begins"] and self._module.automatic_optimization
+            self._first_batch.expect_changed(trainer.global_step if begins else self._next_step)
+        self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
+
     @property
     def _pads_step(self) -> bool:
         """Whether the next batch is padded, and is all of an optimizer step: a trial would add to gradients that accumulate."""

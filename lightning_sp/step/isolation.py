@@ -192,10 +192,14 @@ def is_object_of_user(value: Any) -> bool:
     """Return whether a value is an object of the user's own, or a metric: one whose attributes a step may count in."""
     if isinstance(value, (Tensor, dict, list, set, deque, type, Dataset)) or not hasattr(value, "__dict__"):
         return False
-    library = type(value).__module__.partition(".")[0]
-    if library == "torchmetrics" or library in _NOT_THE_USERS:
-        return library == "torchmetrics"
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return type(value).__module__.partition(".")[0] == "torchmetrics" or is_class_of_user(type(value))
+
+
+def is_class_of_user(found: type) -> bool:
+    """Return whether a class is the user's own: no library's."""
+    if found.__module__.partition(".")[0] in _NOT_THE_USERS:
+        return False
+    file = getattr(sys.modules.get(found.__module__), "__file__", None) or ""
     return not any(folder in file for folder in _INSTALLED)
 
 

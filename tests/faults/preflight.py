@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import fault
 
 PREFLIGHT_TEST = "tests/preflight/test_preflight.py"
+HIDDEN_TEST = "tests/preflight/test_hidden_terms.py"
 STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 
 UNTRIED = "tests/preflight/test_untried_length.py"
@@ -188,16 +189,65 @@ PREFLIGHT = (
     fault(
         "branches behind weights that begin at zero, not tried",
         "preflight/differences/hidden_branches.py",
-        "            local.copy_(torch.randn(local.shape, generator=generator) * scale)\n",
+        "            local.copy_(torch.where(zeros[name], drawn.to(local), local))\n",
         "            pass\n",
         STOPPED,
     ),
     fault(
         "small numbers that stay in weights that began at zero",
         "preflight/differences/hidden_branches.py",
-        "            _local(weight).zero_()\n",
+        "            _local(weight).masked_fill_(zeros[name], 0.0)\n",
         "            pass\n",
         f"{PREFLIGHT_TEST}::test_weights_that_begin_at_zero_are_zero_afterwards",
+    ),
+    fault(
+        "a gate that is zero among others, whose slope is not tried",
+        "preflight/differences/hidden_branches.py",
+        "(not values or hides_more or weight.dim() < 2)",
+        "(not values or hides_more)",
+        f"{HIDDEN_TEST}::test_a_gate_that_is_zero_among_others_hides_no_slope",
+    ),
+    fault(
+        "terms of the loss that count for nothing now, not compared",
+        "preflight/run.py",
+        "        _run_with_terms_shown(trial, whole, sharded, weights)\n",
+        "",
+        f"{HIDDEN_TEST}::test_a_hidden_term_that_looks_along_the_sequence_is_refused_before_the_first_step[number]",
+    ),
+    fault(
+        "a tensor of a training step that a hook reads, not compared",
+        "preflight/recording/attributes.py",
+        '(evaluates or name.partition(".")[2] in read)',
+        "evaluates",
+        "tests/trainer/hooks/test_hook_reads.py::test_what_a_hook_makes_of_a_steps_tensor_is_one_devices[callback]",
+    ),
+    fault(
+        "a step of a later step's number, not tried",
+        "preflight/run.py",
+        "            _run_at_later_steps(trial, read)\n",
+        "",
+        "tests/trainer/test_shown_progress.py::test_what_begins_at_a_later_step_is_refused_before_the_first",
+    ),
+    fault(
+        "a phase of the user's that begins untried",
+        "preflight/tried_steps.py",
+        "        if self._info.is_changed:\n",
+        "        if False:\n",
+        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[epoch-4]",
+    ),
+    fault(
+        "a module whose class FSDP2 has changed, whose numbers are not looked at",
+        "step/schedules.py",
+        "if any(map(is_class_of_user, type(each).__mro__))]",
+        "if is_class_of_user(type(each))]",
+        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[callback-6]",
+    ),
+    fault(
+        "a term that never counts, compared as if it did",
+        "preflight/recording/hidden_terms.py",
+        "if weights is not None and not (set(weights) == {0.0} and _is_written(*place)):",
+        "if weights is not None:",
+        f"{HIDDEN_TEST}::test_a_call_that_hides_nothing_is_not_found[always]",
     ),
     fault(
         "a longer crop whose pieces are cut otherwise than the sequence's",

@@ -30,6 +30,7 @@ def collective_shard(
     *,
     by_hand: bool,
     ends: bool = False,
+    is_changed: bool = False,
     loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
     written: comm.Written = comm.NOTHING_WRITTEN,
@@ -43,6 +44,7 @@ def collective_shard(
         group: the world, on a backend for host tensors.
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
+        is_changed: numbers by which the step may do other things have changed on this rank.
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
         written: what this rank has written to outside of its steps.
@@ -58,9 +60,7 @@ def collective_shard(
             local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, options)
     except Exception as caught:  # sent to the other ranks, which would wait for ever
         fault = caught
-    # A batch that runs whole must be the same on all ranks, too.
-    compared = local is not batch or (info is not None and info.is_whole and mesh.splits_samples)
-    compared |= mesh.tensor_parallel_size > 1 and not (by_hand or is_sharded(batch))
+    compared = local is not batch or _is_whole_of_all(batch, info, mesh, by_hand=by_hand)
     try:
         agreed = comm.check_same_batch(
             _words(fault),
@@ -74,14 +74,26 @@ def collective_shard(
             loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             is_padded=info is not None and info.pads,
+            is_changed=is_changed,
             written=written,
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    info = replace(info, is_filler=isinstance(batch, FillerBatch), uneven_entries=agreed.uneven)
-    return local, replace(info, is_longer=agreed.longer, is_padded=agreed.padded), agreed
+    return local, _told(info, agreed, is_filler=isinstance(batch, FillerBatch)), agreed
+
+
+def _told(info: SequenceInfo, agreed: comm.SameBatch, *, is_filler: bool) -> SequenceInfo:
+    """Return what was whole, with what ranks have told each other of it."""
+    info = replace(info, is_filler=is_filler, uneven_entries=agreed.uneven)
+    return replace(info, is_longer=agreed.longer, is_padded=agreed.padded, is_changed=agreed.changed)
+
+
+def _is_whole_of_all(batch: Any, info: SequenceInfo | None, mesh: SequenceMesh, *, by_hand: bool) -> bool:
+    """Return whether a batch that is not split must be the same on all ranks, too: it runs whole, or ranks split weights."""
+    runs_whole = info is not None and info.is_whole and mesh.splits_samples
+    return runs_whole or (mesh.tensor_parallel_size > 1 and not (by_hand or is_sharded(batch)))
 
 
 def _words(fault: Exception | None) -> str | None:

@@ -18,6 +18,7 @@ from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
 from lightning_sp.step.isolation import MAX_VISITED, OF_THE_FRAMEWORK, is_object_of_user
 from lightning_sp.trainer.hooks.batch_hooks import of_user
+from lightning_sp.trainer.hooks.hook_reads import read_in_hooks
 
 # Behind a name, in messages.
 ATTRIBUTE = " (attribute)"
@@ -63,9 +64,11 @@ def changed_attributes(
         before: of `attributes_of`.
         control_group: the world, on a backend for host objects: a tensor of the global view that some ranks do not have is left out.
         evaluates: a tensor of the LightningModule is named without its shape, and so compared where that is a part's: a hook at the
-            epoch's end may read it. What layers keep of their tokens is their own.
+            epoch's end may read it. Of training those alone that some hook names. What layers keep of their tokens is their own.
     """
     found = {}
+    trainer = getattr(module, "_trainer", None)
+    read = frozenset() if trainer is None or evaluates else read_in_hooks(trainer)
     now_there = dict(chain(_attributes(module), _entries(module)))
     shown = {name for name, value in now_there.items() if isinstance(value, GlobalTensor)}
     of_all = set.intersection(*comm.gather_objects(shown, control_group))
@@ -80,7 +83,7 @@ def changed_attributes(
             old = None
         if isinstance(value, Tensor):
             if not _is_equal(value, old):
-                for_hooks = evaluates and name.count(".") == 1 and "[" not in name
+                for_hooks = name.count(".") == 1 and "[" not in name and (evaluates or name.partition(".")[2] in read)
                 shape = f" of shape {tuple(value.shape)}" if value.dim() and not for_hooks else ""
                 found[f"{name}{shape}{ATTRIBUTE}"] = _number_of(value)
         elif value != old:

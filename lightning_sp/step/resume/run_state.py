@@ -18,6 +18,7 @@ from lightning_sp.step.agreement.rank_buffers import RankBuffers
 from lightning_sp.step.agreement.replicas import ReplicaWatch
 from lightning_sp.step.resume.data_cursor import DataCursor
 from lightning_sp.step.resume.random_streams import RandomStreams
+from lightning_sp.step.schedules import Schedules
 from lightning_sp.trainer.hooks.batch_hooks import acts_before_updates
 
 # Of what the strategy adds to Lightning's checkpoint.
@@ -34,6 +35,7 @@ class RunState:
         update: whether ranks are about to step by the same learning rates.
         writes: whether ranks have written to their shards alike.
         buffers: of data-parallel ranks that have whole sequences, each of which writes its own.
+        schedules: numbers of the user's that change by which a step may do other things.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,7 @@ class RunState:
         self.update = AgreedUpdate()
         self.writes = AgreedWrites()
         self.buffers = RankBuffers()
+        self.schedules = Schedules()
 
     def start(self, trainer: Any, mesh: SequenceMesh, group: ProcessGroup | None, *, fitting: bool) -> None:
         """Begin a run with rank 0's seed. Communicates: one broadcast of it; as `AgreedWrites.start`."""
@@ -54,6 +57,7 @@ class RunState:
         if fitting:
             self.streams.start_run(trainer.global_step, mesh)
             self.replicas.start_run(trainer.global_step)
+            self.schedules.start(trainer)
         else:
             self.streams.share_seed()
 

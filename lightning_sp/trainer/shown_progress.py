@@ -1,0 +1,92 @@
+"""What a step reads of a run's progress, `global_step` and `current_epoch`: noted while it is tried, and shown to it as later in the run.
+
+    if self.global_step >= 1_000: labels[:, : self.skipped] = -100      a trial of step 0 does not see this line
+
+Lightning and this package go on reading what is true.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule, Trainer
+
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_sp", "torch", "torchmetrics")
+# Of a run: what begins is still there at half of it, or at its end.
+_PARTS = (0.1, 0.5, 1.0)
+# Of a run that says no end.
+_STEPS, _EPOCHS = 10_000, 100
+
+
+class Moment(NamedTuple):
+    """A moment of a run: its optimizer steps and its epochs so far."""
+
+    step: int
+    epoch: int
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return f"as at optimizer step {self.step:,} in epoch {self.epoch}"
+
+
+def later_moments(trainer: Any) -> list[Moment]:
+    """Return some moments of a fit that are still to come, its last step among them. Equal on all ranks."""
+    batches = trainer.num_training_batches / trainer.accumulate_grad_batches
+    of_epoch = math.ceil(batches) if math.isfinite(batches) else 0
+    epochs = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None
+    ends = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if of_epoch and epochs is not None:
+        ends.append(of_epoch * epochs)
+    end = min(ends, default=_STEPS)
+    found = []
+    for part in _PARTS:
+        step = min(math.floor(part * end), end - 1)
+        epoch = step // of_epoch if of_epoch else min(math.floor(part * _EPOCHS), (epochs or _EPOCHS) - 1)
+        found.append(Moment(step, max(epoch, trainer.current_epoch)))
+    return [each for each in dict.fromkeys(found) if each.step > trainer.global_step]
+
+
+@contextmanager
+def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[str]]:
+    """Note what the user's code reads of a run's progress, and show it that of another moment, if one is given.
+
+    Args:
+        module: of the run.
+        moment: None for what is true.
+
+    Yields:
+        The names that were read so far.
+    """
+    read: set[str] = set()
+    own = {name: getattr(Trainer, name) for name in ("global_step", "current_epoch")}
+
+    def shown(name: str, value: Any) -> property:
+        def progress(trainer: Trainer) -> Any:
+            is_users = trainer is module._trainer and _is_users(sys._getframe(1))
+            if is_users:
+                read.add(name)
+            return value if is_users and value is not None else own[name].fget(trainer)
+
+        return property(progress, own[name].fset)
+
+    step, epoch = moment or (None, None)
+    try:
+        for name, value in (("global_step", step), ("current_epoch", epoch)):
+            setattr(Trainer, name, shown(name, value))
+        yield read
+    finally:
+        for name, each in own.items():
+            setattr(Trainer, name, each)
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Return whether a frame is of the user's code, or of the module's own property that it has read."""
+    if frame is not None and frame.f_globals.get("__name__") == LightningModule.__module__:
+        is_property = frame.f_code.co_name in ("global_step", "current_epoch")
+        frame = frame.f_back if is_property else None
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES

@@ -1,0 +1,48 @@
+"""What runs in the ranks: targets of which more are left out from an epoch or step on, or once a callback says so; no operation is new then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+
+
+class Skipping(Plain):
+    def __init__(self, kind: str) -> None:
+        super().__init__(tiny_llama)
+        self.kind, self.skipped = kind, 0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        targets = batch["shift_labels"].clone()
+        skipped = {"callback": self.skipped}
+        if self.kind == "epoch":
+            skipped["epoch"] = 4 * int(self.trainer.fit_loop.epoch_progress.current.processed)
+        if self.kind == "step":
+            skipped["step"] = 4 if self.global_step >= 7 else 0
+        targets[:, : skipped[self.kind]] = -100
+        return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
+
+
+class Phases(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        module.skipped = 4 if trainer.global_step >= 6 else 0
+
+
+def fit(kind: str) -> dict[str, Any]:
+    """Return what was refused, and after how many steps."""
+    torch.manual_seed(3)
+    epochs = 2 if kind == "epoch" else 1
+    trainer, error = quiet_trainer(2, strategy={"ring_size": 2}, max_epochs=epochs, callbacks=[Phases()]), ""
+    rows = TokenDataset(8 if kind == "epoch" else 16)
+    try:
+        trainer.fit(Skipping(kind), DataLoader(rows, batch_size=2))
+    except SequenceParallelError as refusal:
+        error = str(refusal)
+    return {"error": error, "steps": trainer.global_step}

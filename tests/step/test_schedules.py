@@ -1,0 +1,65 @@
+"""Numbers of the user's that stay for some batches and change are told: the step may do other things from there on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sp.step.schedules import Schedules
+from tests.step import schedules_ranks as ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.skipped, self.seen, self.mean = "first", 0, 0, 0.0
+        self.layer = nn.Dropout(0.0)
+
+
+def followed():
+    model = Model()
+    trainer = SimpleNamespace(lightning_module=model, callbacks=[], training=True, current_epoch=0)
+    schedules = Schedules()
+    schedules.start(trainer)
+    return model, trainer, schedules
+
+
+def told(schedules, trainer, model, batches):
+    found = []
+    for _ in range(batches):
+        model.seen, model.mean = model.seen + 1, model.mean * 0.9 + 1.0
+        found.append(schedules.have_changed(trainer))
+    return found
+
+
+def test_what_stays_and_then_changes_is_told_once():
+    model, trainer, schedules = followed()
+    assert told(schedules, trainer, model, 4) == [False] * 4
+    model.skipped = 3
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.phase, trainer.current_epoch = "second", 1
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.layer.p = 0.1  # no module of the user's
+    model.tensor = torch.zeros(1)
+    assert told(schedules, trainer, model, 2) == [False, False]
+    trainer.training, model.phase = False, "third"
+    assert not schedules.have_changed(trainer)
+
+
+def test_many_changes_are_told_more_and_more_seldom():
+    model, trainer, schedules = followed()
+    found = []
+    for change in range(40):
+        model.skipped = change
+        found += [any(told(schedules, trainer, model, 3))]
+    assert [index for index, each in enumerate(found) if each] == [1, 2, 3, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6)])
+def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
+    for found in pools(2).run(ranks.fit, kind):
+        assert f"after {step} optimizer steps gives another result on shards than whole" in found["error"]
+        assert found["steps"] == step

@@ -1,0 +1,56 @@
+"""A step that reads how far its run is, is tried as at later steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_sp.trainer.shown_progress import Moment, later_moments, shown_progress
+from tests.step import schedules_ranks as ranks
+
+
+def run(**options: Any) -> Any:
+    usual = dict(
+        num_training_batches=10, accumulate_grad_batches=1, max_steps=-1, max_epochs=4, global_step=0, current_epoch=0
+    )
+    return SimpleNamespace(**{**usual, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "moments"),
+    [
+        ({}, [(4, 0), (20, 2), (39, 3)]),
+        ({"accumulate_grad_batches": 4}, [(1, 0), (6, 2), (11, 3)]),
+        ({"max_steps": 20, "max_epochs": -1}, [(2, 0), (10, 1), (19, 1)]),
+        ({"max_steps": 1}, []),
+        ({"global_step": 30, "current_epoch": 3}, [(39, 3)]),
+        ({"num_training_batches": float("inf"), "max_epochs": -1}, [(1000, 10), (5000, 50), (9999, 99)]),
+        ({"num_training_batches": float("inf"), "max_steps": 100, "max_epochs": None}, [(10, 10), (50, 50), (99, 99)]),
+    ],
+    ids=str,
+)
+def test_moments_that_are_still_to_come(options, moments):
+    assert later_moments(run(**options)) == [Moment(*each) for each in moments]
+
+
+def test_the_users_code_alone_is_shown_another_moment():
+    module, trainer = pl.LightningModule(), pl.Trainer(logger=False, enable_checkpointing=False, barebones=True)
+    module.trainer = trainer
+    with shown_progress(module) as read:
+        assert read == set()
+        assert module.global_step == 0
+        assert read == {"global_step"}
+    with shown_progress(module, Moment(7, 2)) as read:
+        assert (module.global_step, trainer.global_step, trainer.current_epoch) == (7, 7, 2)
+        assert trainer.fit_loop.epoch_progress.current.processed == 0
+        assert pl.Trainer(barebones=True).global_step == 0  # another run's
+    assert module.global_step == module.current_epoch == trainer.global_step == 0
+
+
+def test_what_begins_at_a_later_step_is_refused_before_the_first(pools):
+    for found in pools(2).run(ranks.fit, "step"):
+        assert "as at optimizer step 7 in epoch 0 gives another result on shards than whole" in found["error"]
+        assert found["steps"] == 0

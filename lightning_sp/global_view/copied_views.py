@@ -75,6 +75,13 @@ class CopiedView:
         same = value.shape == self.copy.shape and value.stride() == self.copy.stride()
         return same and value.storage_offset() == self.copy.storage_offset() and self.address == address
 
+    def shares_some(self, address: Any) -> bool:
+        """Return whether it is a copy of some tokens of an address, and of others, or of other tokens of its memory."""
+        if self.address is None or address is None or self.address[:-1] != address[:-1]:
+            return False
+        own, other = (range(at, at + 1) if isinstance(at, int) else at for at in (self.address[-1], address[-1]))
+        return own != other and bool(set(own) & set(other))
+
     def _look(self) -> None:
         local = self.source.local
         self._seen = local, _version_of(local)

@@ -28,7 +28,7 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
-from lightning_sp.global_view.copied_views import memory_of
+from lightning_sp.global_view.copied_views import address_of, memory_of
 from lightning_sp.global_view.rules import (
     along_lines,
     along_places,
@@ -58,7 +58,7 @@ from lightning_sp.global_view.rules import (
 )
 from lightning_sp.global_view.rules.written_attention import NotCarriedError, Scores
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
-from lightning_sp.global_view.taken_tokens import VIEWS, taken
+from lightning_sp.global_view.taken_tokens import VIEWS, TakenTokens, taken
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -235,7 +235,30 @@ def _written(call: Call) -> SequenceTensor | None:
             call,
             "in place into windows of the sequence, which are a copy here: clone them before, or use torch.where; it",
         )
+    if call.function.__name__ != "__setitem__" and call.name in pointwise.RULES:
+        _check_overlap(call, into)
     return into
+
+
+def _check_overlap(call: Call, into: SequenceTensor) -> None:
+    """Refuse to read some of the tokens that are written: on one device they share memory, and what is read depends on the kernel's order."""
+    own, view = into.placement, into.placement.copied
+    for each in tree_leaves(call.args[1:]):
+        copied = (
+            each.placement.copied
+            if isinstance(each, SequenceTensor)
+            else each.of
+            if isinstance(each, TakenTokens)
+            else None
+        )
+        if copied is None:
+            continue
+        written = address_of(into.local, own.dim, range(own.shown)) if view is None else view.address
+        if copied.shares_some(written):
+            raise SequenceParallelError(
+                f"global_view: {call.name} in place reads some of the tokens that it writes ({users_line()}): on one device they share memory, "
+                "and what is read depends on the order in which a kernel goes through them; clone what is read, x[:, 1:] += x[:, :-1].clone()"
+            )
 
 
 def _with_out(call: Call) -> Any:

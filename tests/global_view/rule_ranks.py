@@ -174,6 +174,8 @@ REFUSED: dict[str, Any] = {
         (x * (a := torch.ones(E, requires_grad=True))).sum(), [a]
     ),
     "a gradient of a gradient": lambda x: torch.autograd.grad((y := x * 1).square().sum(), [y], create_graph=True),
+    "neighbours added in place": lambda x: [y := x * 1, y[:, 1:].add_(y[:, :-1])],
+    "the first token subtracted in place": lambda x: [y := x * 1, y.sub_(y[:, :1])],
     "written into windows": lambda x: x.mul(1).unfold(1, 3, 1).mul_(2),
     "written by out= of another shape": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(3, dtype=x.dtype)),
     "a derivative by a transform": lambda x: torch.func.grad(lambda y: y.square().sum())(x),

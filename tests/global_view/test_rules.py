@@ -68,6 +68,8 @@ def test_what_needs_no_whole_stays_split(pools):
         ("a gradient that is clipped", ["a gradient that is larger by a factor does not give it more by that factor"]),
         ("numbers over how many there are", ["what it gives a token depends on how many tokens there are, or on others"]),
         ("for so many tokens alone", ["it fails where it is tried beside twice as many tokens (ZeroDivisionError: division by zero)"]),
+        ("neighbours added in place", ["add in place reads some of the tokens that it writes", "y[:, 1:].add_(y[:, :-1])", ".clone()"]),
+        ("the first token subtracted in place", ["sub in place reads some of the tokens that it writes"]),
         ("recomputed by an own backward", ["use_reentrant=True of a tensor of the sequence", "pass use_reentrant=False"]),
     ],
 )  # fmt: skip

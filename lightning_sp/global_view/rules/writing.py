@@ -250,7 +250,7 @@ def _written_part(value: Any, into: Tensor, own: Placement, chosen: range) -> An
     dim = own.dim - (into.dim() - value.dim())
     if isinstance(value, SequenceTensor):
         theirs = value.placement
-        if theirs.dim != dim or theirs.length * theirs.outer * theirs.inner != len(chosen) * own.outer * own.inner:
+        if theirs.dim != dim or theirs.shown != len(chosen):
             return NO_RULE
         if len(chosen) == own.shown:
             value = brought(value, own.storage)

@@ -9,15 +9,17 @@ from pathlib import Path
 from types import ModuleType
 
 from lightning_sp.global_view.call import Rule
-from lightning_sp.global_view.rules import losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.rules import composed, losses, pointwise, products, properties, shapes
 from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
     norms,
     rearrangement,
     reductions,
+    resampling,
     scans,
     spectra,
     whole_lines,
+    whole_matrices,
 )
 from lightning_sp.global_view.rules.attention import multihead, scaled_dot_product, score_rows, scores
 from lightning_sp.global_view.rules.indexing import chosen, into_whole, packed_rows, taking, writing
@@ -42,6 +44,11 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
     "Whole lines": (
         whole_lines,
         "Along the sequence, each line (a row's feature, a row) by itself. Each rank gets whole lines: two all-to-alls.",
+    ),
+    "Folds, undone pools, samples": (resampling, "Of whole lines, of rows and channels: two all-to-alls."),
+    "Whole matrices": (
+        whole_matrices,
+        "Whose rows or columns are tokens. Each rank gets whole ones, of some rows of the batch: two all-to-alls.",
     ),
     "Packed rows": (
         packed_rows,
@@ -80,6 +87,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         losses,
         "Number by number, then the mean or sum over the whole; `F.cross_entropy` as everywhere in a step.",
     ),
+    "By other functions": (composed, "What other functions of torch make up, by their rules."),
     "What a tensor says of itself": (properties, "Of what is shown, or of this rank's part where it is autograd's."),
 }
 HEAD = """# The global view
@@ -120,6 +128,13 @@ has none. A mask that is causal or a window, as bool or as 0 and -inf that are a
 known again: the operator gets no matrix, and none is saved for the backward. Scores are made only where a model does
 what the operator does not: then a rank has those of its queries. The preflight compares the step with one device's, as
 always.
+
+A slice along the sequence is a view on one device, and a copy here. `x[:, 0] += y`, `x[:, 1:].mul_(2)` and
+`view.copy_(y)` write to `x`, too; a slice that is read once `x` was written to is taken again. What is written into a
+tensor that you made, `out = torch.zeros(B, S, E)`, is made whole for it, as `out` is.
+
+`torch.vmap` over tokens runs on each rank's own; over rows or heads one after the other. `torch.autograd.grad(loss, x)`
+of a tensor of the sequence is one device's, for adversarial training say; with `create_graph=True` it is refused.
 
 A function of torch that is written in Python, most losses of `F` among them, needs no rule: it runs by the rules of its
 parts. An `autograd.Function` of yours that computes number by number runs on each rank's part. Its first call is tried

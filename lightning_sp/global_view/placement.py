@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_sp import comm, layout
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.copied_views import CopiedView, memory_of
 from lightning_sp.layout import SequenceLayout
 
 
@@ -152,7 +151,7 @@ class Placement:
         length: L, tokens that are shown.
         outer: sequences of the dim one after the other.
         inner: numbers of a token in the dim.
-        copied: the memory of a slice, of which one device has a view; None for what is no slice.
+        copied: what a slice is a copy of, of which one device has a view; None for what is no slice.
     """
 
     storage: Storage
@@ -160,7 +159,7 @@ class Placement:
     length: int
     outer: int = 1
     inner: int = 1
-    copied: StorageWeakRef | None = field(default=None, compare=False)
+    copied: CopiedView | None = field(default=None, compare=False)
 
     @property
     def shown(self) -> int:
@@ -181,13 +180,13 @@ class Placement:
         """Return the same along another dim."""
         return replace(self, dim=dim)
 
-    def as_copy(self, local: Tensor) -> Placement:
+    def as_copy(self, view: CopiedView) -> Placement:
         """Return the same of a slice whose numbers are a copy of another tensor's."""
-        return replace(self, copied=memory_of(local))
+        return replace(self, copied=view)
 
     def is_copy(self, local: Tensor) -> bool:
-        """Return whether a local tensor is a slice that is a copy, or a view of one: what is written into it reaches no other tensor."""
-        return self.copied is not None and memory_of(local) == self.copied
+        """Return whether a local tensor is a slice that is a copy, or a view of one."""
+        return self.copied is not None and memory_of(local) == self.copied.memory
 
     def same_tokens(self, other: Placement) -> bool:
         """Return whether another tensor's dim has the same tokens in the same places, whichever dim it is."""
@@ -244,12 +243,6 @@ def part_of(whole: Tensor, placement: Placement) -> Tensor:
     split = split_dim(whole, dim, (placement.outer, placement.length, placement.inner))
     index = storage.positions(whole.device).clamp(max=placement.length - 1)
     return split.index_select(dim + 1, index).flatten(dim, dim + 2)
-
-
-def memory_of(local: Tensor) -> StorageWeakRef:
-    """Return what tells the memory of a tensor from that of others, and keeps none."""
-    there = local.blank if isinstance(local, DeferredTensor) else local
-    return StorageWeakRef(there.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def split_dim(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

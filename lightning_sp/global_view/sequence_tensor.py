@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -79,8 +80,8 @@ class SequenceTensor(GlobalTensor):
         placement: which dim is the sequence's.
     """
 
-    local: Tensor
     placement: Placement
+    _local: Tensor
     _whole: tuple[Tensor, int] | None
 
     @staticmethod
@@ -89,9 +90,18 @@ class SequenceTensor(GlobalTensor):
         assert local.shape[placement.dim] == placement.held, (local.shape, placement)
         shape = list(local.shape)
         shape[placement.dim] = placement.shown
+        if placement.copied is not None and not placement.is_copy(local):
+            placement = replace(placement, copied=None)  # computed of a copy
         made = cls.without_memory(shape, local.dtype, local.device)
-        made.local, made.placement, made.of_sequence, made._whole = local, placement, placement.storage, None
+        made._local, made.placement, made.of_sequence, made._whole = local, placement, placement.storage, None
         return made
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part; of a copy its numbers as they are now."""
+        if self.placement.copied is not None:
+            self.placement.copied.renew()
+        return self._local
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         """Tell a compiler what this is made of."""
@@ -130,7 +140,7 @@ class SequenceTensor(GlobalTensor):
 
     def renew(self, local: Tensor) -> SequenceTensor:
         """Hold another local tensor of the same shape: what was written in place."""
-        self.local, self._whole = local, None
+        self._local, self._whole = local, None
         return self
 
 

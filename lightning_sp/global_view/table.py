@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
@@ -27,20 +28,24 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
-from lightning_sp.global_view.read_only import VIEWS, read_only
-from lightning_sp.global_view.rules import losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.copied_views import address_of, memory_of
+from lightning_sp.global_view.rules import composed, losses, pointwise, products, properties, shapes
 from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
     norms,
     rearrangement,
     reductions,
+    resampling,
     scans,
     spectra,
     whole_lines,
+    whole_matrices,
 )
 from lightning_sp.global_view.rules.attention import made_scores, multihead, scaled_dot_product, score_rows, scores
 from lightning_sp.global_view.rules.attention.written_attention import NotCarriedError, Scores
 from lightning_sp.global_view.rules.indexing import chosen, into_whole, packed_rows, taking, writing
+from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.taken_tokens import VIEWS, TakenTokens, taken
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:
@@ -65,6 +70,9 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         into_whole.RULES,
         packed_rows.RULES,
         multihead.RULES,
+        resampling.RULES,
+        whole_matrices.RULES,
+        composed.RULES,
         {"softmax": reductions.softmax, "log_softmax": reductions.softmax},
         {"gather": taking.gather_tokens, "take_along_dim": taking.gather_tokens},
     ):
@@ -110,11 +118,20 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         _check_transformed(call)
-    _check_written(call)
+    if isinstance(kwargs.get("out"), Tensor) and pointwise.RULES.get(call.name) is not pointwise.pointwise:
+        return _with_out(call)
+    into = _written(call)
     try:
-        return _by_rules(call, types)
+        result = _by_rules(call, types)
     except NotCarriedError as error:
         return _of_made_scores(call, error)
+    except (SequenceParallelError, IndexError):
+        raise
+    except Exception as error:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            raise
+        raise _transformed(call) from error  # what ranks send each other is no function of torch that is transformed
+    return result if into is None else _stored(call, into, result)
 
 
 def _check_transformed(call: Call) -> None:
@@ -122,11 +139,15 @@ def _check_transformed(call: Call) -> None:
     wrapped = torch._C._functorch
     for each in tree_leaves((call.args, call.kwargs)):
         if is_plain(each) and (wrapped.is_batchedtensor(each) or wrapped.is_gradtrackingtensor(each)):
-            raise SequenceParallelError(
-                f"global_view: {call.name} of a tensor of the sequence and one inside of torch.vmap or torch.func ({users_line()}): these "
-                "see one of many, or a level of derivatives, that a part of a sequence has not; write it with a dim more, as torch.einsum "
-                "does, or hand the function lightning_sp.reductions.unshard(x)"
-            )
+            raise _transformed(call)
+
+
+def _transformed(call: Call) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"global_view: {call.name} of a tensor of the sequence and one inside of torch.vmap or torch.func ({users_line()}): these see one of "
+        "many, or a level of derivatives, that a part of a sequence has not; write it with a dim more, as torch.einsum does, or hand the "
+        "function lightning_sp.reductions.unshard(x)"
+    )
 
 
 def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
@@ -161,12 +182,20 @@ def _whole_or_refused(call: Call, of_scores: bool) -> Any:
     tensors = call.tensors
     if not of_scores and not _writes(call) and all(map(whole_is_small, tensors)):
         tensors[0].placement.storage.note_reduction()
-        result = call.on_wholes()
-        return read_only(result) if call.name in VIEWS else result
+        return _view_of_whole(call) if call.name in VIEWS else call.on_wholes()
     body = None if of_scores else body_of(call.function)
     if body is None:
         raise _refusal(call)
     return body(*call.args, **call.kwargs)
+
+
+def _view_of_whole(call: Call) -> Any:
+    """Call a function that gives a view with its tensor whole: what is written there is written to the tensor."""
+    x = call.args[0]
+    if not is_sequence(x):
+        return call.on_wholes()
+    whole = taken(x, x.whole, x.copy_)
+    return call.changed(lambda each: whole if each is x else each.whole() if is_sequence(each) else each)
 
 
 def _writes(call: Call) -> bool:
@@ -174,21 +203,76 @@ def _writes(call: Call) -> bool:
     return (writes(call.function) or call.name == "setitem") and not is_plain(call.args[0])
 
 
-def _check_written(call: Call) -> None:
-    """Refuse writes that would not reach what one device writes into."""
+def _written(call: Call) -> SequenceTensor | None:
+    """Return the tensor of the sequence that a function writes into.
+
+    Raises:
+        SequenceParallelError: what is written would not reach what one device writes into.
+    """
     into = call.kwargs.get("out")
-    if into is not None and pointwise.RULES.get(call.name) is not pointwise.pointwise:
-        raise _refusal(call, "with out=")
     if into is None and not _writes(call) and not call.kwargs.get("inplace", False):
-        return
+        return None
     if call.name in shapes.RULES:
         raise _refusal(call, "in place")
     into = call.args[0] if into is None else into
-    if is_sequence(into) and into.placement.is_copy(into.local):
+    if not isinstance(into, SequenceTensor):
+        return None
+    if into.placement.copied is not None and into.placement.copied.put is None:
         raise _refusal(
             call,
-            "in place into a slice along the sequence, which is a copy here: clone it before, or use torch.where; it",
+            "in place into windows of the sequence, which are a copy here: clone them before, or use torch.where; it",
         )
+    if call.function.__name__ != "__setitem__" and call.name in pointwise.RULES:
+        _check_overlap(call, into)
+    return into
+
+
+def _check_overlap(call: Call, into: SequenceTensor) -> None:
+    """Refuse to read some of the tokens that are written: on one device they share memory, and what is read depends on the kernel's order."""
+    own, view = into.placement, into.placement.copied
+    for each in tree_leaves(call.args[1:]):
+        copied = (
+            each.placement.copied
+            if isinstance(each, SequenceTensor)
+            else each.of
+            if isinstance(each, TakenTokens)
+            else None
+        )
+        if copied is None:
+            continue
+        written = address_of(into.local, own.dim, range(own.shown)) if view is None else view.address
+        if copied.shares_some(written):
+            raise SequenceParallelError(
+                f"global_view: {call.name} in place reads some of the tokens that it writes ({users_line()}): on one device they share memory, "
+                "and what is read depends on the order in which a kernel goes through them; clone what is read, x[:, 1:] += x[:, :-1].clone()"
+            )
+
+
+def _with_out(call: Call) -> Any:
+    """Do what a function does, and put its result into the tensor that is given for it."""
+    kwargs = dict(call.kwargs)
+    into = kwargs.pop("out")
+    result = call.function(*call.args, **kwargs)
+    if not isinstance(result, Tensor) or result.shape != into.shape:
+        raise _refusal(call, "with out= of another shape")
+    if torch.is_grad_enabled() and result.requires_grad:
+        raise RuntimeError(
+            f"{call.name}(): functions with out=... arguments don't support automatic differentiation, but one of the arguments requires grad."
+        )
+    return into.copy_(result)
+
+
+def _stored(call: Call, into: SequenceTensor, result: Any) -> Any:
+    """Return what a function gives that writes: what a rule has made anew is put in place; what was written to a copy goes to its source."""
+    if isinstance(result, Tensor) and result is not into and call.function.__name__ != "__get__":
+        if result.shape != into.shape:
+            raise _refusal(call, "in place")
+        if not isinstance(result, SequenceTensor) or memory_of(result.local) != memory_of(into.local):
+            into.copy_(result)
+        result = into
+    if into.placement.copied is not None:
+        into.placement.copied.write()
+    return result
 
 
 def _refusal(call: Call, how: str = "") -> SequenceParallelError:

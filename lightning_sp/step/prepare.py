@@ -27,6 +27,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
+from lightning_sp.global_view.paths_of_torch import paths_as_on_one_device
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
 from lightning_sp.global_view.user_functions.collectives import collectives_refused
 from lightning_sp.global_view.user_functions.scripted_functions import scripted_functions_in_python
@@ -301,7 +302,12 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
-        [watched_functions(lambda: context.step is not None), scripted_functions_in_python(), refused]
+        [
+            watched_functions(lambda: context.step is not None),
+            scripted_functions_in_python(),
+            paths_as_on_one_device(),
+            refused,
+        ]
         if whole_view
         else [
             FlexInterception(context, names),

@@ -223,11 +223,27 @@ def chosen_sums(module: Any, batch: Any) -> Tensor:
     return some + (two + each) / ids.shape[0]
 
 
+def adversarial(module: Any, batch: Any) -> Tensor:
+    """A step along the gradient of the embeddings, as FGM takes it; and a residual that is added in place."""
+    ids, model = batch["input_ids"], module.model
+
+    def loss_of(x: Tensor) -> Tensor:
+        for block in model.h:
+            x = block(x)
+        x[:, 1:] += 0.1 * model.wte(ids[:, :-1])
+        return F.cross_entropy(module.score(model.ln_f(x).mean(1)), batch["classes"])
+
+    x = model.wte(ids) + model.wpe(torch.arange(ids.shape[1], device=ids.device))
+    clean = loss_of(x)
+    (gradient,) = torch.autograd.grad(clean, x, retain_graph=True)
+    return clean + loss_of(x + 0.1 * gradient / gradient.norm())
+
+
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     each.__name__: each
     for each in (
         input_and_target, shifted_logits, masked_mean, z_loss, mean_pooled, last_pooled, first_pooled, max_pooled, attention_pooled,
-        dpo, ipo, grpo, distillation, regression, contrastive, multi_token, smoothness, chosen_sums,
+        dpo, ipo, grpo, distillation, regression, contrastive, multi_token, smoothness, chosen_sums, adversarial,
     )
 }  # fmt: skip
 

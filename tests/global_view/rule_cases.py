@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.global_view.composed_cases import COMPOSED_CASES
 from tests.global_view.line_cases import LINE_CASES
 from tests.global_view.more_cases import MORE_CASES
 from tests.global_view.token_cases import TOKEN_CASES
+from tests.global_view.view_cases import VIEW_CASES
 from tests.global_view.whole import Case, E, H, V, Whole
 from tests.global_view.written_cases import WRITTEN_CASES
 
@@ -174,6 +176,8 @@ CASES: dict[str, Case] = {
     **LINE_CASES,
     **TOKEN_CASES,
     **WRITTEN_CASES,
+    **VIEW_CASES,
+    **COMPOSED_CASES,
     "logarithm of what padding would be": lambda x, ids, mask, w: F.linear(x[:, 1:].abs().log(), w.weight),
     "differences, normalized": normalized_differences,
     "scores used twice": scores_used_twice,

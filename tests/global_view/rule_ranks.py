@@ -18,6 +18,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.batch import global_batch
+from lightning_sp.global_view.paths_of_torch import paths_as_on_one_device
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
 from lightning_sp.global_view.user_functions.collectives import collectives_refused
@@ -100,7 +101,7 @@ def errors(name: str, length: int, mesh: SequenceMesh, call: Callable[..., Any] 
     padded, whole = mesh.layout.padded_length(length), Whole(length)
     leaves = [leaf, *parameters(whole)]
     try:
-        with watched_functions(lambda: False), scripted_functions_in_python():
+        with watched_functions(lambda: True), scripted_functions_in_python(), paths_as_on_one_device():
             result = call(name, batch, whole)
     except SequenceParallelError as error:
         return str(error)
@@ -169,20 +170,24 @@ LOWEST = torch.finfo(torch.float64).min
 # The first query sees no key, as a token of left padding.
 HIDES_ALL = torch.zeros(16, 16, dtype=torch.float64).masked_fill(torch.arange(16)[:, None] == 0, LOWEST)
 REFUSED: dict[str, Any] = {
-    "a token written to": lambda x: x.detach().clone()[:, 0].zero_(),
-    "a part written to": lambda x: x[..., 0].detach().diagonal().fill_(1),
-    "a gradient in a step": lambda x: torch.autograd.grad(x.sum(), [x]),
-    "written into a slice": lambda x: x.mul(1)[:, 1:].mul_(2),
-    "written into a first part": lambda x: x.mul(1)[:, :-1].mul_(2),
-    "written by out=": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(2, E, dtype=x.dtype)),
+    "a weight's gradient in a step": lambda x: torch.autograd.grad(
+        (x * (a := torch.ones(E, requires_grad=True))).sum(), [a]
+    ),
+    "a gradient of a gradient": lambda x: torch.autograd.grad((y := x * 1).square().sum(), [y], create_graph=True),
+    "neighbours added in place": lambda x: [y := x * 1, y[:, 1:].add_(y[:, :-1])],
+    "the first token subtracted in place": lambda x: [y := x * 1, y.sub_(y[:, :1])],
+    "written into windows": lambda x: x.mul(1).unfold(1, 3, 1).mul_(2),
+    "written by out= of another shape": lambda x: torch.sum(x.detach(), 1, out=torch.zeros(3, dtype=x.dtype)),
+    "a derivative by a transform": lambda x: torch.func.grad(lambda y: y.square().sum())(x),
+    "tokens within a transform": lambda x: torch.func.jacrev(lambda b: x[0, 0] + b)(torch.ones(E, dtype=x.dtype)),
     "exchanged in place": lambda x: x.mul(1).transpose_(1, 2),
     "a backward hook": lambda x: with_hook(torch.nn.Linear(E, E, dtype=x.dtype))(x),
     "many weights at once": lambda x: torch.vmap(lambda weight: x @ weight)(torch.ones(3, E, E, dtype=x.dtype)),
     "sent": lambda x: torch.distributed.all_reduce(x),
     "below autograd": lambda x: below_autograd(x),
-    "many rows at once": lambda x: torch.vmap(lambda row: row.mean(0))(x),
+    "many rows at once": lambda x: torch.vmap(lambda row: row.mean(0), randomness="different")(x),
     "hooked": lambda x: x.mul(1).register_hook(print),
-    "histogram": lambda x: x.detach().histc(5),
+    "another view of memory": lambda x: x.as_strided((2, 3), (1, 1)),
     "an own function": lambda x: Centred.apply(x),
     "a gradient that is normed": lambda x: of_users(lambda g: g / g.norm())(x * 1),
     "a gradient without its mean": lambda x: of_users(lambda g: g - g.mean(1, keepdim=True))(x * 1),
@@ -198,7 +203,6 @@ REFUSED: dict[str, Any] = {
         torch.max((x @ x.mT) + HIDES_ALL, torch.tensor(LOWEST)).softmax(-1) @ x
     ),
     "a bias that hides all keys": lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=HIDES_ALL),
-    "written into a whole tensor": lambda x: torch.zeros(2, 16, E, dtype=x.dtype).add_(x),
 }
 
 
@@ -210,7 +214,7 @@ def refused(names: list[str]) -> list[str]:
     for name in names:
         batch, _ = batch_of(16, mesh)
         try:
-            with watched_functions(lambda: True), collectives_refused():
+            with watched_functions(lambda: True), collectives_refused(), paths_as_on_one_device():
                 REFUSED[name](batch[0])
             messages.append("not refused")
         except SequenceParallelError as error:

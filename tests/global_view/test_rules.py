@@ -17,6 +17,7 @@ WHOLE = (
     "gathered", "a class token in attention", "masked", "attention pooling", "gram", "tokens mixed", "cumsum", "flip of",
     "sorted", "shifted labels", "smooth", "kl", "z-loss", "keepdims", "amin", "topk of tokens", "rows", "var by", "first places",
     "statistics", "added up", "adaptive pools", "aligned with labels",
+    "histograms",
 )  # fmt: skip
 
 
@@ -43,19 +44,18 @@ def test_what_needs_no_whole_stays_split(pools):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a token written to", ["zero_ writes to tokens that were taken out of the sequence"]),
-        ("a part written to", ["fill_ writes to tokens that were taken out of the sequence"]),
-        ("a gradient in a step", ["torch.autograd.grad inside of a step"]),
-        ("histogram", ["histc of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.detach().histc(5)", "unshard(x)"]),
+        ("a weight's gradient in a step", ["torch.autograd.grad inside of a step", "it would be this rank's share"]),
+        ("a gradient of a gradient", ["torch.autograd.grad with create_graph=True inside of a step", "differentiated once"]),
+        ("another view of memory", ["as_strided of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.as_strided(", "unshard(x)"]),
+        ("a derivative by a transform", ["was reached with a tensor of the sequence", "torch.vmap"]),
+        ("tokens within a transform", ["of a tensor of the sequence and one inside of torch.vmap or torch.func", "jacrev"]),
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores times a tensor, in place", ["mul by a tensor on the scores of an attention"]),
         ("scores that are too many", ["square on the scores", "up to 268435456 numbers on a rank: here 536870912"]),
         ("a maximum with what hides all keys", ["numbers that hide all keys of a query, and a maximum with them"]),
         ("a bias that hides all keys", ["numbers that are added, and hide all keys of a query"]),
-        ("written into a whole tensor", ["add writes numbers of the sequence into a tensor that is whole"]),
-        ("written into a slice", ["mul in place into a slice along the sequence, which is a copy here"]),
-        ("written into a first part", ["mul in place into a slice along the sequence"]),
-        ("written by out=", ["sum with out= of (2, 16, 8)"]),
+        ("written into windows", ["mul in place into windows of the sequence, which are a copy here"]),
+        ("written by out= of another shape", ["sum with out= of another shape of (2, 16, 8)"]),
         ("a backward hook", ["a backward hook of a module", "this rank's part"]),
         ("many weights at once", ["matmul of a tensor of the sequence and one inside of torch.vmap", "rule_ranks.py"]),
         ("sent", ["torch.distributed.all_reduce of a tensor of the sequence", "data_parallel_group"]),
@@ -68,6 +68,8 @@ def test_what_needs_no_whole_stays_split(pools):
         ("a gradient that is clipped", ["a gradient that is larger by a factor does not give it more by that factor"]),
         ("numbers over how many there are", ["what it gives a token depends on how many tokens there are, or on others"]),
         ("for so many tokens alone", ["it fails where it is tried beside twice as many tokens (ZeroDivisionError: division by zero)"]),
+        ("neighbours added in place", ["add in place reads some of the tokens that it writes", "y[:, 1:].add_(y[:, :-1])", ".clone()"]),
+        ("the first token subtracted in place", ["sub in place reads some of the tokens that it writes"]),
         ("recomputed by an own backward", ["use_reentrant=True of a tensor of the sequence", "pass use_reentrant=False"]),
     ],
 )  # fmt: skip

@@ -25,7 +25,7 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
 class _Exchange(torch.autograd.Function):
-    """Equal parts of dim 0 go to the ranks; its mirror is the same."""
+    """Equal parts of numbers go to the ranks; its mirror is the same. Shapes: (n,) -> (n,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -41,7 +41,7 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
     size = comm.size_of(group)
     counts = [x.numel() // size] * size
-    return comm.exchange(x.contiguous().view(-1), counts, counts, group).view(x.shape)
+    return comm.exchange(x.contiguous(), counts, counts, group)
 
 
 def _sent(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -50,8 +50,9 @@ def _sent(x: Tensor, group: ProcessGroup) -> Tensor:
         return _sent(x.to(torch.uint8), group).bool()
     if x.is_complex():
         return torch.view_as_complex(_sent(torch.view_as_real(x), group))
-    result: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    # What the function gives is no view: autograd lets nobody write into a view that a function gives.
+    result: Tensor = _Exchange.apply(x.reshape(-1), group)  # type: ignore[no-untyped-call]
+    return result.view(x.shape)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

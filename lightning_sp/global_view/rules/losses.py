@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, named
+from lightning_sp.global_view.exchange.movement import brought
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -31,21 +32,55 @@ def of_vectors(call: Call) -> Any:
 
 def _reduced(call: Call, num_gone: int) -> Any:
     """Return a loss whose own function leaves so many of the last dims away."""
-    kwargs = dict(call.kwargs)
-    reduction = kwargs.pop("reduction", "mean")
-    size_average, reduce = kwargs.pop("size_average", None), kwargs.pop("reduce", None)
-    if size_average is not None or reduce is not None:
-        reduction = legacy.legacy_get_string(size_average, reduce)
-    found = aligned(replace(call, kwargs={**kwargs, "reduction": "none"}))
+    found = aligned(replace(call, kwargs=_unreduced(call.kwargs)))
     if found is NO_RULE:
         return NO_RULE
     local, placement = found
     each = SequenceTensor(local.on_locals(), placement)
     assert each.dim() == max(given.dim() for given in call.tensors) - num_gone
+    weight = call.kwargs.get("weight")
+    if call.name not in ("mse_loss", "l1_loss"):
+        weight = None  # of a mean over how many numbers there are
+    return reduced_by(each, call.kwargs, None if weight is None else weight.sum())
+
+
+def _unreduced(kwargs: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
+    return {**rest, "reduction": "none"}
+
+
+def reduced_by(each: Tensor, kwargs: dict[str, Any], count: Tensor | None = None) -> Tensor:
+    """Return losses reduced as the arguments of a loss say.
+
+    Args:
+        each: the losses.
+        kwargs: of the loss.
+        count: what their sum is divided by for a mean; None for how many there are.
+    """
+    reduction, average, reduce = (kwargs.get(name) for name in ("reduction", "size_average", "reduce"))
+    if average is not None or reduce is not None:
+        reduction = legacy.legacy_get_string(average, reduce)
     if reduction == "none":
         return each
     total = each.sum()
-    return total if reduction == "sum" else total / (each.shape[0] if reduction == "batchmean" else each.numel())
+    if reduction == "sum":
+        return total
+    return total / (each.shape[0] if reduction == "batchmean" else each.numel() if count is None else count)
+
+
+def of_classes(call: Call) -> Any:
+    """Compute a loss of each token's classes, in dim 1, then reduce."""
+    x, target = call.argument(0, "input"), call.argument(1, "target")
+    if not isinstance(x, SequenceTensor) or x.dim() != 2 or x.placement.dim != 0 or len(call.args) < 2:
+        return NO_RULE
+    own = x.placement
+    if isinstance(target, SequenceTensor):
+        target = brought(target, own.storage)
+        if target.placement.dim != 0 or not target.placement.same_tokens(own):
+            return NO_RULE
+    local = target.local if isinstance(target, SequenceTensor) else part_of(target, own)
+    losses = call.function(x.local, local, *call.args[2:], **_unreduced(call.kwargs))
+    return reduced_by(SequenceTensor(losses, own), call.kwargs)
 
 
 def local_targets(input: SequenceTensor, target: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], SequenceTensor]]:
@@ -116,4 +151,8 @@ _OF_NUMBERS = """
     mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss
     margin_ranking_loss hinge_embedding_loss
 """
-RULES: dict[str, Rule] = {**named(_OF_NUMBERS, elementwise), **named("triplet_margin_loss", of_vectors)}
+RULES: dict[str, Rule] = {
+    **named(_OF_NUMBERS, elementwise),
+    **named("triplet_margin_loss", of_vectors),
+    **named("multi_margin_loss multilabel_margin_loss", of_classes),
+}

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import (
     MOST_NUMBERS,
     NO_RULE,
@@ -23,7 +22,6 @@ from lightning_sp.global_view.call import (
     mapped,
     named,
     placed,
-    users_line,
     whole_is_small,
     writes,
 )
@@ -48,6 +46,8 @@ NAMES = """
     normal uniform random exponential log_normal cauchy geometric
     fill copy polar real imag conj angle
     entr ndtr log_ndtr ndtri erfcx i0e i1 i1e xlog1py heaviside signbit
+    complex polygamma mvlgamma multigammaln frexp resolve_conj resolve_neg conj_physical expit gammaln psi igamma igammac gammainc gammaincc
+    gcd lcm lshift rshift bitwise_left_shift bitwise_right_shift fake_quantize_per_tensor_affine
 """
 
 
@@ -74,13 +74,8 @@ def pointwise(call: Call) -> Any:
         return NO_RULE  # the places where it is true
     written = _written_in_place(call)
     if written is not None and not is_sequence(written):
-        if all(map(whole_is_small, call.tensors)):
-            call.tensors[0].placement.storage.note_reduction()
-            return call.on_wholes()  # a mask of few numbers for each token
-        raise SequenceParallelError(
-            f"global_view: {call.name} writes numbers of the sequence into a tensor that is whole on every rank ({users_line()}); make "
-            "a new one instead of writing in place"
-        )
+        call.tensors[0].placement.storage.note_reduction()
+        return call.on_wholes()  # as large as what the user has made whole
     if _has_single_token(call, written):
         # Beside a longer sequence one token is a number for all of it: whole on every rank.
         return call.changed(lambda each: each.whole() if is_sequence(each) and each.placement.shown == 1 else each)
@@ -313,7 +308,21 @@ def one_hot(call: Call) -> Any:
 def bucketize(call: Call) -> Any:
     """Say between which whole boundaries each number lies."""
     x, boundaries = call.argument(0, "input"), call.argument(1, "boundaries")
-    return placed(call.on_locals(), x.placement) if is_sequence(x) and is_plain(boundaries) else NO_RULE
+    if call.name == "searchsorted":
+        boundaries, x = call.argument(0, "sorted_sequence"), call.argument(1, "input")
+    if not is_sequence(x) or not is_plain(boundaries) or len(call.tensors) > 1:
+        return NO_RULE
+    is_of_rows = boundaries.dim() > 1 and x.placement.dim < x.dim() - 1
+    return NO_RULE if is_of_rows else placed(call.on_locals(), x.placement)
+
+
+def fake_quantize(call: Call) -> Any:
+    """Round to a grid of each channel's own."""
+    x = call.args[0]
+    channels = call.argument(3, "axis")
+    if not is_sequence(x) or len(call.tensors) > 1 or channels % x.dim() == x.placement.dim:
+        return NO_RULE
+    return placed(call.on_locals(), x.placement)
 
 
 def glu(call: Call) -> Any:
@@ -332,7 +341,8 @@ RULES: dict[str, Rule] = {
     **named("embedding", embedding),
     **named("normalize cosine_similarity pairwise_distance", normalize),
     **named("one_hot", one_hot),
-    **named("bucketize", bucketize),
+    **named("bucketize searchsorted", bucketize),
     **named("glu", glu),
+    **named("fake_quantize_per_channel_affine", fake_quantize),
     **named("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell", cell),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -135,15 +136,6 @@ def baddbmm(call: Call) -> Any:
     return found * alpha + added * beta if beta else found * alpha
 
 
-def addmm(call: Call) -> Any:
-    """Return the bias plus a product with a whole weight."""
-    bias, a, b = (call.argument(i, name) for i, name in enumerate(("input", "mat1", "mat2")))
-    if not is_sequence(a) or not is_plain(bias) or not is_plain(b) or call.kwargs:
-        return NO_RULE
-    found = matmul(a, b)
-    return found if found is NO_RULE else found + bias
-
-
 def bilinear(call: Call) -> Any:
     """Multiply two features by a whole weight."""
     a, b = call.args[:2]
@@ -154,12 +146,16 @@ def bilinear(call: Call) -> Any:
 
 def of_matrices(call: Call) -> Any:
     """Do what goes by matrices in the last two dims, of each token or block by itself."""
-    if not call.tensors:
+    if any(isinstance(each, Scores) for each in (*call.args, *call.kwargs.values())):
         raise refusal(call.name)
     if any(each.placement.dim >= each.dim() - 2 for each in call.tensors):
         return NO_RULE
     found = aligned(call)
-    return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
+    if found is NO_RULE:
+        return NO_RULE
+    local, own = found
+    # Some of these take no parts that lie apart in memory.
+    return placed(local.changed(lambda each: each.local.contiguous() if is_sequence(each) else each), own)
 
 
 def triangle(call: Call) -> Any:
@@ -209,10 +205,12 @@ def einsum(call: Call) -> Any:
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     if not isinstance(equation, str):
         return NO_RULE
-    left, arrow, out = _without_ellipsis(equation.replace(" ", ""), operands).partition("->")
+    equation = _with_output(equation.replace(" ", ""))
+    left, _, out = _without_ellipsis(equation, operands).partition("->")
     names = left.split(",")
-    if not arrow or "." in left + out or any(len(set(each)) != len(each) for each in (*names, out)):
+    if "." in left + out or len(names) != len(operands) or len(set(out)) != len(out):
         return NO_RULE
+    names, operands = _each_once(names, out, operands)
     if len(operands) == 1:
         return _of_one(names[0], out, operands[0])
     while len(operands) > 2:
@@ -224,6 +222,31 @@ def einsum(call: Call) -> Any:
             return NO_RULE
         names, operands = [made, *names[2:]], [found, *operands[2:]]
     return _einsum_of_two(names[0], names[1], out, operands[0], operands[1])
+
+
+def _with_output(equation: str) -> str:
+    """Return an equation with what torch gives where none is said: the letters that occur once, in their order."""
+    if "->" in equation:
+        return equation
+    once = sorted(each for each in set(equation) if each.isalpha() and equation.count(each) == 1)
+    return f"{equation}->{'...' * ('...' in equation)}{''.join(once)}"
+
+
+def _each_once(names: list[str], out: str, operands: Sequence[Any]) -> tuple[list[str], list[Any]]:
+    """Return operands whose dims have a letter each, which others or the result have too: diagonals, and sums of a dim alone."""
+    letters, found = list(names), list(operands)
+    for i, x in enumerate(operands):
+        name = letters[i]
+        while double := next((each for each in name if name.count(each) > 1), None):
+            one, other = (at for at, each in enumerate(name) if each == double)
+            x = x.diagonal(dim1=one, dim2=other)
+            name = name.replace(double, "") + double
+        elsewhere = {*out, *"".join(letters[:i] + letters[i + 1 :])}
+        gone = [at for at, each in enumerate(name) if each not in elsewhere]
+        if gone and len(operands) > 1:
+            x, name = x.sum(gone), "".join(each for each in name if each in elsewhere)
+        letters[i], found[i] = name, x
+    return letters, found
 
 
 def _without_ellipsis(equation: str, operands: list[Any]) -> str:
@@ -306,9 +329,12 @@ RULES: dict[str, Rule] = {
     **named("linear", linear),
     **named("matmul rmatmul bmm mm", product),
     **named("baddbmm", baddbmm),
-    **named("addmm", addmm),
     **named("bilinear", bilinear),
-    **named("solve_triangular inv inverse", of_matrices),
+    **named(
+        "solve_triangular inv inverse solve cholesky qr svd svdvals pinv lstsq matrix_exp matrix_power eigh eigvalsh",
+        of_matrices,
+    ),
+    **named("det slogdet logdet matrix_rank cholesky_solve", of_matrices),
     **named("tril triu", triangle),
     **named("cdist", distances),
     **named("tensordot", tensordot),

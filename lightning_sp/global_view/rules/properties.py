@@ -89,7 +89,7 @@ def text(call: Call) -> str:
     own = x.placement
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(x.shape)
-    return f"SequenceTensor(shape={shape}, dim {own.dim} over {own.storage.layout.size} ranks, this rank's part {x.local!r})"
+    return f"SequenceTensor(shape={shape}, dim {own.dim} over {own.storage.layout.size} ranks, this rank's part {x._local!r})"
 
 
 def copied(call: Call) -> Any:

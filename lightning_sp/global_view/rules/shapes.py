@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.copied_views import CopiedView, memory_of
 from lightning_sp.global_view.exchange.movement import as_tokens, brought
-from lightning_sp.global_view.placement import Placement, broadcast, memory_of, part_of
+from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
@@ -83,9 +84,14 @@ def view(call: Call) -> Any:
     found = viewed(x, given)
     if call.name != "view" or found is NO_RULE or memory_of(found.local) == memory_of(x.local):
         return found
-    return SequenceTensor(
-        found.local, found.placement.as_copy(found.local)
-    )  # of what is whole on one device it is a view
+    local, place = found.local, replace(found.placement, copied=None)
+
+    def put() -> None:
+        x.copy_(viewed(SequenceTensor(local, place), x.shape))
+
+    # Of what is whole on one device it is a view.
+    view = CopiedView(source=x, copy=local, take=lambda: viewed(x, given)._local, put=put)
+    return SequenceTensor(local, place.as_copy(view))
 
 
 def view_as(call: Call) -> Any:

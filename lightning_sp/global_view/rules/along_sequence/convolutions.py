@@ -35,9 +35,13 @@ def convolution(call: Call) -> Any:
     strides, dilations = _each(stride, 1, spatial), _each(dilation, 1, spatial)
     widths = list(weight.shape[2:])
     if padding == "same":
-        if any(d * (width - 1) % 2 for d, width in zip(dilations, widths, strict=True)):
-            return NO_RULE
-        paddings = [d * (width - 1) // 2 for d, width in zip(dilations, widths, strict=True)]
+        totals = [d * (width - 1) for d, width in zip(dilations, widths, strict=True)]
+        if any(total % 2 for total in totals):  # one place more behind
+            wide = torch.nn.functional.pad(
+                x, [n for total in reversed(totals) for n in (total // 2, total - total // 2)]
+            )
+            return call.function(wide, weight, bias, stride or 1, 0, dilation or 1, groups or 1)
+        paddings = [total // 2 for total in totals]
     else:
         paddings = _each(0 if padding == "valid" else padding, 0, spatial)
     length = (own.length + 2 * paddings[at] - dilations[at] * (widths[at] - 1) - 1) // strides[at] + 1
@@ -60,29 +64,38 @@ def convolution(call: Call) -> Any:
 
 
 def transposed(call: Call) -> Any:
-    """Convolve transposed along the sequence, one dim."""
-    given = [call.argument(i, name) for i, name in enumerate(_NAMES_TRANSPOSED)]
-    x, weight, bias = given[:3]
-    if not _is_of_sequence(x, weight, 1):
+    """Convolve transposed along the sequence, and along other dims."""
+    x, weight, bias, *given, groups, dilation = (call.argument(i, name) for i, name in enumerate(_NAMES_TRANSPOSED))
+    spatial = int(call.name[-2])
+    if not _is_of_sequence(x, weight, spatial):
         return NO_RULE
-    own, width = x.placement, weight.shape[2]
-    if own.dim != 2 or own.outer * own.inner > 1:
+    own = x.placement
+    if own.dim < 2 or own.outer * own.inner > 1:
         return placed(call.on_locals(), own) if own.dim == 0 and own.inner == 1 else NO_RULE
-    stride, padding, more = (_each(each, none, 1)[0] for each, none in zip(given[3:6], (1, 0, 0), strict=True))
-    groups, dilation = given[6] or 1, _each(given[7], 1, 1)[0]
-    length = (own.length - 1) * stride - 2 * padding + dilation * (width - 1) + more + 1
+    at, width = own.dim - 2, weight.shape[own.dim]
+    names = ("stride", "padding", "output_padding", "dilation")
+    others = {
+        name: _each(each, none, spatial)
+        for name, each, none in zip(names, [*given, dilation], (1, 0, 0, 1), strict=True)
+    }
+    stride, padding, more, step = (each[at] for each in others.values())
+    length = (own.length - 1) * stride - 2 * padding + step * (width - 1) + more + 1
     if length <= 0:
         return NO_RULE
     ends = torch.arange(length) + padding
     places = []
     for k in range(width):
-        behind = ends - k * dilation
+        behind = ends - k * step
         places.append(torch.where(behind % stride == 0, behind.div(stride, rounding_mode="floor"), -1))
+    for each, none in zip(others.values(), (1, 0, 0, 1), strict=True):
+        each[at] = none
+    function = getattr(torch.nn.functional, f"conv_transpose{spatial}d")
 
     def tap(tokens: Tensor, k: int) -> Tensor:
-        return torch.nn.functional.conv_transpose1d(tokens, weight[:, :, k : k + 1], groups=groups)
+        result: Tensor = function(tokens, weight.narrow(own.dim, k, 1), groups=groups or 1, **others)
+        return result
 
-    return _summed(x, places, ("transposed", stride, padding, dilation, more), tap, bias)
+    return _summed(x, places, ("transposed", stride, padding, step, more), tap, bias)
 
 
 def _is_of_sequence(x: Any, weight: Any, spatial: int) -> bool:
@@ -116,5 +129,5 @@ def _summed(
 
 RULES: dict[str, Rule] = {
     **named("conv1d conv2d conv3d", convolution),
-    **named("conv_transpose1d", transposed),
+    **named("conv_transpose1d conv_transpose2d conv_transpose3d", transposed),
 }

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.copied_views import CopiedView
 from lightning_sp.global_view.exchange.movement import as_tokens, brought, moved
-from lightning_sp.global_view.read_only import read_only
 from lightning_sp.global_view.rules.indexing.taking import take_range
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.taken_tokens import taken
 
 
 def flip(call: Call) -> Any:
@@ -161,7 +162,7 @@ def single_tokens(call: Call) -> Any:
     if dim % x.dim() != own.dim or own.outer * own.inner > 1:
         return NO_RULE
     own.storage.note_reduction()
-    return read_only(tuple(x.whole().unbind(own.dim)))
+    return taken(x, x.whole, x.copy_).unbind(own.dim)
 
 
 def iterate(call: Call) -> Any:
@@ -185,9 +186,20 @@ def diagonal(call: Call) -> Any:
     if offset or own.outer * own.inner > 1 or x.shape[beside] != own.shown:
         return NO_RULE
     at = own.storage.positions(x.device).clamp(max=own.length - 1)
-    rows = x.local.movedim((own.dim, beside), (-2, -1))
-    local = rows.gather(-1, at[:, None].expand(*rows.shape[:-1], 1)).squeeze(-1)
-    return SequenceTensor(local, own.at(x.dim() - 2).as_copy(local))
+
+    def take() -> Tensor:
+        rows = x.local.movedim((own.dim, beside), (-2, -1))
+        found: Tensor = rows[..., torch.arange(len(at), device=x.device), at]
+        return found
+
+    local, place = take(), own.at(x.dim() - 2)
+
+    def put() -> None:
+        """Write the diagonal: here a number of each row."""
+        into = x.local.movedim((own.dim, beside), (-2, -1))
+        into[..., torch.arange(len(at), device=x.device), at] = local
+
+    return SequenceTensor(local, place.as_copy(CopiedView(source=x, copy=local, take=take, put=put)))
 
 
 def repeat(call: Call) -> Any:

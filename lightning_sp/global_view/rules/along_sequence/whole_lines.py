@@ -24,6 +24,7 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
+from lightning_sp.global_view.copied_views import CopiedView
 from lightning_sp.global_view.exchange.lines import Lines, along, back, lines_of, of_lines
 from lightning_sp.global_view.exchange.movement import brought
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
@@ -77,6 +78,8 @@ def chosen_of_line(call: Call) -> Any:
     """Take of each line what stands at a place of its order: a median, the k-th, the largest few, a quantile."""
     position = 2 if call.name in ("kthvalue", "topk", "quantile", "nanquantile") else 1
     x = call.args[0]
+    if is_sequence(x) and (found := _of_another_dim(call, position)) is not NO_RULE:
+        return found
     if not is_sequence(x) or whole_is_small(x):
         return NO_RULE
     has_dim = len(call.args) > position or "dim" in call.kwargs or call.name in ("kthvalue", "topk", "mode")
@@ -89,6 +92,18 @@ def chosen_of_line(call: Call) -> Any:
         return torch.stack([call.function(x, each, *call.args[2:], **rest) for each in q.unbind(0)])
     found = of_lines(x, _on_lines(call, position))
     return NO_RULE if found is None else found
+
+
+def _of_another_dim(call: Call, position: int) -> Any:
+    """Take it along another dim than the sequence's, which goes or stays."""
+    x, dim = call.args[0], call.argument(position, "dim", -1 if call.name in ("kthvalue", "mode") else None)
+    own = x.placement
+    if not isinstance(dim, int) or dim % x.dim() == own.dim or len(call.tensors) > 1:
+        return NO_RULE
+    q = call.argument(1, "q") if "quantile" in call.name else None
+    ahead = int(isinstance(q, Tensor) and q.dim() > 0)
+    keeps = bool(call.argument(position + 1, "keepdim", False))
+    return placed(call.on_locals(), own.at(own.dim + ahead - (not keeps and dim % x.dim() < own.dim)))
 
 
 def windows(call: Call) -> Any:
@@ -107,7 +122,8 @@ def windows(call: Call) -> Any:
         return NO_RULE
     found = lines.split(lines.part.unfold(1, size, step))  # (..., windows, size)
     local = found.local.movedim(found.placement.dim, own.dim)
-    return SequenceTensor(local, found.placement.at(own.dim).as_copy(local))
+    view = CopiedView(source=x, copy=local, take=lambda: windows(call)._local, put=None)
+    return SequenceTensor(local, found.placement.at(own.dim).as_copy(view))
 
 
 def _columns(call: Call) -> Any:
@@ -137,7 +153,7 @@ def pool(call: Call) -> Any:
     """Pool or resize along the sequence, each channel by itself; what is adaptive is whole on every rank."""
     x = call.args[0]
     own = x.placement
-    spatial = next((int(size) for size in "12" if f"{size}d" in call.name), x.dim() - 2)
+    spatial = next((int(size) for size in "123" if f"{size}d" in call.name), x.dim() - 2)
     if x.dim() != spatial + 2 or spatial < 1 or len(call.tensors) > 1:
         return NO_RULE  # without rows, say
     if own.dim < 2:
@@ -251,6 +267,7 @@ RULES: dict[str, Rule] = {
     **named("median nanmedian mode kthvalue topk quantile nanquantile", chosen_of_line),
     **named("unfold", windows),
     **named("max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices avg_pool1d avg_pool2d lp_pool1d lp_pool2d", pool),
+    **named("max_pool3d avg_pool3d", pool),
     **named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d interpolate", pool),
     **named("scatter scatter_add scatter_reduce", scattered),
     **named("ctc_loss", ctc_loss),

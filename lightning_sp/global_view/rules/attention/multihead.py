@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence
 from lightning_sp.global_view.rules.attention.written_attention import Scores
+from lightning_sp.global_view.sequence_tensor import whole_of
 
 _NOT_CARRIED = ("bias_k", "bias_v", "static_k", "static_v")
 
@@ -77,4 +78,13 @@ def _hidden(scores: Any, mask: Tensor) -> Any:
     return scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
-RULES: dict[str, Rule] = {"multi_head_attention_forward": multi_head_attention}
+def left_aligned(call: Call) -> bool:
+    """Say whether a mask of each row's tokens is true up to one of them."""
+    seen = whole_of(call.args[1]).bool()
+    return not bool((seen[:, 1:] & ~seen[:, :-1]).any())
+
+
+RULES: dict[str, Rule] = {
+    "multi_head_attention_forward": multi_head_attention,
+    "nested_tensor_from_mask_left_aligned": left_aligned,
+}

@@ -99,8 +99,41 @@ def index_put(call: Call) -> Any:
     return into.add_(added) if writes(call.function) else into + added
 
 
+def histogram(call: Call) -> Any:
+    """Count how many numbers lie in each of some ranges."""
+    x, bins = call.argument(0, "input"), call.argument(1, "bins", 100)
+    if not is_sequence(x) or len(call.tensors) > 1:
+        return NO_RULE
+    own = x.placement
+    real = own.real(x.local)
+    numbers = x.local.detach().flatten() if real is None else x.local.detach()[real.expand(x.local.shape)]
+    own.storage.note_reduction()
+    if call.name == "histc":
+        low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
+        low, high = _ends(x, 1.0) if low == high == 0 else (low, high)
+        return summed(torch.histc(numbers, bins, low, high), x)
+    if call.kwargs.get("weight") is not None:
+        return NO_RULE
+    if not isinstance(bins, Tensor):
+        given = call.kwargs.get("range")
+        count, edges = torch.histogram(numbers, bins, range=_ends(x, 0.5) if given is None else given)
+    else:
+        count, edges = torch.histogram(numbers, bins)
+    count = summed(count, x)
+    if call.kwargs.get("density", False):
+        count = count / count.sum() / edges.diff()
+    return torch.return_types.histogram((count, edges))
+
+
+def _ends(x: SequenceTensor, beside: float) -> tuple[float, float]:
+    """Return the smallest and the largest number, with some room where they are the same."""
+    low, high = float(x.detach().min()), float(x.detach().max())
+    return (low - beside, high + beside) if low == high else (low, high)
+
+
 RULES: dict[str, Rule] = {
     **named("index_put", index_put),
     **named("scatter_add", scatter_add),
     **named("index_add", index_add),
+    **named("histc histogram", histogram),
 }

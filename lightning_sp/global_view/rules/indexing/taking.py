@@ -17,12 +17,13 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.copied_views import CopiedView, address_of
 from lightning_sp.global_view.deferred import by_source, made
 from lightning_sp.global_view.exchange.movement import as_tokens, moved
 from lightning_sp.global_view.placement import broadcast
-from lightning_sp.global_view.read_only import read_only
 from lightning_sp.global_view.rules.indexing.chosen import choose, is_choice
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
+from lightning_sp.global_view.taken_tokens import taken
 
 
 def getitem(call: Call) -> Any:
@@ -91,35 +92,44 @@ def _by_slices(x: SequenceTensor, slots: Sequence[Any]) -> Any:
 
 def take_range(x: SequenceTensor, start: int, stop: int, step: int) -> Any:
     """Return some tokens, one after the other."""
-    own = x.placement
-    length = len(range(start, stop, step))
-    if (start, length, step) == (0, own.shown, 1):
+    own, chosen = x.placement, range(start, stop, step)
+    if (start, len(chosen), step) == (0, own.shown, 1):
         return x
-    if length == 0:
+    if not chosen:
         return x.local.narrow(own.dim, 0, 0)  # no token: whole on every rank
     if own.inner > 1:
         x = as_tokens(x)
-        own = x.placement
-        if own.inner > 1:
+        if x.placement.inner > 1:
             return NO_RULE
+    found = _tokens(x, chosen)
+    if found is NO_RULE:
+        return NO_RULE
+    index: Any = (*[slice(None)] * own.dim, slice(start, stop, step))
+    copy, place = found.local, replace(found.placement, copied=None)
+    view = CopiedView(
+        source=x, copy=copy, take=lambda: _tokens(x, chosen).local, put=lambda: x.__setitem__(index, SequenceTensor(copy, place)),
+        address=address_of(x.local, own.dim, chosen),
+    )  # fmt: skip
+    return SequenceTensor(copy, place.as_copy(view))
+
+
+def _tokens(x: SequenceTensor, chosen: range) -> Any:
+    own = x.placement
     if own.outer > 1:
-        index = [torch.arange(start, stop, step) if dim == own.dim else slice(None) for dim in range(x.dim())]
-        some = choose(x, index)
-        return SequenceTensor(some.local, some.placement.as_copy(some.local))
-    if start == 0 and step == 1:
-        # Padding repeats the last token: what a function makes of it is as finite as what it makes of that.
-        shorter = replace(own, length=length)
-        real = shorter.real(x.local)
-        assert real is not None
+        index = [torch.as_tensor(list(chosen)) if dim == own.dim else slice(None) for dim in range(x.dim())]
+        return choose(x, index)
+    if chosen.start or chosen.step != 1:
+        return moved(x, torch.as_tensor(list(chosen)), ("slice", chosen))
+    # Padding repeats the last token: what a function makes of it is as finite as what it makes of that.
+    shorter = replace(own, length=len(chosen))
+    real = shorter.real(x.local)
+    assert real is not None
 
-        def take(local: Tensor) -> Tensor:
-            last = take_one(SequenceTensor(local.detach(), own), length - 1).unsqueeze(own.dim)
-            return torch.where(real, local, last)
+    def take(local: Tensor) -> Tensor:
+        last = _token(SequenceTensor(local.detach(), replace(own, copied=None)), len(chosen) - 1).unsqueeze(own.dim)
+        return torch.where(real, local, last)
 
-        result = SequenceTensor(by_source(x.local, take), shorter)
-    else:
-        result = moved(x, torch.arange(start, stop, step), ("slice", start, stop, step))
-    return SequenceTensor(result.local, result.placement.as_copy(result.local))
+    return SequenceTensor(by_source(x.local, take), shorter)
 
 
 def take_one(x: SequenceTensor, position: int) -> Any:
@@ -127,11 +137,19 @@ def take_one(x: SequenceTensor, position: int) -> Any:
     own = x.placement
     if not -own.shown <= position < own.shown:
         raise IndexError(f"index {position} is out of bounds for dimension {own.dim} with size {own.shown}")
-    if own.outer * own.inner > 1:
+    x = as_tokens(x)
+    if x.placement.outer * x.placement.inner > 1:
         return NO_RULE
+    index: Any = (*[slice(None)] * own.dim, position)
+    address = address_of(x.local, own.dim, position % own.shown)
+    return taken(x, lambda: _token(x, position), lambda copy: x.__setitem__(index, copy), address)
+
+
+def _token(x: SequenceTensor, position: int) -> Tensor:
     index: list[Any] = [slice(None)] * x.dim()
-    index[own.dim] = torch.tensor([position], device=x.device)
-    return read_only(made(_owned(x, index)).squeeze(own.dim))
+    index[x.placement.dim] = torch.tensor([position], device=x.device)
+    local: Tensor = made(_owned(x, index))
+    return local.squeeze(x.placement.dim)
 
 
 def _owned(x: SequenceTensor, index: Sequence[Any]) -> Tensor:

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small, writes
-from lightning_sp.global_view.exchange.movement import brought, moved
+from lightning_sp.global_view.copied_views import address_of
+from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.exchange.movement import as_tokens, brought, moved
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.rules.indexing.chosen import is_choice, put
 from lightning_sp.global_view.rules.indexing.taking import slots_of
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
+from lightning_sp.global_view.taken_tokens import TakenTokens, plain
 
 
 def masked_scatter(call: Call) -> Any:
@@ -58,21 +61,35 @@ def setitem(call: Call) -> Any:
     """Write what an index says, in place."""
     x, index, value = call.args
     if not is_sequence(x):
-        return NO_RULE
+        call.tensors[0].placement.storage.note_reduction()
+        return call.on_wholes()  # into what the user has made whole
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         return _by_mask(x, index, value)
     if is_choice(x, index) and x.placement.dim == 0:
         written = put(x, whole_of(index), value)
         if written is not NO_RULE:
             return written
-    slots = slots_of(x, index)
+    slots = _without_masks(x, slots_of(x, index))
     if (written := _by_numbers(x, slots, value)) is not NO_RULE:
         return written
     if len(slots) == x.dim() and all(isinstance(each, (slice, int)) for each in slots):
         written = _by_slices(x, slots, value)
         if written is not NO_RULE:
             return written
+    if any(each is None for each in slots) and all(each is None or isinstance(each, (slice, int)) for each in slots):
+        x[tuple(slots)].copy_(value)  # a view with dims more, or what is written as one is
+        return None
     return _as_whole(x, index, value)
+
+
+def _without_masks(x: SequenceTensor, slots: Sequence[Any]) -> list[Any]:
+    """Return an index with the numbers of the places in which its masks are true."""
+    found: list[Any] = []
+    for each in slots:
+        value = torch.as_tensor(each, device=x.device) if isinstance(each, list) else each
+        is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.dim()
+        found += list(whole_of(value).nonzero(as_tuple=True)) if is_mask else [value]
+    return found
 
 
 def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
@@ -184,6 +201,14 @@ def _by_slices(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
     local_slots = [slice(None) if dim == own.dim else each for dim, each in enumerate(slots)]
     dim = own.dim - sum(isinstance(each, int) for each in slots[: own.dim])
     into = x.local[tuple(local_slots)]
+    if taken != slice(None) and own.outer * own.inner > 1:
+        if any(each != slice(None) for each in local_slots):
+            return NO_RULE
+        x = as_tokens(x)
+        own = x.placement
+    at = range(*taken.indices(own.shown)) if isinstance(taken, slice) else taken % own.shown
+    if _stands_there(value, address_of(into, dim, at)):
+        return None
     if taken == slice(None) and not isinstance(value, Tensor):
         x.local[tuple(local_slots)] = value
         return None
@@ -208,6 +233,14 @@ def _by_slices(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
     return None
 
 
+def _stands_there(value: Any, address: Any) -> bool:
+    """Return whether a value is a copy of what is written: `x[:, 1:] += 1` adds in place, which writes it, and then writes it again."""
+    view = value.of if isinstance(value, TakenTokens) else value.placement.copied if is_sequence(value) else None
+    if view is None or view.address is None or isinstance(view.copy, DeferredTensor):
+        return False
+    return view.is_all(value._local if is_sequence(value) else plain(value), address)
+
+
 def _written_part(value: Any, into: Tensor, own: Placement, chosen: range) -> Any:
     """Return what is written into this rank's tokens, broadcastable to them; any number where nothing is."""
     if chosen.step < 0 or not len(chosen):
@@ -217,7 +250,7 @@ def _written_part(value: Any, into: Tensor, own: Placement, chosen: range) -> An
     dim = own.dim - (into.dim() - value.dim())
     if isinstance(value, SequenceTensor):
         theirs = value.placement
-        if theirs.dim != dim or theirs.length * theirs.outer * theirs.inner != len(chosen) * own.outer * own.inner:
+        if theirs.dim != dim or theirs.shown != len(chosen):
             return NO_RULE
         if len(chosen) == own.shown:
             value = brought(value, own.storage)

@@ -27,7 +27,7 @@ from lightning_sp.comm.collectives import (
 from lightning_sp.comm.connections import check_address_here, connection_error, is_of_communication, is_of_other_ranks
 from lightning_sp.comm.differences import digest_of, told_differences
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
-from lightning_sp.comm.fresh_store import fresh_store
+from lightning_sp.comm.fresh_store import fresh_store, joined_store
 from lightning_sp.comm.groups import (
     HostGroups,
     cached_per_world,
@@ -94,6 +94,7 @@ __all__ = [
     "is_of_other_ranks",
     "is_registered",
     "is_traced",
+    "joined_store",
     "largest",
     "leave_run",
     "make_group",

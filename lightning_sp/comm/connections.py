@@ -73,7 +73,7 @@ def connection_error(error: BaseException, told: str = "") -> SequenceParallelEr
     if not dist.is_initialized():
         return SequenceParallelError(
             f"the ranks did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, MASTER_PORT={os.environ.get('MASTER_PORT')!r}: rank 0 "
-            f"listens there, and every rank must reach it within timeout_s; start all ranks, and name an address of rank 0's host that "
+            f"listens there, and every rank must reach it within start_timeout_s; start all ranks, and name an address of rank 0's host that "
             f"{socket.gethostname()} reaches ({said})"
         )
     if told:

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.delayed_init import DelayedWeights
+from lightning_sp.parallelize.parts_of_model import differing_parts, parts_of_model
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.quantized_weights import check_same_quantized, move, quantized_parameters
 
@@ -155,7 +156,7 @@ def _sent_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _check_same_model(module: nn.Module, source: InitialState) -> None:
     """Refuse ranks whose parameters and buffers are not those of rank 0, name by name. Every rank must call it."""
     own = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _named_tensors(module)}
-    first = comm.broadcast_object(own, None)
+    first, parts_of_first = comm.broadcast_object((own, parts_of_model(module)), None)
     assert dist.get_rank() or source.names == set(own), "sharding has changed names"
     parts = []
     for where, names in (("only here", own.keys() - first.keys()), ("only on rank 0", first.keys() - own.keys())):
@@ -166,6 +167,13 @@ def _check_same_model(module: nn.Module, source: InitialState) -> None:
         parts.append(
             f"{len(differing)} differ (of {user_name(name)} shape, dtype and requires_grad are {own[name]}, on rank 0 {first[name]})"
         )
+    if not parts and list(own) != list(first):
+        moved = next(names for names in zip(own, first, strict=True) if names[0] != names[1])
+        parts.append(
+            f"the order differs, in which messages are told apart: {user_name(moved[0])} where rank 0 has {user_name(moved[1])}"
+        )
+    if not parts and (said := differing_parts(parts_of_model(module), parts_of_first)):
+        parts.append(f"none differ, but {said}")
     comm.agree(
         f"this rank has built another model than rank 0, whose weights it is to train: of {len(own)} parameters and buffers "
         f"{'; '.join(parts)}; build the same model on every rank"

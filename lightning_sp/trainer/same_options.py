@@ -1,4 +1,5 @@
-"""Options that every rank's script gives for itself, and that must be alike: the Trainer's, the strategy's, those of some callbacks.
+"""Options that every rank's script gives for itself, and that must be alike: the Trainer's, the strategy's, those of some callbacks; torch's
+own, and the versions of what ranks run.
 
 A script that reads a rank's own environment or host may give each rank another one. Ranks would then step, validate or save at other times and
 wait for each other; or, with another `gradient_clip_val`, each would scale its part of a gradient by its own.
@@ -11,7 +12,9 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+import lightning
+import torch
+from lightning.pytorch import callbacks
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
@@ -37,14 +40,24 @@ _OF_TRAINER = (
     "check_val_every_n_epoch",
     "num_sanity_val_steps",
     "reload_dataloaders_every_n_epochs",
+    "barebones",
 )
-# What decides when ranks save or stop together. Where a checkpoint goes, rank 0 says.
+# What decides when ranks save, stop or speak to each other together. Where a checkpoint goes, rank 0 says. Others a rank may have alone: a
+# progress bar, a look at its own device.
 _OF_CALLBACKS: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (
-        ModelCheckpoint,
+        callbacks.ModelCheckpoint,
         ("monitor", "mode", "save_top_k", "save_last", "save_weights_only", "_every_n_train_steps", "_every_n_epochs"),
     ),
-    (EarlyStopping, ("monitor", "mode", "patience", "min_delta", "stopping_threshold", "divergence_threshold")),
+    (
+        callbacks.EarlyStopping,
+        ("monitor", "mode", "patience", "min_delta", "stopping_threshold", "divergence_threshold"),
+    ),
+    (callbacks.Timer, ("_duration", "_interval")),
+    (callbacks.StochasticWeightAveraging, ("_swa_epoch_start", "_swa_lrs", "_annealing_epochs", "_annealing_strategy")),
+    (callbacks.WeightAveraging, ()),
+    (callbacks.BaseFinetuning, ()),
+    (callbacks.LearningRateFinder, ()),
 )
 
 
@@ -111,7 +124,26 @@ def _options(trainer: Any, config: StrategyConfig) -> Iterator[tuple[str, Any]]:
         yield name, getattr(trainer, name, None)
     for field in fields(config):
         yield f"{field.name} of the strategy", getattr(config, field.name)
+    yield from _of_process()
     for kind, names in _OF_CALLBACKS:
         for number, callback in enumerate(each for each in trainer.callbacks if isinstance(each, kind)):
+            yield f"{kind.__name__} {number}", type(callback).__name__
             for name in names:
                 yield f"{name.lstrip('_')} of {kind.__name__} {number}", getattr(callback, name, None)
+
+
+def _of_process() -> Iterator[tuple[str, Any]]:
+    """Give what decides about this process' numbers, past any Trainer."""
+    yield "the version of torch", torch.__version__
+    yield "the version of lightning", lightning.__version__
+    yield "torch.get_default_dtype()", str(torch.get_default_dtype())
+    yield "torch.are_deterministic_algorithms_enabled()", torch.are_deterministic_algorithms_enabled()
+    for name in ("cuda.matmul", "mkldnn.matmul"):  # what torch.set_float32_matmul_precision writes to
+        yield f"torch.backends.{name}.fp32_precision", _fp32_precision(name)
+
+
+def _fp32_precision(name: str) -> Any:
+    backend: Any = torch.backends
+    for part in name.split("."):
+        backend = getattr(backend, part, None)
+    return getattr(backend, "fp32_precision", None)

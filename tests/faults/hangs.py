@@ -79,6 +79,27 @@ HANGS = (
         "tests/comm/test_fresh_store.py::test_lives_in_one_store_have_prefixes_of_their_own",
     ),
     fault(
+        "a rank of another run on the same port taken for one of this",
+        "comm/fresh_store.py",
+        "{run or 'by_hand'}",
+        "by_hand",
+        "tests/comm/test_fresh_store.py::test_ranks_of_two_runs_do_not_meet_at_one_port",
+    ),
+    fault(
+        "ranks that were told other numbers of ranks, and wait for some that nobody starts",
+        "comm/fresh_store.py",
+        '        if store.check(["other"]):\n',
+        "        if False:\n",
+        "tests/comm/test_fresh_store.py::test_ranks_that_were_told_other_numbers_of_ranks_are_told_both",
+    ),
+    fault(
+        "a LOCAL_RANK that another run has left, waited on without a word",
+        "trainer/processes/joining.py",
+        "    if by_script or STARTED_BY in variables:\n",
+        '    if by_script or "LOCAL_RANK" in variables:\n',
+        "tests/trainer/processes/test_joining.py::test_a_variable_that_another_run_has_left_is_named",
+    ),
+    fault(
         "a rank that destroys its groups taken for one that was killed",
         "comm/hangs/runs.py",
         "when_destroyed(world, runs.end)",

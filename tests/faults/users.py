@@ -106,6 +106,13 @@ USERS = (
         "tests/trainer/test_same_options.py::test_other_options_on_one_rank_are_refused_on_all",
     ),
     fault(
+        "another dropout on one rank, which no trial sees",
+        "parallelize/parts_of_model.py",
+        "{module.extra_repr()}",
+        "",
+        "tests/trainer/compile/test_user_compile.py::test_ranks_that_build_other_models_than_rank_0_are_refused_with_the_names",
+    ),
+    fault(
         "a model in eval mode on one rank, without dropout there",
         "step/agreement/agreed_update.py",
         ", **evaluating(root)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -41,14 +42,26 @@ def refused(folder: str) -> list[str]:
         {"strategy": {"preflight": first}},
         {"callbacks": saves, "enable_checkpointing": True},
         {"callbacks": saves[: int(first)], "enable_checkpointing": first},
+        {"max_time": "00:00:01:00"} if first else {},
         {"precision": "64-true"},
     ]
-    said = []
-    for options in cases:
-        trainer = quiet_trainer(2, **{"strategy": {"preflight": False}, "max_steps": 1, **options})
-        try:
-            trainer.fit(Plain(tiny_llama), DataLoader(TokenDataset(4), batch_size=2))
-            said.append("trained")
-        except SequenceParallelError as error:
-            said.append(str(error))
+    said = [_refused(options) for options in cases]
+    version = torch.__version__
+    if first:
+        torch.__version__ = "2.0"
+    said.append(_refused({}))
+    torch.__version__ = version
+    torch.use_deterministic_algorithms(first)
+    said.append(_refused({}))
+    torch.use_deterministic_algorithms(False)
     return said
+
+
+def _refused(options: dict[str, Any]) -> str:
+    """Fit, and return what is refused."""
+    trainer = quiet_trainer(2, **{"strategy": {"preflight": False}, "max_steps": 1, **options})
+    try:
+        trainer.fit(Plain(tiny_llama), DataLoader(TokenDataset(4), batch_size=2))
+    except SequenceParallelError as error:
+        return str(error)
+    return "trained"

@@ -12,7 +12,7 @@ from tests.trainer import same_options_ranks as ranks
 def test_other_options_on_one_rank_are_refused_on_all(pools: Any, tmp_path: Path):
     first, second = pools(2).run(ranks.refused, str(tmp_path))
     assert first == second
-    clip, steps, strategy, saves, alone, same = first
+    clip, steps, strategy, saves, alone, timer, same, version, numbers = first
     assert clip.startswith(
         "ranks were given other options: gradient_clip_val is 0.1 on rank 0; 0.2 on rank 1: ranks would"
     )
@@ -20,8 +20,12 @@ def test_other_options_on_one_rank_are_refused_on_all(pools: Any, tmp_path: Path
     assert "preflight of the strategy is True on rank 0; False on rank 1" in strategy
     assert "every_n_train_steps of ModelCheckpoint 0 is 2 on rank 0; 3 on rank 1" in saves
     assert "monitor of ModelCheckpoint 0 is None on rank 0; not given on rank 1" in alone
-    assert alone.count("; ") < 8  # three of seven
-    assert "and 4 others" in alone
+    assert "ModelCheckpoint 0 is 'ModelCheckpoint' on rank 0; not given on rank 1" in alone
+    assert alone.count("; ") < 8  # three of eight
+    assert "and 5 others" in alone
+    assert "Timer 0 is 'Timer' on rank 0; not given on rank 1; duration of Timer 0 is 60.0 on rank 0" in timer
+    assert "the version of torch is '2.0' on rank 0; " in version
+    assert "torch.are_deterministic_algorithms_enabled() is True on rank 0; False on rank 1" in numbers
     assert same == "trained"
 
 

@@ -52,6 +52,7 @@ _LATE_S = 3.0
 _LOST_S = 2.0
 # How long a rank waits for the others to hear why it leaves.
 _STAYS_S = 2.5
+_MOST_LETTERS = 1000
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,12 @@ class RunWatch:
     def _raised(self, error: BaseException, place: Place) -> str:
         """Tell the others of an error of this rank's own."""
         words = str(error).strip().split("\n")[0]
+        if (
+            len(words) > _MOST_LETTERS
+        ):  # of a tensor that it shows, say: it travels through the store, and is shown by every rank
+            words = (
+                f"{words[:_MOST_LETTERS]}... ({len(words) - _MOST_LETTERS} letters more in that rank's own traceback)"
+            )
         why = f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
         self._tell_end(why, place)
         return ""

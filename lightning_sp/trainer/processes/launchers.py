@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.trainer.processes.other_ranks import wait_at_exit, wait_no_more
-from lightning_sp.trainer.processes.parent import STARTED_BY, is_stopped
+from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, is_stopped
 
 # On a busy machine the first process takes seconds from the error of a connection to its own.
 _SAYS_WHY_S = 8.0
@@ -67,6 +68,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         os.environ[STARTED_BY] = str(os.getpid())  # the ranks get this environment
+        os.environ.pop(RUN, None)
+        if self.num_nodes == 1:
+            os.environ[RUN] = uuid.uuid4().hex
         try:
             super()._call_children_scripts()
         finally:

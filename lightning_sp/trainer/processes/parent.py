@@ -14,6 +14,8 @@ from threading import Event, Thread
 
 # Set by `launchers.ScriptLauncher` for the ranks that it starts: its own process.
 STARTED_BY = "LIGHTNING_SP_STARTED_BY"
+# Set by it for itself, too: what the ranks of its run have alike, and those of another run on one port do not.
+RUN = "LIGHTNING_SP_RUN"
 # A rank may notice by itself that another is gone, and say so: it has this long.
 GRACE_S = 3.0
 _POLL_S = 0.5

@@ -29,8 +29,9 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.nodes import ranks_per_node
+from lightning_sp.trainer.processes.joining import check_local_rank, how_started, while_joining
 from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher
-from lightning_sp.trainer.processes.parent import ParentWatch
+from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, ParentWatch
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
+        check_local_rank(self.local_rank, len(self.parallel_devices))
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -90,7 +92,7 @@ class ProcessStrategy(ParallelStrategy):
     @property
     def is_script_child(self) -> bool:
         """Whether another rank's script has started this one."""
-        return isinstance(self.launcher, ScriptLauncher) and self.local_rank != 0
+        return STARTED_BY in os.environ and self.local_rank != 0
 
     @override
     def _configure_launcher(self) -> None:
@@ -121,18 +123,37 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         if not _distributed_is_initialized():
-            store = comm.fresh_store(self.global_rank, self.world_size, self._start_timeout)
-            _init_dist_connection(
-                self.cluster_environment,
-                self._process_group_backend,
-                timeout=self._start_timeout,
-                device_id=device,
-                store=store,
-            )
+            with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size):
+                _init_dist_connection(
+                    self.cluster_environment,
+                    self._process_group_backend,
+                    timeout=self._start_timeout,
+                    device_id=device,
+                    store=self._store(),
+                )
             comm.own_timeouts()
         comm.set_timeouts(self._start_timeout)
         self._starting = True
         comm.watch_run(hang_s=self._hang_s, at=self._progress)
+
+    def _store(self) -> Any:
+        """Return the store that all ranks have met in."""
+        assert self.cluster_environment is not None
+        rank, size, limit = self.global_rank, self.world_size, self._start_timeout
+        if (store := comm.fresh_store(rank, size, limit)) is not None:
+            return store
+        at = self.cluster_environment.main_address, self.cluster_environment.main_port
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = at[0], str(at[1])  # as Lightning does a moment later
+        return comm.joined_store(rank, size, limit, at=at, run=os.environ.get(RUN, ""))
+
+    def _how_started(self) -> str:
+        return how_started(
+            self.cluster_environment,
+            by_script=isinstance(self.launcher, ScriptLauncher),
+            num_nodes=self.num_nodes,
+            num_processes=self.num_processes,
+            variables=os.environ,
+        )
 
     def _progress(self) -> str:
         """Return the stage and the step that this rank is in."""

@@ -131,6 +131,10 @@ class Differing(Plain):
             self.model.extra = nn.Parameter(torch.zeros(3))
         if dist.get_rank() == 1 and kind == "shape":
             self.model.head = nn.Linear(30, 61)
+        if dist.get_rank() == 1 and kind == "order":
+            self.model._modules["embedding"] = self.model._modules.pop("embedding")
+        if dist.get_rank() == 1 and kind == "dropout":
+            self.model.dropout.p = 0.5
         if dist.get_rank() == 1 and kind == "frozen":
             self.model.head.weight.requires_grad_(False)
 

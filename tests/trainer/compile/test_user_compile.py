@@ -103,6 +103,8 @@ def test_ranks_that_build_other_models_than_rank_0_are_refused_with_the_names(po
     for kind, words in {
         "name": "18 parameters and buffers 1 are only here (model.extra); build",
         "shape": "1 differ (of model.head.weight shape, dtype and requires_grad are ((61, 30)",
+        "order": "the order differs, in which messages are told apart: model.positions.weight where rank 0 has model.embedding.weight",
+        "dropout": "buffers none differ, but model.dropout is Dropout(p=0.5, inplace=False), on rank 0 Dropout(p=0.0, inplace=False); build",
         "frozen": "requires_grad are ((61, 32), torch.float64, False), on rank 0 ((61, 32), torch.float64, True)",
     }.items():
         for message in pools(2).run(ranks.other_models, kind):

@@ -76,6 +76,8 @@ _OF_INDEX = (
     "an id of the batch may be beyond the embedding's rows, or a target beyond the head's: compare the largest ones with the model's vocabulary "
     "and its longest position"
 )
+# What torch says where a backward reads a weight that FSDP has freed: of a sharded one, or of memory that is gone.
+_OF_FREED_WEIGHTS = ("DTensor", "its data is not allocated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +375,10 @@ def _loss_of_whole(output: Any) -> Tensor | None:
     return loss
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None]:
     """Return this rank's shard of every gradient, and leave none behind."""
     if loss is not None and loss.requires_grad:
@@ -385,11 +391,11 @@ def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None
                     "torch.autograd.grad(..., create_graph=True), as a gradient penalty has it, is differentiated once more; write the penalty "
                     "with finite differences, (critic(x + d) - critic(x)) / d.norm(), or leave it out"
                 ) from error
-            if "DTensor" not in str(error):
+            if not any(words in str(error) for words in _OF_FREED_WEIGHTS):
                 raise
             raise SequenceParallelError(
-                f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({error}): a function of the model "
-                "computes them again by itself (reversible layers, as Reformer's); use layers without a backward of their own, with "
+                f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({_first_line(error)}): a function of the "
+                "model computes them again by itself (reversible layers, as Reformer's); use layers without a backward of their own, with "
                 "activation_checkpointing for their memory, or train the model without sequence parallelism"
             ) from error
     optional_units(module).release()

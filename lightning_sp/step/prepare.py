@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -284,7 +285,7 @@ def shard_options(
 def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
     names, whole_view, mesh = BoundNames(module), context.global_view, context.run_mesh
-    refused = collectives_refused((mesh.layout.size, mesh.data_parallel_size), names.rebind_to)
+    sizes = mesh.layout.size, mesh.data_parallel_size
     if whole_view:
         hide_from_fsdp(module)
     if (split := tensor_parallel(module)) is not None:
@@ -301,7 +302,11 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
-        [watched_functions(lambda: context.step is not None), scripted_functions_in_python(), refused]
+        [
+            watched_functions(lambda: context.step is not None),
+            scripted_functions_in_python(),
+            collectives_refused(sizes, names.rebind_to),
+        ]
         if whole_view
         else [
             FlexInterception(context, names),
@@ -317,4 +322,8 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
                 f"sequence_parallel: the global view runs {number} modules that you compiled as they are written, for their graphs know nothing "
                 "of it; global_view=True with compile=True compiles its blocks"
             )
+        if not whole_view and mesh.layout.size > 1:
+            of_rows = collectives_refused(sizes, names.rebind_to, rows_alone=lambda: context.last_is_whole)
+            context.before_whole_rows = [partial(stack.enter_context, of_rows)]
+            stack.callback(context.before_whole_rows.clear)
         yield

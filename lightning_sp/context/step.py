@@ -130,6 +130,9 @@ class SequenceContext:
         # Whether output heads may give logits that are made when they are read.
         self.defers_logits = True
         self.trial_seed: int | None = None
+        # Whether the last step was one of whole rows, of a batch that holds no sequence; what is called before such a step.
+        self.last_is_whole = False
+        self.before_whole_rows: list[Callable[[], object]] = []
 
     def show(self, *, whole: bool) -> None:
         """Show steps whole sequences, or this rank's part. What was learned of a model in one view is no matter of the other."""
@@ -146,7 +149,10 @@ class SequenceContext:
 
     def begin(self, step: Step) -> None:
         """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""
+        self.last_is_whole = step.batch.is_whole
         if step.batch.is_whole:
+            while self.before_whole_rows:
+                self.before_whole_rows.pop()()
             self.whole_step, self.mesh = step, replace(self.run_mesh, layout=SequenceLayout())
         else:
             self.step = step

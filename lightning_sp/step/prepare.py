@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,6 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
-from lightning_sp.global_view.paths_of_torch import paths_as_on_one_device
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
 from lightning_sp.global_view.user_functions.collectives import collectives_refused
 from lightning_sp.global_view.user_functions.scripted_functions import scripted_functions_in_python
@@ -285,7 +285,7 @@ def shard_options(
 def interceptions(context: SequenceContext, module: nn.Module, config: StrategyConfig) -> Iterator[None]:
     """Make a step's loss and attention ours, and numbers of shards whole, while this is entered."""
     names, whole_view, mesh = BoundNames(module), context.global_view, context.run_mesh
-    refused = collectives_refused((mesh.layout.size, mesh.data_parallel_size), names.rebind_to)
+    sizes = mesh.layout.size, mesh.data_parallel_size
     if whole_view:
         hide_from_fsdp(module)
     if (split := tensor_parallel(module)) is not None:
@@ -305,8 +305,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         [
             watched_functions(lambda: context.step is not None),
             scripted_functions_in_python(),
-            paths_as_on_one_device(),
-            refused,
+            collectives_refused(sizes, names.rebind_to),
         ]
         if whole_view
         else [
@@ -323,4 +322,8 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
                 f"sequence_parallel: the global view runs {number} modules that you compiled as they are written, for their graphs know nothing "
                 "of it; global_view=True with compile=True compiles its blocks"
             )
+        if not whole_view and mesh.layout.size > 1:
+            of_rows = collectives_refused(sizes, names.rebind_to, rows_alone=lambda: context.last_is_whole)
+            context.before_whole_rows = [partial(stack.enter_context, of_rows)]
+            stack.callback(context.before_whole_rows.clear)
         yield

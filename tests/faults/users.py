@@ -71,6 +71,13 @@ USERS = (
         f"{SUMMED}[2-all_reduce]",
     ),
     fault(
+        "a sum over the world that counts each rank of a sequence beside a batch without one",
+        "context/step.py",
+        "        self.last_is_whole = step.batch.is_whole\n",
+        "",
+        "tests/trainer/test_collectives.py::test_of_a_batch_without_a_sequence_the_world_has_each_row_twice[all_reduce-0]",
+    ),
+    fault(
         "a collective bound by its name, past the check",
         "global_view/user_functions/collectives.py",
         "            if rebind is not None:\n",

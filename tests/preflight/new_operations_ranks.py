@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, steps_of, tiny_llama
 
 # Behind the trial of step 3, before that of step 10.
 BEGINS = 4
@@ -24,9 +24,11 @@ class Late(Plain):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.logits(batch)
-        if (self.global_step >= BEGINS and self.kind == "sums") or (self.kind == "long" and batch["lengths"][0] > 16):
+        if (steps_of(self.trainer) >= BEGINS and self.kind == "sums") or (
+            self.kind == "long" and batch["lengths"][0] > 16
+        ):
             logits = logits + 0.1 * logits.cumsum(1)
-        if self.global_step >= BEGINS and self.kind == "numbers":
+        if steps_of(self.trainer) >= BEGINS and self.kind == "numbers":
             logits = logits.sin() + logits
         return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
 

@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.reductions import batch_sum
-from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, tiny_gpt, tiny_llama
+from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer, steps_of, tiny_gpt, tiny_llama
 
 # No module's, so that nothing puts it back.
 CALLS = itertools.count()
@@ -317,12 +317,12 @@ class Step(Plain):
 
     def _late(self, batch: Any) -> Tensor:
         logits = self.logits(batch)
-        if self.global_step >= 2:
+        if steps_of(self.trainer) >= 2:
             logits = logits + 0.1 * logits.cumsum(1)
         return _ce(logits, batch["shift_labels"])
 
     def _later_at_most_63(self, batch: Any) -> Tensor:
-        if self.global_step >= 2 and batch["input_ids"].shape[1] > 63:
+        if steps_of(self.trainer) >= 2 and batch["input_ids"].shape[1] > 63:
             raise MemoryError("only 63 tokens fit beside what optimizers hold")
         return self._plain(batch)
 

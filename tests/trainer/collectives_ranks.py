@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed import all_reduce
 from torch.utils.data import DataLoader
 
@@ -61,6 +64,40 @@ class Counting(Plain):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.found = float(ADDS[self.how](self, torch.tensor(float(self.tokens), dtype=torch.float64)))
+
+
+class Pictures(pl.LightningModule):
+    """Counts the pictures of each step: batches without a sequence."""
+
+    how = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.found = nn.Linear(48, 5), list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pixels, classes = batch
+        return F.cross_entropy(self.layer(pixels.flatten(1)), classes)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(ADDS[self.how](self, torch.tensor(float(len(batch[1])), dtype=torch.float64))))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_pictures(how: str, world: int) -> dict[str, Any]:
+    """Train two steps on pictures; return the numbers, and what was said."""
+    torch.manual_seed(0)
+    module = Pictures()
+    module.how = how
+    trainer, said = quiet_trainer(world, strategy={"sequence_parallel_size": 2}, max_steps=2), ""
+    rows = [(torch.randn(3, 4, 4).double(), torch.tensor(index % 5)) for index in range(3 * world)]
+    try:
+        trainer.fit(module, DataLoader(rows, batch_size=3))
+    except SequenceParallelError as error:
+        said = str(error)
+    return {"said": said, "found": module.found}
 
 
 def fit(how: str, world: int, strategy: dict[str, Any]) -> dict[str, Any]:

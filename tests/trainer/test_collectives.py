@@ -38,3 +38,11 @@ def test_in_the_view_of_a_part_the_world_adds_up_parts(pools):
         assert answer["found"] == 4 * 32
     for answer in pools(2).run(ranks.fit, "all_reduce", 2, dict(sequence_parallel_size=1)):
         assert answer["found"] == 2 * answer["tokens"]
+
+
+@pytest.mark.parametrize(("how", "times"), [("all_reduce", 0), ("by its name", 0), ("mean", 1), ("data-parallel", 1)])
+def test_of_a_batch_without_a_sequence_the_world_has_each_row_twice(pools, how, times):
+    for answer in pools(2).run(ranks.fit_pictures, how, 2):
+        said = "a batch without a sequence, of which all ranks of a group run all rows: torch.distributed.all_reduce adds up what all 2 ranks"
+        assert answer["said"].startswith(said) if times == 0 else not answer["said"], answer
+        assert answer["found"] == ([] if times == 0 else [3.0 * times] * 2)

@@ -1,6 +1,7 @@
 """Collectives of torch.distributed that a user calls, in the global view: refused with tensors of the sequence, which have no memory to send.
 
-Refused too where they would count the ranks of a sequence, which hold every number alike, each for itself.
+Refused too where they would count the ranks of a sequence, which hold every number alike, each for itself: of a batch without a sequence in the
+view of a part, too.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ Rebind = Callable[[Callable[..., Any], Callable[..., Any], ExitStack], None]
 
 
 @contextmanager
-def collectives_refused(sizes: tuple[int, int] = (1, 1), rebind: Rebind | None = None) -> Iterator[None]:
+def collectives_refused(
+    sizes: tuple[int, int] = (1, 1), rebind: Rebind | None = None, rows_alone: Callable[[], bool] | None = None
+) -> Iterator[None]:
     """Refuse a collective that is given a tensor of the sequence, or that counts each rank of one, while this is entered.
 
     Args:
         sizes: how many ranks share a sequence, and how many data-parallel groups there are.
         rebind: binds the names of a model's files that are bound to a function to another one: `rebind(function, other, undo)`.
+        rows_alone: whether the last batch holds no sequence, so that its ranks have all rows; None in the global view.
     """
     module: Any = torch.distributed
     with ExitStack() as undo:
         for name in _NAMES:
             function = getattr(module, name)
-            checked = _checked(name, function, sizes)
+            checked = _checked(name, function, sizes, rows_alone)
             undo.callback(setattr, module, name, function)
             setattr(module, name, checked)
             if rebind is not None:
@@ -50,11 +54,20 @@ def collectives_refused(sizes: tuple[int, int] = (1, 1), rebind: Rebind | None =
         yield
 
 
-def _checked(name: str, function: Callable[..., Any], sizes: tuple[int, int]) -> Callable[..., Any]:
+def _checked(
+    name: str, function: Callable[..., Any], sizes: tuple[int, int], rows_alone: Callable[[], bool] | None
+) -> Callable[..., Any]:
+    where = (
+        "global_view"
+        if rows_alone is None
+        else "a batch without a sequence, of which all ranks of a group run all rows"
+    )
     signature = inspect.signature(function)
 
     @wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
+        if rows_alone is not None and not rows_alone():
+            return function(*args, **kwargs)
         if any(isinstance(each, GlobalTensor) for each in tree_leaves((args, kwargs))):
             raise SequenceParallelError(
                 f"global_view: torch.distributed.{name} of a tensor of the sequence ({users_line()}): it shows the whole, and has no memory to "
@@ -63,7 +76,7 @@ def _checked(name: str, function: Callable[..., Any], sizes: tuple[int, int]) ->
             )
         caller = sys._getframe(1)
         if sizes[0] > 1 and _is_of_user(caller) and _counts_ranks(name, signature.bind(*args, **kwargs), caller):
-            raise SequenceParallelError(_counted(name, *sizes))
+            raise SequenceParallelError(f"{where}: {_counted(name, *sizes)}")
         return function(*args, **kwargs)
 
     return collective
@@ -98,7 +111,7 @@ def _module_of(frame: Any) -> str:
 def _counted(name: str, sequence: int, data: int) -> str:
     does = "adds up" if name in _SUMS else "gathers"
     return (
-        f"global_view: torch.distributed.{name} {does} what all {sequence * data} ranks have ({users_line()}): the {sequence} ranks of a "
+        f"torch.distributed.{name} {does} what all {sequence * data} ranks have ({users_line()}): the {sequence} ranks of a "
         f"sequence hold every number of it alike, so it would count {sequence} times; group=self.trainer.strategy.data_parallel_group has "
         f"one of each of the {data} data-parallel groups, self.all_gather gives theirs, ReduceOp.AVG is right as it is; "
         "group=torch.distributed.group.WORLD says that each rank is meant"

@@ -68,6 +68,7 @@ class CopiedView:
 
     def __post_init__(self) -> None:
         self.memory, self._with_graph = memory_of(self.copy), torch.is_grad_enabled()
+        self.source.placement.storage.plans["copied"] = True
         self._look()
 
     def is_all(self, value: Tensor, address: Any) -> bool:

@@ -222,6 +222,13 @@ def _written(call: Call) -> SequenceTensor | None:
             call,
             "in place into windows of the sequence, which are a copy here: clone them before, or use torch.where; it",
         )
+    storage = into.placement.storage
+    if (
+        storage.is_traced
+        and not storage.only_shapes
+        and (into.placement.copied is not None or "copied" in storage.plans)
+    ):
+        raise NotImplementedError("global_view: a write to a slice, or to what one was taken of: not compiled")
     if call.function.__name__ != "__setitem__" and call.name in pointwise.RULES:
         _check_overlap(call, into)
     return into

@@ -27,6 +27,7 @@ from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numb
 from lightning_sp.global_view.placement import Placement, Storage
 from lightning_sp.global_view.rules.attention.written_attention import Scores
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
+from lightning_sp.global_view.taken_tokens import TakenTokens
 from lightning_sp.global_view.traced import without_step
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -75,8 +76,8 @@ class LocalGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run it on real tensors, in the order of the graph's placeholders."""
-        if self._reason:
-            return self._by_functions(args)
+        if self._reason or any(map(_is_slice, args)):
+            return self._by_functions(args)  # what is written to a slice is written to its source
         names, masks, kind = self._masks.of(args, self._of_run.buffers)
         recomputes = self._of_run.recomputes
         key = kind, recomputes
@@ -266,9 +267,15 @@ class _Variant:
         return torch.utils._pytree.tree_unflatten(leaves, self._spec)
 
 
+def _is_slice(value: Any) -> bool:
+    return isinstance(value, TakenTokens) or (isinstance(value, SequenceTensor) and value.placement.copied is not None)
+
+
 def _output_of(value: Any, inner: Sequence[Any], storages: Sequence[Storage], numbers: Sequence[int]) -> _Output:
     if isinstance(value, Scores) or (isinstance(value, GlobalTensor) and not isinstance(value, SequenceTensor)):
         raise NotImplementedError("scores of an attention leave the graph")
+    if _is_slice(value):
+        raise NotImplementedError("a slice of the sequence, or a token of it, leaves the graph")
     if not isinstance(value, SequenceTensor):
         return _Output(placement=None)
     own = value.placement

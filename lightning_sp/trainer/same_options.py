@@ -15,6 +15,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
@@ -125,11 +126,22 @@ def _options(trainer: Any, config: StrategyConfig) -> Iterator[tuple[str, Any]]:
     for field in fields(config):
         yield f"{field.name} of the strategy", getattr(config, field.name)
     yield from _of_process()
+    yield from _of_module(trainer)
     for kind, names in _OF_CALLBACKS:
         for number, callback in enumerate(each for each in trainer.callbacks if isinstance(each, kind)):
             yield f"{kind.__name__} {number}", type(callback).__name__
             for name in names:
                 yield f"{name.lstrip('_')} of {kind.__name__} {number}", getattr(callback, name, None)
+
+
+def _of_module(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Give what decides how a fit's loops go, past the Trainer's arguments."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    yield "automatic_optimization of the LightningModule", trainer.lightning_module.automatic_optimization
+    loaders = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
+    yield "whether there is a validation", trainer.enable_validation
+    yield "the number of validation loaders", len(loaders) if isinstance(loaders, (list, tuple)) else 1
 
 
 def _of_process() -> Iterator[tuple[str, Any]]:

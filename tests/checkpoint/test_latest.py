@@ -54,7 +54,7 @@ def test_a_save_without_room_is_refused_before_it_begins(tmp_path, monkeypatch):
     save(tmp_path / "last.ckpt", 1.0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: USAGE(2**40, 2**40, 7))  # two floats are 8 bytes
     with pytest.raises(
-        SequenceParallelError, match=r"needs 0\.00 GiB, and its file system has 0\.00 GiB free: nothing was written"
+        SequenceParallelError, match=r"needs 8 bytes \(0\.00 GiB\), and its file system has 7 free: nothing was written"
     ):
         save(tmp_path / "last.ckpt", 2.0)
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]

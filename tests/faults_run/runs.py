@@ -57,8 +57,8 @@ class Outcome:
 
     @property
     def named(self) -> list[tuple[float, str]]:
-        """The lines in which this package names a rank."""
-        return [(seconds, line) for seconds, line in self.lines if _NAMED.match(line)]
+        """The lines in which this package names a rank, from the fault on: before it, one may wait for the other to start."""
+        return [(seconds, line) for seconds, line in self.lines if seconds > -0.5 and _NAMED.match(line)]
 
 
 def run(fault: str, limit_s: float | None = None, start_s: float = 180.0) -> Outcome:

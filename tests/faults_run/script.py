@@ -26,6 +26,9 @@ AT_BATCH = 1
 # Started by torchrun, which starts all ranks again when one has died: they go on from their last checkpoint.
 RESTARTED = "SIGKILL, under torchrun --max-restarts=1"
 SKIPS = "on_train_batch_start skips a batch on one rank"
+DROPS = "another nn.Dropout on one rank"
+ORDERS = "parameters in another order on one rank"
+TIMES = "max_time on one rank"
 
 
 def is_due(batch_idx: int, rank: int = 1) -> bool:
@@ -37,9 +40,25 @@ def is_due(batch_idx: int, rank: int = 1) -> bool:
     return due
 
 
+def is_due_at_start(*faults: str) -> bool:
+    """Return whether this rank is given another model or Trainer, and say so."""
+    due = FAULT in faults and os.environ.get("LOCAL_RANK") == "1"
+    if due:
+        print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
+    return due
+
+
 class User(Plain):
     def __init__(self) -> None:
         super().__init__(tiny_llama)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.dropout = torch.nn.Dropout(0.1)
+        if is_due_at_start(DROPS, ORDERS):
+            self.model.dropout.p = 0.5 if FAULT == DROPS else 0.1
+            if FAULT == ORDERS:
+                self.model._modules["embedding"] = self.model._modules.pop("embedding")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         fault = FAULTS.get(FAULT)
@@ -226,7 +245,14 @@ AFTER_A_BATCH: dict[str, Any] = {
     "zero_grad() on one rank": zero_grad,
     "weight.data.mul_() on one rank": write,
 }
-NAMES = [*(each for each in FAULTS if each != "late for a while"), *AFTER_A_BATCH, "an error in the loader", SKIPS]
+AT_START = [DROPS, ORDERS, TIMES]
+NAMES = [
+    *(each for each in FAULTS if each != "late for a while"),
+    *AFTER_A_BATCH,
+    "an error in the loader",
+    SKIPS,
+    *AT_START,
+]
 
 
 def main() -> None:
@@ -237,6 +263,7 @@ def main() -> None:
     trainer = pl.Trainer(
         strategy=SequenceParallelStrategy(**options), accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=goes_on,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd(), *saves],
+        max_time="00:01:00:00" if is_due_at_start(TIMES) else None,
     )  # fmt: skip
     trainer.fit(User(), DataLoader(Samples(12), batch_size=2), ckpt_path="last" if goes_on else None)
 

@@ -79,6 +79,12 @@ EXPECTED = {
         "rank 1 has ended its run, without an error, at train, step 1",
         RAISED,
     ),
+    "another nn.Dropout on one rank": (
+        "none differ, but model.dropout is Dropout(p=0.5, inplace=False), on rank 0 Dropout(p=0.1, inplace=False)",
+        RAISED,
+    ),
+    "parameters in another order on one rank": ("the order differs, in which messages are told apart: ", RAISED),
+    "max_time on one rank": ("Timer 0 is not given on rank 0; 'Timer' on rank 1", DEADLOCK),
 }
 # It belongs to every run of the tests; an error does in tests/trainer/test_dying_rank.py.
 QUICK = ("a barrier on one rank",)

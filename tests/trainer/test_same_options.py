@@ -12,7 +12,7 @@ from tests.trainer import same_options_ranks as ranks
 def test_other_options_on_one_rank_are_refused_on_all(pools: Any, tmp_path: Path):
     first, second = pools(2).run(ranks.refused, str(tmp_path))
     assert first == second
-    clip, steps, strategy, saves, alone, timer, same, version, numbers = first
+    clip, steps, strategy, saves, alone, timer, same, version, numbers, manual = first
     assert clip.startswith(
         "ranks were given other options: gradient_clip_val is 0.1 on rank 0; 0.2 on rank 1: ranks would"
     )
@@ -24,6 +24,7 @@ def test_other_options_on_one_rank_are_refused_on_all(pools: Any, tmp_path: Path
     assert alone.count("; ") < 8  # three of eight
     assert "and 5 others" in alone
     assert "Timer 0 is 'Timer' on rank 0; not given on rank 1; duration of Timer 0 is 60.0 on rank 0" in timer
+    assert "automatic_optimization of the LightningModule is True on rank 0; False on rank 1" in manual
     assert "the version of torch is '2.0' on rank 0; " in version
     assert "torch.are_deterministic_algorithms_enabled() is True on rank 0; False on rank 1" in numbers
     assert same == "trained"

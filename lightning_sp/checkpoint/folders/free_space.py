@@ -30,8 +30,8 @@ def check_free_space(path: Path, tensors: Any) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise SequenceParallelError(
-            f"checkpoint {path} needs {needed / GIB:.2f} GiB, and its file system has {free / GIB:.2f} GiB free: nothing was written; delete "
-            "older ones, keep fewer (ModelCheckpoint(save_top_k=...)), or write less (save_weights_only=True)"
+            f"checkpoint {path} needs {needed:,} bytes ({needed / GIB:.2f} GiB), and its file system has {free:,} free: nothing was "
+            "written; delete older ones, keep fewer (ModelCheckpoint(save_top_k=...)), or write less (save_weights_only=True)"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
@@ -20,13 +19,13 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
 from lightning_sp.parallelize import (
     gathered,
-    optional_units,
     reduce_dtypes,
     with_whole_weights,
     without_checkpoints,
     without_tiles,
 )
-from lightning_sp.preflight.comparison import buffers_of, plain_name
+from lightning_sp.preflight.backward import gradients_of
+from lightning_sp.preflight.comparison import buffers_of
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.trace import Trace, traced
@@ -76,8 +75,6 @@ _OF_INDEX = (
     "an id of the batch may be beyond the embedding's rows, or a target beyond the head's: compare the largest ones with the model's vocabulary "
     "and its longest position"
 )
-# What torch says where a backward reads a weight that FSDP has freed: of a sharded one, or of memory that is gone.
-_OF_FREED_WEIGHTS = ("DTensor", "its data is not allocated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +147,7 @@ class Trial:
                     ) from error
             return Outcome(
                 loss=loss,
-                gradients=_backward(self.module, loss),
+                gradients=gradients_of(self.module, loss),
                 buffers=buffers_of(self.module),
                 dtypes=frozenset(watch.dtypes | reduce_dtypes(self.module)),
                 draws=tuple(watch.all_draws()),
@@ -192,7 +189,7 @@ class Trial:
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 step = self.context.step or Step(batch=self.own)
                 num_sums, num_over_groups = step.num_sums, step.num_over_groups
-                gradients = _backward(self.module, loss)
+                gradients = gradients_of(self.module, loss)
                 buffers = buffers_of(self.module)
                 found.attributes(self.module, self.control_group)
                 mesh = self.context.mesh
@@ -373,34 +370,3 @@ def _loss_of_whole(output: Any) -> Tensor | None:
     if loss is not None and isinstance(output, Mapping) and "num_tokens" in output:
         return loss / torch.as_tensor(output["num_tokens"]).clamp(min=1)
     return loss
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _backward(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None]:
-    """Return this rank's shard of every gradient, and leave none behind."""
-    if loss is not None and loss.requires_grad:
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "storage of size 0" in str(error):
-                raise SequenceParallelError(
-                    f"preflight: the backward of training_step needs weights that FSDP freed after another backward within the step ({error}); "
-                    "torch.autograd.grad(..., create_graph=True), as a gradient penalty has it, is differentiated once more; write the penalty "
-                    "with finite differences, (critic(x + d) - critic(x)) / d.norm(), or leave it out"
-                ) from error
-            if not any(words in str(error) for words in _OF_FREED_WEIGHTS):
-                raise
-            raise SequenceParallelError(
-                f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({_first_line(error)}): a function of the "
-                "model computes them again by itself (reversible layers, as Reformer's); use layers without a backward of their own, with "
-                "activation_checkpointing for their memory, or train the model without sequence parallelism"
-            ) from error
-    optional_units(module).release()
-    gradients = {}
-    for name, parameter in module.named_parameters():
-        grad, parameter.grad = parameter.grad, None
-        gradients[plain_name(name)] = grad.to_local() if isinstance(grad, DTensor) else grad
-    return gradients

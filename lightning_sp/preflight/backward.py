@@ -1,0 +1,48 @@
+"""The backward of a tried step, and what it says where it cannot run."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import optional_units
+from lightning_sp.preflight.comparison import plain_name
+
+# What torch says where a backward reads a weight that FSDP has freed: of a sharded one, or of memory that is gone.
+_OF_FREED_WEIGHTS = ("DTensor", "its data is not allocated")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None]:
+    """Run the backward of a step's loss, and return this rank's shard of every gradient; none is left behind.
+
+    Raises:
+        SequenceParallelError: it needs weights that FSDP has freed.
+    """
+    if loss is not None and loss.requires_grad:
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "storage of size 0" in str(error):
+                raise SequenceParallelError(
+                    f"preflight: the backward of training_step needs weights that FSDP freed after another backward within the step ({error}); "
+                    "torch.autograd.grad(..., create_graph=True), as a gradient penalty has it, is differentiated once more; write the penalty "
+                    "with finite differences, (critic(x + d) - critic(x)) / d.norm(), or leave it out"
+                ) from error
+            if not any(words in str(error) for words in _OF_FREED_WEIGHTS):
+                raise
+            raise SequenceParallelError(
+                f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({_first_line(error)}): a function of the "
+                "model computes them again by itself (reversible layers, as Reformer's); use layers without a backward of their own, with "
+                "activation_checkpointing for their memory, or train the model without sequence parallelism"
+            ) from error
+    optional_units(module).release()
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        grad, parameter.grad = parameter.grad, None
+        gradients[plain_name(name)] = grad.to_local() if isinstance(grad, DTensor) else grad
+    return gradients

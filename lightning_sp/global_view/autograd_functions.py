@@ -84,22 +84,15 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
-    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others.
-
-    Args:
-        in_progress: whether a step that sees whole sequences is.
-    """
+def watched_functions() -> Iterator[None]:
+    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others."""
     own = torch.autograd.Function.__dict__.get("apply")
     original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     apply = watching(original)
-    grad = torch.autograd.grad
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    torch.autograd.grad = partial(_gradient, grad, in_progress)
     try:
         yield
     finally:
-        torch.autograd.grad = grad
         if own is None:
             del torch.autograd.Function.apply
         else:
@@ -115,16 +108,6 @@ def _multiplies_tokens(cls: Any, call: Call) -> bool:
         and call.args[0] is call.tensors[0]
         and call.args[0].placement.dim < call.args[0].dim() - 1
     )
-
-
-def _gradient(original: Callable[..., Any], in_progress: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
-    if in_progress() and not torch.compiler.is_compiling():  # which differentiates what it traces
-        raise SequenceParallelError(
-            f"global_view: torch.autograd.grad inside of a step ({users_line()}): of a weight it would be this rank's share, for gradients are "
-            "added up when the step's backward has ended; use the gradients in on_before_optimizer_step, or global_view=False with "
-            "lightning_sp.reductions"
-        )
-    return original(*args, **kwargs)
 
 
 def _refusal(cls: Any, why: str = "") -> SequenceParallelError:

@@ -52,6 +52,7 @@ from lightning_sp.parallelize import (
     compiled_modules,
     compiles_weights,
     convert_to_float8,
+    functional_calls_of_whole_weights,
     gather_plain_parts,
     is_freed_after_forward,
     make_fsdp_root,
@@ -93,6 +94,7 @@ from lightning_sp.rewrite import (
 )
 from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
 from lightning_sp.rewrite.rebind import BoundNames
+from lightning_sp.step.inner_gradients import inner_gradients
 
 
 def lay_out_model(
@@ -292,6 +294,8 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     blocks = [] if config.recomputed_stages == 1 or whole_view else transformer_blocks(module)
     entered: list[AbstractContextManager[Any]] = [
         used_as_whole(module),
+        functional_calls_of_whole_weights(),
+        inner_gradients(context, module),
         ReductionScope(context),
         CrossEntropyInterception(context, names.rebind_to),
         RowDropoutInterception(context, names),
@@ -301,7 +305,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     ]
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
-        [watched_functions(lambda: context.step is not None), scripted_functions_in_python(), refused]
+        [watched_functions(), scripted_functions_in_python(), refused]
         if whole_view
         else [
             FlexInterception(context, names),

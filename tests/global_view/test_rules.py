@@ -45,7 +45,6 @@ def test_what_needs_no_whole_stays_split(pools):
     [
         ("a token written to", ["zero_ writes to tokens that were taken out of the sequence"]),
         ("a part written to", ["fill_ writes to tokens that were taken out of the sequence"]),
-        ("a gradient in a step", ["torch.autograd.grad inside of a step"]),
         ("histogram", ["histc of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.detach().histc(5)", "unshard(x)"]),
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores times a tensor, in place", ["mul by a tensor on the scores of an attention"]),

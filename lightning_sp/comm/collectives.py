@@ -174,6 +174,25 @@ def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return total
 
 
+def is_summed_over(node: Any, num_ranks: int) -> bool:
+    """Return whether a graph holds a sum over so many ranks.
+
+    Args:
+        node: what autograd has noted of a tensor, None for a leaf.
+        num_ranks: of the sum.
+    """
+    seen, to_do = set(), [node]
+    while to_do:
+        each = to_do.pop()
+        if each is None or each in seen:
+            continue
+        if isinstance(each, _SumOverRanks._backward_cls) and dist.get_world_size(each.group) == num_ranks:  # type: ignore[attr-defined]
+            return True
+        seen.add(each)
+        to_do += [before for before, _ in each.next_functions]
+    return False
+
+
 class _GatherOverRanks(torch.autograd.Function):
     """The equally shaped tensors of all ranks; the mirror sends each rank its own part of every rank's cotangents, and adds them up."""
 

@@ -34,6 +34,7 @@ from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.indices.padding import check_padding_read
 from lightning_sp.preflight.indices.part_indices import check_part_indices
+from lightning_sp.preflight.larger_crops import compared_on_crops
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.preflight.untried_length import check_untried_length
@@ -41,6 +42,8 @@ from lightning_sp.step.runner import StepRunner
 
 # Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
 AGAIN = (3, 10, 100, 1_000, 10_000)
+# Of a crop of all rows, up to which their tokens are whole.
+MOST_TOKENS = 4 * LONGER_TOKENS
 
 
 class TriedBatch(NamedTuple):
@@ -223,15 +226,8 @@ def _compare(
         return _run_again(trial, after, read) if after else run_preflight(trial, monitored, read)
 
     try:
-        try:
-            found = compared(crop, own)
-        except TrialFailedError:
-            longer = None if wanted else _whole_crop(batch, cut, crop, options, config)
-            if longer is None:
-                raise
-            crop, own = longer
-            runner.start_run()
-            found = compared(crop, own)
+        larger = [] if wanted else [partial(each, batch, cut, options, config) for each in (_whole_crop, _of_all_rows)]
+        found, crop = compared_on_crops(compared, (crop, own), larger, runner)
         if found is not None:
             # What is not one device's is no matter of course, though DDP does it too.
             (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
@@ -271,8 +267,17 @@ def _checkpoints(config: StrategyConfig) -> bool:
     return config.checkpoint_policy not in ("auto", "none")
 
 
+def _of_all_rows(
+    batch: Any, cut: Callable[..., tuple[Crop, Crop]], options: ShardOptions, config: StrategyConfig, crop: Crop
+) -> tuple[Crop, Crop] | None:
+    """Return crops of every row, for a step that tells rows by their number: a mean over none says nothing. None where they are no more."""
+    rows, *lengths = whole_extent(batch, options)
+    crops = cut(wanted=max(lengths) if rows * max(lengths) <= MOST_TOKENS else crop.tokens, all_rows=True)
+    return crops if crops[0].rows > crop.rows and crops[0].num_targets != 0 else None
+
+
 def _whole_crop(
-    batch: Any, cut: Callable[..., tuple[Crop, Crop]], crop: Crop, options: ShardOptions, config: StrategyConfig
+    batch: Any, cut: Callable[..., tuple[Crop, Crop]], options: ShardOptions, config: StrategyConfig, crop: Crop
 ) -> tuple[Crop, Crop] | None:
     """Return crops of whole sequences, for a step that fails on shorter ones: it reads by places in them, or is made for one length.
 

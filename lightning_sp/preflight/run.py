@@ -337,4 +337,5 @@ def _compare(
         worst=largest.name,
         tolerance=tolerance,
         seconds=time.perf_counter() - started,
+        has_gradients=any(each.scale > 0 for name, each in found.items() if name),
     )

@@ -28,6 +28,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
+from lightning_sp.global_view.paths_of_torch import paths_as_on_one_device
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
 from lightning_sp.global_view.user_functions.collectives import collectives_refused
 from lightning_sp.global_view.user_functions.scripted_functions import scripted_functions_in_python
@@ -53,6 +54,7 @@ from lightning_sp.parallelize import (
     compiled_modules,
     compiles_weights,
     convert_to_float8,
+    functional_calls_of_whole_weights,
     gather_plain_parts,
     is_freed_after_forward,
     make_fsdp_root,
@@ -94,6 +96,7 @@ from lightning_sp.rewrite import (
 )
 from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
 from lightning_sp.rewrite.rebind import BoundNames
+from lightning_sp.step.inner_gradients import inner_gradients
 
 
 def lay_out_model(
@@ -293,6 +296,8 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     blocks = [] if config.recomputed_stages == 1 or whole_view else transformer_blocks(module)
     entered: list[AbstractContextManager[Any]] = [
         used_as_whole(module),
+        functional_calls_of_whole_weights(),
+        inner_gradients(context, module),
         ReductionScope(context),
         CrossEntropyInterception(context, names.rebind_to),
         RowDropoutInterception(context, names),
@@ -303,8 +308,9 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
         [
-            watched_functions(lambda: context.step is not None),
+            watched_functions(),
             scripted_functions_in_python(),
+            paths_as_on_one_device(),
             collectives_refused(sizes, names.rebind_to),
         ]
         if whole_view

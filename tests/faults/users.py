@@ -10,6 +10,7 @@ FROZEN = "tests/checkpoint/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
 BUFFERS = "tests/step/agreement/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
 WRITES = "tests/step/agreement/test_agreed_writes.py"
+INNER = "tests/trainer/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices"
 SUMMED = (
     "tests/trainer/test_collectives.py::test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view"
 )
@@ -533,5 +534,26 @@ USERS = (
         "            return whole_tokens(context, sequence, value)\n",
         "            return value\n",
         "tests/trainer/pretrained/test_generation.py::test_whole_prompts_are_continued[masked-15]",
+    ),
+    fault(
+        "a functional call whose weights FSDP2 replaces by the module's own",
+        "parallelize/functional_calls.py",
+        '    return str(getattr(source, "__module__", "")).startswith(_HOOKS)',
+        "    return False",
+        INNER,
+    ),
+    fault(
+        "a gradient that a step asks for, times the number of ranks",
+        "global_view/step_gradients.py",
+        "    share = 1 / (num_ranks * (num_groups if is_of_all else 1))",
+        "    share = 1.0",
+        INNER,
+    ),
+    fault(
+        "a step that says nothing on two rows, and is tried on no more",
+        "preflight/larger_crops.py",
+        "        if failed is None and (found is None or found.says_something):",
+        "        if failed is None:",
+        INNER,
     ),
 )  # fmt: skip

@@ -44,8 +44,6 @@ def test_what_needs_no_whole_stays_split(pools):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a weight's gradient in a step", ["torch.autograd.grad inside of a step", "it would be this rank's share"]),
-        ("a gradient of a gradient", ["torch.autograd.grad with create_graph=True inside of a step", "differentiated once"]),
         ("another view of memory", ["as_strided of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.as_strided(", "unshard(x)"]),
         ("a derivative by a transform", ["was reached with a tensor of the sequence", "torch.vmap"]),
         ("tokens within a transform", ["of a tensor of the sequence and one inside of torch.vmap or torch.func", "jacrev"]),

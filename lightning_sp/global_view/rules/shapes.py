@@ -56,6 +56,8 @@ def _placement_in(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
     behind = math.prod(old[own.dim + 1 :]) * own.inner
     if math.prod(shape) != math.prod(old):
         raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {math.prod(old)}")
+    if 0 in old:
+        return _placement_of_none(x, shape)
     found = []
     for dim, size in enumerate(shape):
         ahead, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
@@ -69,6 +71,17 @@ def _placement_in(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
 
     # Dims of size 1 beside a sequence of one token, or of one block: the sequence stays in the first.
     return min(found, key=lambda each: (num_others(each), each.dim)) if found else None
+
+
+def _placement_of_none(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
+    """Return where the sequence is in a view of no rows: behind them as before, or one with them."""
+    own = x.placement
+    behind = [
+        dim for dim, size in enumerate(shape) if size == own.shown and (0 in shape[:dim]) == (0 in x.shape[: own.dim])
+    ]
+    if own.shown and behind:
+        return own.at(behind[0])
+    return replace(own, dim=shape.index(0), outer=0) if 0 in shape else None
 
 
 def view(call: Call) -> Any:

@@ -22,10 +22,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import NO_RULE, Call, placed, users_line
-from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.rules.pointwise import RANDOM, RULES, aligned, like_another, pointwise, to
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
+from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.global_view.table import name_of
 from lightning_sp.global_view.user_functions.functions_of_tokens import check_tokens_alone
 
@@ -85,22 +84,15 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def watched_functions(in_progress: Callable[[], bool]) -> Iterator[None]:
-    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others.
-
-    Args:
-        in_progress: whether a step that sees whole sequences is.
-    """
+def watched_functions() -> Iterator[None]:
+    """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others."""
     own = torch.autograd.Function.__dict__.get("apply")
     original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     apply = watching(original)
-    grad = torch.autograd.grad
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    torch.autograd.grad = partial(_gradient, grad, in_progress)
     try:
         yield
     finally:
-        torch.autograd.grad = grad
         if own is None:
             del torch.autograd.Function.apply
         else:
@@ -116,49 +108,6 @@ def _multiplies_tokens(cls: Any, call: Call) -> bool:
         and call.args[0] is call.tensors[0]
         and call.args[0].placement.dim < call.args[0].dim() - 1
     )
-
-
-def _gradient(
-    original: Callable[..., Any], in_progress: Callable[[], bool], outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
-) -> Any:  # fmt: skip
-    """Return gradients of tensors of the sequence, as adversarial training asks for them: each rank has a loss, which is whole."""
-    if not in_progress() or torch.compiler.is_compiling():  # which differentiates what it traces
-        return original(outputs, inputs, grad_outputs, *args, **kwargs)
-    given = [each for each in tree_leaves(inputs)]
-    if not all(isinstance(each, SequenceTensor) for each in given):
-        raise SequenceParallelError(
-            f"global_view: torch.autograd.grad inside of a step ({users_line()}): of a weight it would be this rank's share, for gradients are "
-            "added up when the step's backward has ended; use the gradients in on_before_optimizer_step, or global_view=False with "
-            "lightning_sp.reductions"
-        )
-    if (args[1] if len(args) > 1 else kwargs.get("create_graph", False)) or kwargs.get("is_grads_batched"):
-        raise SequenceParallelError(
-            f"global_view: torch.autograd.grad with create_graph=True inside of a step ({users_line()}): the gradient of a gradient goes "
-            "through what ranks send each other, which is differentiated once; write the derivative with functions of torch, or hand the "
-            "function lightning_sp.reductions.unshard(x), the whole on every rank"
-        )
-    several = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    seeds = [None] * len(several) if grad_outputs is None else tree_leaves([grad_outputs])
-    ranks = given[0].placement.storage.layout.size
-    pairs = [_of_rank(output, seed, ranks) for output, seed in zip(several, seeds, strict=True)]
-    found = original(
-        [each for each, _ in pairs], [each.local for each in given], [each for _, each in pairs], *args, **kwargs
-    )
-    return tuple(
-        None if gradient is None else SequenceTensor(gradient / ranks, each.placement)
-        for gradient, each in zip(found, given, strict=True)
-    )
-
-
-def _of_rank(output: Tensor, seed: Any, ranks: int) -> tuple[Tensor, Any]:
-    """Return this rank's part of what is differentiated, and of its gradient: of a whole loss each rank has one of its own."""
-    if not isinstance(output, SequenceTensor):
-        return output, seed
-    if seed is None:
-        raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    own = output.placement
-    local = seed.local if isinstance(seed, SequenceTensor) else part_of(seed, own)
-    return output.local, own.without_padding(local, 0) * ranks
 
 
 def _refusal(cls: Any, why: str = "") -> SequenceParallelError:

@@ -3,8 +3,9 @@
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import used_as_whole
+from lightning_sp.parallelize.fsdp.inner_backward import gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
-from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward
+from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward, whole_parameters
 from lightning_sp.parallelize.fsdp.shard_model import (
     ParameterLayout,
     check_layout,
@@ -31,6 +32,7 @@ __all__ = [
     "check_layout",
     "check_unsharded",
     "gathered",
+    "gradients_of_weights",
     "is_freed_after_forward",
     "make_fsdp_root",
     "optional_units",
@@ -42,6 +44,8 @@ __all__ = [
     "shard_model",
     "used_as_whole",
     "used_parameters",
+    "whole_parameters",
     "without_gradient_sync",
+    "without_reduction",
     "write_counts",
 ]

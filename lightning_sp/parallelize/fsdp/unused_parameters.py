@@ -15,7 +15,8 @@ those it is told that this rank has used, for what another rank has used is know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,7 @@ class UsedParameters:
         gather_dtypes: what ranks tell each other of how weights are read, with the same message; None where all are gathered in float32.
         when_complete: called in a backward with a unit's group when no more gradients of it are to come, and with its parameters and whether
             this rank has used each; None where nobody asks. Of some units that is not known before the backward's end: it is not called.
+        is_set_aside: whether a backward within a step, which is for itself, is in progress.
     """
 
     def __init__(self, units: Sequence[FSDPModule], heads: Sequence[FSDPModule] = ()) -> None:
@@ -79,7 +81,7 @@ class UsedParameters:
         self._heads = {number for number, each in enumerate(self._groups) if each in parameter_groups(heads)}
         # Of each unit, its calls that have had no backward.
         self._calls = dict.fromkeys(range(len(self._groups)), 0)
-        self._ending = False
+        self._ending = self.is_set_aside = False
         first = 0
         for number, each in enumerate(self._groups):
             each.pre_forward = partial(self._pre_forward, number, each.pre_forward)
@@ -99,6 +101,18 @@ class UsedParameters:
     def count_calls(self) -> None:
         """Count the units' calls from now on: what has run before has no backward in what follows."""
         self._calls = dict.fromkeys(self._calls, 0)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let a backward within a step be for itself: what is known of the step's own stays as it is."""
+        before = self._used, self._zeros, self._ran, dict(self._calls), self.when_complete
+        self._used, self._zeros, self._ran, self.when_complete = set(), set(), set(self._ran), None
+        self.is_set_aside = True
+        try:
+            yield
+        finally:
+            self.is_set_aside = False
+            self._used, self._zeros, self._ran, self._calls, self.when_complete = before
 
     def _pre_forward(self, number: int, pre_forward: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():

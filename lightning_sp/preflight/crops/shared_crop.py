@@ -85,6 +85,7 @@ def shared_crop(
     sequence_group: ProcessGroup,
     control_group: ProcessGroup | None,
     longer: bool = False,
+    all_rows: bool = False,
     checkpointed: bool = False,
 ) -> tuple[Crop, Crop]:
     """Return the crops of all data-parallel groups' batches as one, the same on every rank, and that of this rank's group.
@@ -100,6 +101,7 @@ def shared_crop(
         sequence_group: ranks that share the sequence.
         control_group: the world. Both on a backend for the host.
         longer: whether as many tokens are wanted as a step can afford, of one row if the entries let it.
+        all_rows: whether every row is wanted, and not the few that show what a step does with several.
         checkpointed: whether a step affords its tokens by checkpoints alone, which a whole run has not.
 
     Raises:
@@ -107,7 +109,7 @@ def shared_crop(
     """
     if hand_sharded:
         batch = whole_batch(batch, options, layout, sequence_group)
-    most_rows = 1 if longer else ROWS
+    most_rows = 1 if longer else whole_extent(batch, options)[0] if all_rows else ROWS
     if longer:
         rows, *lengths = whole_extent(batch, options)
         kept = crop_extent(batch, options, layout, most_rows=1)[0]

@@ -43,6 +43,12 @@ class Agreement:
     tolerance: float
     seconds: float
     loss_of_one_device: float | None = None
+    has_gradients: bool = True
+
+    @property
+    def says_something(self) -> bool:
+        """Whether numbers were compared that could have differed: finite ones, and gradients that are not all 0."""
+        return self.has_gradients and not math.isnan(self.difference)
 
     def describe(self) -> str:
         """Return one line."""

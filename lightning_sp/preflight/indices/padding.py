@@ -19,12 +19,11 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crops.both_runs import untouched_run
 from lightning_sp.preflight.crops.crop import Crop, rebuild_plain
 from lightning_sp.preflight.crops.shorter import RunStep
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
-from lightning_sp.preflight.trial import alone, together
+from lightning_sp.preflight.trial import alone, run_forward, together
 from lightning_sp.step.runner import StepRunner
 
 
@@ -102,10 +101,10 @@ def _run(batch: Any, crop: Crop, options: ShardOptions, runner: StepRunner, run:
     uneven = crop.uneven_entries
     with (
         alone(runner.module, runner.context, part.info, device=runner.device, uneven=uneven),
-        torch.no_grad(),
         CheckedIndices(),
     ):
-        run_with_whole_parameters(partial(run, part.batch, part.info))
+        # With a graph where the step has one: it may ask for gradients by itself.
+        run_forward(runner.module, partial(run, part.batch, part.info))
 
 
 def _described(name: str, crop: Crop, added: int, layout: SequenceLayout) -> str:

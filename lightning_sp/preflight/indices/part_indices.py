@@ -17,12 +17,11 @@ from lightning_sp import comm
 from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, batch_entries, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crops.both_runs import both_runs
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shorter import RunStep
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
-from lightning_sp.preflight.trial import alone, together
+from lightning_sp.preflight.trial import alone, run_forward, together
 from lightning_sp.step.runner import StepRunner
 
 # Of the names that are known, those of targets: the others are ids, masks, and places of tokens that go with them.
@@ -90,9 +89,8 @@ def _run(crop: Crop, own: Crop, options: ShardOptions, runner: StepRunner, run: 
     _, part = both_runs(crop, own, options, runner.context.mesh, runner.device)
     with (
         alone(runner.module, runner.context, part.info, device=runner.device, uneven=own.uneven_entries),
-        torch.no_grad(),
         CheckedIndices(goes_on=True) as indices,
     ):
-        run_with_whole_parameters(partial(run, part.batch, part.info))
+        run_forward(runner.module, partial(run, part.batch, part.info))
     found: list[str] = indices.found
     return found

@@ -165,6 +165,11 @@ def _tensors(value: Any) -> tuple[list[Tensor], list[float]]:
     return tensors, numbers
 
 
+def _is_of_weights(output: Any) -> bool:
+    """Return whether a function gave what is sharded: made of weights, it has no tokens, whatever its sizes are."""
+    return isinstance(output, DTensor) or hasattr(output, "is_term")
+
+
 class _Functions(TorchFunctionMode):
     """Notes every function of torch."""
 
@@ -179,7 +184,7 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         output = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
-        if self.paused or name in _SILENT or not _tensors(output)[0]:
+        if self.paused or name in _SILENT or not _tensors(output)[0] or _is_of_weights(output):
             return output
         return self.note(name, (args, kwargs or {}), output)
 

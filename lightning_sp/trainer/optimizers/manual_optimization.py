@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -40,14 +41,17 @@ class _Steps:
             self._module.backward(self.root_unit.prepare_backward(loss), *args, **kwargs)
 
     def leave(self) -> Tensor | None:
-        """Leave in every parameter what was taken, and return the loss; None without a backward."""
+        """Leave in every parameter what was taken, and return the loss: 0 of gradients without a backward, None without either."""
         self.take(self._module.parameters())
         for parameter, gradient in self._taken.items():
             parameter.grad = gradient
-        return sum(self._losses[1:], self._losses[0]) if self._losses else None
+        if self._losses:
+            return sum(self._losses[1:], self._losses[0])
+        return torch.zeros(()) if self._taken else None  # as `torch.autograd.grad` gives them
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep the gradients that an optimizer would step by."""
+        self.root_unit.give_assigned()
         weight = 1 + _WEIGHT * self._num_steps
         self._num_steps += 1
         for parameter in parameters:
@@ -61,7 +65,7 @@ def tried_training_step(strategy: Strategy, *args: Any) -> Any:
 
     Returns:
         What it returned. With manual optimization the sum of its losses, detached, with the gradients left in the parameters; None where it
-        has no backward.
+        has neither.
     """
     module = strategy.lightning_module
     assert module is not None

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sp.errors import SequenceParallelError
@@ -37,7 +37,7 @@ class RootUnit:
         self._root = root
         self._groups = parameter_groups([root]) if isinstance(root, FSDPModule) else []
         self._parameters = [each for group in self._groups for each in group.fsdp_params]
-        self._stale = False
+        self._stale = self._had_backward = False
 
     def keep_written(self) -> None:
         """Write to the shards what the step has written to whole parameters: FSDP2 frees those, with what is in them."""
@@ -68,17 +68,47 @@ class RootUnit:
         layers = {each._module_info.module for each in self._parameters} - {self._root}
         hooks: list[RemovableHandle] = [layer.register_forward_pre_hook(self._gather, prepend=True) for layer in layers]
         hooks.append(register_optimizer_step_post_hook(self._note_step))
+        hooks.append(register_optimizer_step_pre_hook(lambda *_: self.give_assigned()))
+        backward = torch.autograd.backward
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            used = used_parameters(self._root)
+            self._had_backward |= used is None or not used.is_set_aside
+            backward(*args, **kwargs)
+
+        self._had_backward, torch.autograd.backward = False, noted
         try:
             yield
         finally:
+            torch.autograd.backward = backward
             for hook in hooks:
                 hook.remove()
         for each in self._parameters:
             if hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None:
-                raise SequenceParallelError(
-                    f"a backward of this step gave {user_name(each._param_fqn or '')} a gradient outside of manual_backward, which no rank "
-                    "would add to the others': call self.manual_backward(loss) in the place of loss.backward()"
-                )
+                raise _refusal(each)
+
+    def give_assigned(self) -> None:
+        """Give the shards what a step has assigned to `grad` of a parameter that is whole, alike on all ranks: an optimizer steps shards.
+
+        Raises:
+            SequenceParallelError: the step has had a backward, which leaves other gradients there.
+        """
+        for group in parameter_groups(fsdp_modules(self._root)):
+            assigned = [
+                each
+                for each in group.fsdp_params
+                if getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
+            ]
+            for each in assigned:
+                whole = each._unsharded_param
+                if self._had_backward:
+                    raise _refusal(each)
+                shard: DTensor = each.sharded_param
+                # src_data_rank=None: every rank holds the whole and keeps its part.
+                given = distribute_tensor(whole.grad.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
+                shard.grad, whole.grad = given, None
+            if assigned:
+                group.reshard()  # hooks before the update find it at the shards
 
     def _note_step(self, *_: Any) -> None:
         self._stale = True
@@ -100,6 +130,14 @@ class RootUnit:
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
         self._stale = False
+
+
+def _refusal(parameter: Any) -> SequenceParallelError:
+    return SequenceParallelError(
+        f"{user_name(parameter._param_fqn or '')} has a gradient outside of manual_backward, which no rank would add to the others': call "
+        "self.manual_backward(loss) in the place of loss.backward(); and where a step reads or assigns gradients behind a backward, have its "
+        "parameters from optimizer.param_groups, for a module shows whole ones while it runs"
+    )
 
 
 def _to_shard(whole: Tensor, shard: Tensor, mesh: Any) -> None:

@@ -1,0 +1,29 @@
+"""Gradients that a step asks for by itself, and modules called with other weights, are one device's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer import inner_gradients_ranks as ranks
+from tests.trainer.test_penalties import same
+
+CASES = [dict(step=name) for name in (*ranks.STEPS, "by_hand")]
+
+
+def hold(pools, strategy, world, cases):
+    alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case) for case in cases])[0]
+    for answers in pools(world).run(ranks.runs, [dict(strategy=strategy, world=world, **case) for case in cases]):
+        for case, actual, expected in zip(cases, answers, alone, strict=True):
+            same(actual, expected, case)
+
+
+def test_what_a_step_asks_for_is_one_devices(pools):
+    hold(pools, dict(ring_size=2), 2, CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [dict(ulysses_size=2), dict(ring_size=2, global_view=True), dict(ring_size=2, shard_size=1)], ids=str
+)
+def test_it_is_in_other_layouts(pools, strategy):
+    hold(pools, strategy, 2, CASES)

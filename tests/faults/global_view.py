@@ -162,13 +162,6 @@ GLOBAL_VIEW = (
         f"{RULES}[1-2-16]",
     ),
     fault(
-        "a gradient within a step that counts each rank's loss",
-        "global_view/user_functions/autograd_functions.py",
-        "SequenceTensor(gradient / ranks, each.placement)",
-        "SequenceTensor(gradient, each.placement)",
-        f"{RULES}[1-2-16]",
-    ),
-    fault(
         "padding that an encoder leaves out on one device, with numbers",
         "global_view/paths_of_torch.py",
         "    output = output.masked_fill(_is_padding(src_key_padding_mask)[..., None], 0.0)\n",
@@ -215,14 +208,14 @@ GLOBAL_VIEW = (
         "rewrite/whole_attention.py",
         "queries.storage.agree(_NO_KEY if _hides_all_keys(bias) else None)",
         "queries.storage.agree(None)",
-        f"{REFUSED}[a bias that hides all keys-words9]",
+        f"{REFUSED}[a bias that hides all keys-words7]",
     ),
     fault(
         "a maximum with what hides all keys, left out",
         "global_view/rules/attention/scores.py",
         "    check_ties(x.attention)\n",
         "",
-        f"{REFUSED}[a maximum with what hides all keys-words8]",
+        f"{REFUSED}[a maximum with what hides all keys-words6]",
     ),
     fault(
         "a running sum that counts a rank's own run twice",
@@ -412,14 +405,14 @@ GLOBAL_VIEW = (
         "global_view/user_functions/functions_of_tokens.py",
         "    if not _same(small[1], doubled[1]):\n",
         "    if False:\n",
-        f"{REFUSED}[a gradient without its mean-words20]",
+        f"{REFUSED}[a gradient without its mean-words18]",
     ),
     fault(
         "a user's gradient that is clipped at a number",
         "global_view/user_functions/functions_of_tokens.py",
         "    if not _same(small[1], large[1]):\n",
         "    if False:\n",
-        f"{REFUSED}[a gradient that is clipped-words21]",
+        f"{REFUSED}[a gradient that is clipped-words19]",
     ),
     fault(
         "a user's backward that a graph loses",

@@ -121,15 +121,6 @@ def mapped(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     )  # fmt: skip
 
 
-def adversarial(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
-    """A step along the gradient of the inputs, as FGM and VAT take it; of a whole loss, and of outputs with weights."""
-    e = x * 1
-    scores = (e @ e.mT).softmax(-1) @ F.linear(e, w.weight)
-    (first,) = torch.autograd.grad((scores * mask[..., None]).sum(1).square().sum(), e, retain_graph=True)
-    (second,) = torch.autograd.grad(e.tanh().cumsum(1), [e], x.detach().sin())
-    return F.linear(e + 0.3 * first / first.norm() + second, w.weight)
-
-
 def padding_left_out(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     """What an encoder in an evaluation gives of rows of several lengths: 0 behind each, before its last norm."""
     with torch.random.fork_rng(), torch.no_grad():
@@ -153,6 +144,5 @@ COMPOSED_CASES: dict[str, Case] = {
     "losses of other kinds": losses,
     "histograms": counts,
     "mapped functions": mapped,
-    "a step along a gradient": adversarial,
     "padding left out": padding_left_out,
 }

@@ -82,7 +82,7 @@ def _errors(name: str, length: int, mesh: Any, compiled: bool) -> Any:
         run = front_end("aot_eager").compiled(module.forward)
     try:
         with ExitStack() as stack:
-            for each in (watched_functions(lambda: False), scripted_functions_in_python(), collectives_refused()):
+            for each in (watched_functions(), scripted_functions_in_python(), collectives_refused()):
                 stack.enter_context(each)
             found, beside = called(run, batch)
     except SequenceParallelError as error:

@@ -101,7 +101,7 @@ def errors(name: str, length: int, mesh: SequenceMesh, call: Callable[..., Any] 
     padded, whole = mesh.layout.padded_length(length), Whole(length)
     leaves = [leaf, *parameters(whole)]
     try:
-        with watched_functions(lambda: True), scripted_functions_in_python(), paths_as_on_one_device():
+        with watched_functions(), scripted_functions_in_python(), paths_as_on_one_device():
             result = call(name, batch, whole)
     except SequenceParallelError as error:
         return str(error)
@@ -210,7 +210,7 @@ def refused(names: list[str]) -> list[str]:
     for name in names:
         batch, _ = batch_of(16, mesh)
         try:
-            with watched_functions(lambda: True), collectives_refused(), paths_as_on_one_device():
+            with watched_functions(), collectives_refused(), paths_as_on_one_device():
                 REFUSED[name](batch[0])
             messages.append("not refused")
         except SequenceParallelError as error:

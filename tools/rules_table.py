@@ -159,9 +159,8 @@ each function costs about 10 microseconds of Python more than on a part.
   and the reason. An `autograd.Function` of yours runs between two graphs.
 - `activation_checkpointing` is told to the graph: "selective" saves the attention and what ranks sent, "full" the
   graph's inputs alone. What stands between two graphs is kept.
-- A graph that a slice of the sequence enters or leaves, or that writes to one, runs function by function.
-- Not solved: a token, `first = x[:, 0]`, that is read after `x` was written to in place, behind a graph break, shows
-  the numbers of before. Clone it, or take it again.
+- A graph that a slice or a token of the sequence enters or leaves (`first = x[:, 0]` before a graph break), or that
+  writes to one, runs function by function: it is a view on one device, and shows what is written to `x` later.
 - The preflight compares the step, run without the compiler.
 
 ## Rules

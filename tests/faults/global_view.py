@@ -359,6 +359,13 @@ GLOBAL_VIEW = (
         f"{COMPILED}::test_a_rule_is_exact_where_it_is_compiled[1-2-16-names0]",
     ),
     fault(
+        "a compiled token that is told nothing of later writes",
+        "global_view/compiled/local_graph.py",
+        "            if self._running.gives_taken_tokens():\n",
+        "            if False:\n",
+        "tests/global_view/test_compiled.py::test_a_rule_is_exact_where_it_is_compiled[1-2-16-names0]",
+    ),
+    fault(
         "a slice that leaves a graph as long as what it was taken from",
         "global_view/compiled/local_graph.py",
         "length = sequences[known.like].placement.length + known.longer",

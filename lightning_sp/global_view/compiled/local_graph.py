@@ -27,7 +27,7 @@ from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numb
 from lightning_sp.global_view.placement import Placement, Storage
 from lightning_sp.global_view.rules.attention.written_attention import Scores
 from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
-from lightning_sp.global_view.taken_tokens import TakenTokens
+from lightning_sp.global_view.taken_tokens import VIEWS, TakenTokens
 from lightning_sp.global_view.traced import without_step
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -104,16 +104,38 @@ class _Functions(Interpreter):
         super().__init__(graph)
         self._given = given or {}
         self.at: Any = None
+        # What has tokens of a sequence that it is a view of on one device: a tensor that a compiler traces does not tell.
+        self._taken: set[Node] = set()
 
     def run_node(self, n: Node) -> Any:
         """Run one, but what is known before."""
         self.at = n
-        return self._given[n.name] if n.name in self._given else super().run_node(n)
+        if n.name in self._given:
+            return self._given[n.name]
+        of_sequence = any(
+            each in self._taken or isinstance(self.env[each], SequenceTensor) for each in n.all_input_nodes
+        )
+        result = super().run_node(n)
+        if of_sequence and not isinstance(result, SequenceTensor) and _function_of(n) in VIEWS:
+            self._taken.add(n)
+        return result
+
+    def gives_taken_tokens(self) -> bool:
+        """Return whether the graph gives such a view: what is written to its source later must be seen in it. Its line is that in progress."""
+        output: Node = self.at
+        found = [each for each in output.all_input_nodes if each in self._taken]
+        self.at = found[0] if found else output
+        return bool(found)
 
     def line(self) -> str:
         """Return the user's line that the node in progress comes of."""
         trace = [each.strip() for each in str(self.at.meta.get("stack_trace") or "").splitlines() if each.strip(" ^~")]
         return ": ".join(trace[-2:]) or "a line that is not known"
+
+
+def _function_of(node: Node) -> str:
+    """Return the name of what a node calls, without underscores around it."""
+    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")).strip("_")
 
 
 def _is_of_compiler(error: Exception) -> bool:
@@ -232,6 +254,8 @@ class _Variant:
         with KnownNumbers(GlobalTensor), recomputed(self._recomputes) if self._recomputes else nullcontext():
             self._running = _Functions(self._graph, given_masks)
             result = self._running.run(*inner)
+            if self._running.gives_taken_tokens():
+                raise NotImplementedError("a token of the sequence leaves the graph")
             self._running = None
         leaves, self._spec = torch.utils._pytree.tree_flatten(result)
         outputs = [_output_of(each, inner, list(made.values()), list(made)) for each in leaves]

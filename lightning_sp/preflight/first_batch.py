@@ -17,7 +17,6 @@ from lightning_sp.data.batch.contents.entries import (
     inferred_dims,
     is_no_structure,
     named_dims,
-    plain_entries,
 )
 from lightning_sp.data.batch.contents.without_sequence import holds_rows_alone
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -27,7 +26,6 @@ from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
-from lightning_sp.preflight.crops.media import placeholders
 from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.groups import trial_of_groups
@@ -238,7 +236,7 @@ def _compare(
         if long.tokens > crop.tokens and long.num_targets != 0:
             runner.start_run()
             _try_longer(_trial(long, own, runner, run, options, in_float32), own)
-        if _may_run_by_shapes(batch, runner, config, options):
+        if _may_run_by_shapes(runner, config):
             check_untried_length(batch, own, runner, run, options, (crop.tokens, long.tokens))
         return found, True
     except TrialFailedError as error:
@@ -250,15 +248,14 @@ def _compare(
         runner.start_run()
 
 
-def _may_run_by_shapes(batch: Any, runner: StepRunner, config: StrategyConfig, options: ShardOptions) -> bool:
-    """Return whether the length of a step's input may decide what it calls: a step in the global view sees the whole length on every rank."""
+def _may_run_by_shapes(runner: StepRunner, config: StrategyConfig) -> bool:
+    """Return whether the length of a step's input may decide what it calls: in the global view it is the whole length. Alike on all ranks."""
     module: Any = runner.module
     return (
         not runner.context.global_view
         and config.shard_batch
         and config.tensor_parallel_size == 1
         and module.automatic_optimization
-        and placeholders(plain_entries(batch), options) is None
     )
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_sp.data.batch.contents.entries import plain_entries
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import without_checkpoints, without_tiles
 from lightning_sp.preflight.by_shapes import Called, by_shape, calls_by_shapes
 from lightning_sp.preflight.crops.both_runs import untouched_run
 from lightning_sp.preflight.crops.crop import Crop, crop_batch, whole_extent
+from lightning_sp.preflight.crops.media import placeholders
 from lightning_sp.preflight.crops.shorter import RunStep
 from lightning_sp.preflight.trial import together
 from lightning_sp.step.runner import StepRunner
@@ -50,27 +52,27 @@ def check_untried_length(
     """
     _, *lengths = whole_extent(batch, options)
     longest, most = max(lengths), max(tried)
-    if longest <= most:
-        return
-    references = sorted({*tried, *(most - most % each for each in _MULTIPLES if most >= each)})
+    with together():  # other data-parallel groups may have batches of another length, or images
+        if longest > most and placeholders(plain_entries(batch), options) is None:
+            references = sorted({*tried, *(most - most % each for each in _MULTIPLES if most >= each)})
+            extents = [(own.rows, *(min(each, tokens) for each in lengths)) for tokens in (*references, longest)]
+            _look(runner, [_by_shape(batch, each, runner, run, options) for each in extents], most, longest)
 
-    with together():
-        runs = [
-            _by_shape(batch, (own.rows, *(min(each, tokens) for each in lengths)), runner, run, options)
-            for tokens in (*references, longest)
-        ]
-        with without_checkpoints(runner.module), without_tiles(runner.module):
-            found = calls_by_shapes(runner.module, runs)
-        if found.failure is not None:
-            rank_zero_info(
-                f"preflight: whether training_step branches on a length between {most:,} and {longest:,} tokens is not known, for it does not "
-                f"run by shapes alone: {found.failure}"
-            )
-            return
-        *shorter, whole = found.runs
-        everywhere: set[Called] = set.intersection(*shorter)
-        anywhere: set[Called] = set().union(*shorter)
-        _judge([*(whole - anywhere), *(everywhere - whole)], most, longest, runner.context.mesh.layout.size)
+
+def _look(runner: StepRunner, runs: Sequence[Callable[[], Any]], most: int, longest: int) -> None:
+    """Judge what the last run calls beside the others, which are of at most `most` tokens."""
+    with without_checkpoints(runner.module), without_tiles(runner.module):
+        found = calls_by_shapes(runner.module, runs)
+    if found.failure is not None:
+        rank_zero_info(
+            f"preflight: whether training_step branches on a length between {most:,} and {longest:,} tokens is not known, for it does not "
+            f"run by shapes alone: {found.failure}"
+        )
+        return
+    *shorter, whole = found.runs
+    everywhere: set[Called] = set.intersection(*shorter)
+    anywhere: set[Called] = set().union(*shorter)
+    _judge([*(whole - anywhere), *(everywhere - whole)], most, longest, runner.context.mesh.layout.size)
 
 
 def _by_shape(

@@ -14,15 +14,15 @@ PREFLIGHT = (
     fault(
         "a branch on a length that no crop reaches, not looked for",
         "preflight/untried_length.py",
-        "    if longest <= most:\n",
-        "    if True:\n",
+        "        if longest > most and placeholders(plain_entries(batch), options) is None:\n",
+        "        if False:\n",
         f"{UNTRIED}::test_without_a_global_view_it_is_refused_with_the_line",
     ),
     fault(
         "what a step does at shorter lengths alone, not looked for",
         "preflight/untried_length.py",
-        "        _judge([*(whole - anywhere), *(everywhere - whole)]",
-        "        _judge([*(whole - anywhere)]",
+        "    _judge([*(whole - anywhere), *(everywhere - whole)]",
+        "    _judge([*(whole - anywhere)]",
         f"{UNTRIED}::test_a_step_that_branches_beyond_the_crops_goes_on_in_the_global_view[ring-below]",
     ),
     fault(

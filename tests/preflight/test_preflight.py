@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.preflight import trial
+from lightning_sp.preflight import backward
 from tests.preflight import preflight_ranks as ranks
 
 AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"
@@ -277,4 +277,4 @@ def test_a_backward_that_runs_freed_layers_is_named():
         SequenceParallelError,
         match=r"the backward of training_step runs layers whose weights FSDP has freed.*as Reformer's",
     ):
-        trial._backward(layer, RunsFreedLayers.apply(layer(torch.ones(1, 2))).sum())
+        backward.gradients_of(layer, RunsFreedLayers.apply(layer(torch.ones(1, 2))).sum())

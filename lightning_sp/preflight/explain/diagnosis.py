@@ -121,20 +121,24 @@ def find_causes(trial: Trial, tolerance: float) -> list[Finding]:
 
 
 def _first_difference(trial: Trial, whole: Trace, local: Trace, tolerance: float) -> Key | None:
-    """Return the first call of any rank whose inputs are equal and whose result is another."""
+    """Return the first call of any rank whose inputs are equal and whose result is another; None where some rank does not make it.
+
+    Ranks may call other functions in a whole run, too: what is made of weights goes by their shards.
+    """
     order = {key: index for index, key in enumerate(whole.events)}
     own = len(order)
-    for key, event in whole.events.items():
-        other = local.events.get(key)
-        if other is None or key.function in _NEUTRAL or key in local.replaced or not event.outputs:
+    for each, event in whole.events.items():
+        other = local.events.get(each)
+        if other is None or each.function in _NEUTRAL or each in local.replaced or not event.outputs:
             continue
         if _agree(trial, event.inputs, other.inputs, tolerance) and not _agree(
             trial, event.outputs, other.outputs, tolerance
         ):
-            own = order[key]
+            own = order[each]
             break
-    first = min(comm.gather_objects(own))
-    return None if first == len(order) else list(whole.events)[first]
+    names = [*order, None]
+    key: Key | None = min(comm.gather_objects((own, names[own])), key=lambda each: each[0])[1]
+    return key if all(comm.gather_objects(key in order)) else None
 
 
 def _named(whole: Trace, key: Key) -> Key:

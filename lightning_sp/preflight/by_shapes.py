@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
+import selectors
 import signal
 import sys
 import warnings
@@ -124,11 +124,13 @@ def _in_child(writer: int, module: nn.Module, runs: Sequence[Callable[[], Any]])
 def _read(reader: int, limit_s: float) -> bytes | None:
     """Return all that comes, None where nothing comes in time."""
     parts: list[bytes] = []
-    while select.select([reader], [], [], limit_s)[0]:
-        part = os.read(reader, 1 << 16)
-        if not part:
-            return b"".join(parts) or None
-        parts.append(part)
+    with selectors.DefaultSelector() as selector:  # select itself takes no descriptor above 1,023
+        selector.register(reader, selectors.EVENT_READ)
+        while selector.select(limit_s):
+            part = os.read(reader, 1 << 16)
+            if not part:
+                return b"".join(parts) or None
+            parts.append(part)
     return None
 
 

@@ -44,7 +44,7 @@ class Watched(Module):
         self.kinds, self.shapes, self.shown = kinds, [], []
         self.num_moved = 0
         if loss not in LOSSES:
-            self._loss = singular_values
+            self._loss = strided
         if "insisting" in kinds:
             self.model.h[1].ln_2 = Insisting(self.model.h[1].ln_2)
 
@@ -176,7 +176,8 @@ def late(world: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def singular_values(module: Any, batch: Any) -> Tensor:
+def strided(module: Any, batch: Any) -> Tensor:
     """What is refused in both views."""
-    x = torch.linalg.svdvals(module.model.hidden(batch["input_ids"]))
+    x = module.model.hidden(batch["input_ids"])
+    x = x.as_strided(x.shape, x.stride())
     return F.mse_loss(x, torch.zeros_like(x))

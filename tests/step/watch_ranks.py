@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp.comm import failure
 from lightning_sp.step.agreement import replicas
-from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, steps_of, tiny_llama
 
 BAD_STEP = 2
 # Of the step that fails: no module's, so that nothing puts it back.
@@ -54,7 +54,7 @@ class Fails(Plain):
         self.kind, self.num_forwards = kind, 0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == BAD_STEP:
+        if steps_of(self.trainer) == BAD_STEP:
             self.model.divides.on = self.kind == "layer"
             if self.kind == "weight":
                 with torch.no_grad():
@@ -63,13 +63,13 @@ class Fails(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         targets = batch.pop("shift_labels")
         self.num_forwards += 1
-        bad = self.trainer.global_step == BAD_STEP
+        bad = steps_of(self.trainer) == BAD_STEP
         if bad and self.kind == "another batch" and next(RUNS):
             raise KeyError("what the first run took")
         if bad and self.kind == "rank 1" and next(RUNS) and self.trainer.global_rank == 1:
             raise MemoryError("on this rank alone")
         logits = self.logits(batch)
-        if self.trainer.global_step >= BAD_STEP:
+        if steps_of(self.trainer) >= BAD_STEP:
             if self.kind in ("step", "another batch", "rank 1"):
                 logits = logits * float("inf")
             if self.kind == "dropout":
@@ -107,7 +107,7 @@ class Drifts(Plain):
         self.rank = rank
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.rank is not None and self.trainer.global_step == 1:
+        if self.rank is not None and steps_of(self.trainer) == 1:
             with torch.no_grad():
                 self.model.layers[0].attention_norm.weight.to_local()[0] += 1e-9 * (self.global_rank == self.rank)
 

@@ -119,7 +119,10 @@ class RankPool:
                 rank, ok, value = self._results.get(timeout=self.others_s if failures else self.timeout_s + _START_S)
             except queue.Empty:
                 break
-            (results if ok else failures)[rank] = value
+            if ok:
+                results[rank] = ForkingPickler.loads(value)
+            else:
+                failures[rank] = value
         if len(results) < self.size:
             self.failure = self._why(failures, set(range(self.size)) - results.keys() - failures.keys())
             self._kill()
@@ -206,8 +209,8 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, device: str, tasks
         faulthandler.dump_traceback_later(timeout_s + _START_S / 2)
         environment = dict(os.environ)
         try:
-            value = function(*args)
-            ForkingPickler.dumps(value)  # in the queue's own thread a failure would be a silence
+            # Here, for in the queue's own thread a failure would be a silence; and once, for each time keeps a descriptor of every tensor.
+            value = bytes(ForkingPickler.dumps(function(*args)))
             results.put((rank, True, value))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))

@@ -132,8 +132,6 @@ class SequenceContext:
         self.trial_seed: int | None = None
         # Whether the last step was one of whole rows, of a batch that holds no sequence; what is called before such a step.
         self.last_is_whole = False
-        # Whether a step, its reference too, has asked for gradients by itself (`torch.autograd.grad`).
-        self.asks_gradients = False
         self.before_whole_rows: list[Callable[[], object]] = []
 
     def show(self, *, whole: bool) -> None:

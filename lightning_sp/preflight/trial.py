@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,8 +185,7 @@ class Trial:
                 recorded_numbers(self.module) as found,
             ):
                 before = KeptValues(self.module, trains=True)
-                terms = HiddenTerms(self.shown, follows=True)
-                with self._named(), self._as_the_whole(), self._noting(terms):
+                with self._named(), self._as_the_whole(), HiddenTerms(self.shown, follows=True) as terms:
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 step = self.context.step or Step(batch=self.own)
@@ -268,7 +267,7 @@ class Trial:
                 traced(self.module, trace),
                 self.context.logits_made_at_once(),
                 self._as_the_whole(),
-                self._noting(HiddenTerms(self.shown, follows=True)),
+                HiddenTerms(self.shown, follows=True),
             ):
                 output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -276,13 +275,6 @@ class Trial:
         finally:
             self.context.step = None
         return None
-
-    def _noting(self, terms: HiddenTerms) -> AbstractContextManager[Any]:
-        """Return what notes hidden terms of a run on shards; nothing where the whole run asked for gradients of sharded weights.
-
-        A backward within a step, below a mode of torch, gives others than the step itself does.
-        """
-        return nullcontext() if self.context.asks_gradients else terms
 
     @contextmanager
     def _alone(self, batch: SequenceInfo, seed: int) -> Iterator[None]:

@@ -44,7 +44,6 @@ def inner_gradients(context: SequenceContext, module: nn.Module) -> Iterator[Non
             return original(
                 outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched, materialize_grads
             )  # fmt: skip
-        context.asks_gradients = True
         _check(sharded, create_graph, is_grads_batched)
         asked = _Asked(
             context=context, module=module, original=original, outputs=_list(outputs), seeds=_seeds(outputs, grad_outputs),

@@ -8,6 +8,13 @@ _CHUNKS, _WAITING = "tests/loss/output_head/test_chunked_head.py", "tests/loss/o
 
 LOSS = (
     fault(
+        "a gradient of the package's own that a mode hands to a user's",
+        "context/own_gradients.py",
+        "    with torch._C.DisableTorchFunction():\n        return _GRAD(*args, **kwargs)\n",
+        "    return _GRAD(*args, **kwargs)\n",
+        "tests/context/test_own_gradients.py::test_a_mode_hands_them_to_nobody",
+    ),
+    fault(
         "a loss of two rows taken for one of a row, by its number of targets",
         "loss/targets.py",
         '    return "row" if is_row and batch.rows > 1 else "tokens"\n',

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_sp.context.own_gradients import gradients_of
 from lightning_sp.global_view.call import Call, mapped
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -78,7 +79,7 @@ def _tried(cls: Any, original: Callable[..., Any], call: Call, placement: Placem
         gradients: list[Any] = []
         if split and learned:
             cotangents = [_cotangent(each, placement, copies, scale) for each in learned]
-            gradients = list(_GRAD(learned, split, cotangents, allow_unused=True))
+            gradients = list(gradients_of(learned, split, cotangents, allow_unused=True))
 
         def first(x: Tensor) -> Tensor:
             return x.detach().narrow(placement.dim - (ndim - x.dim()), 0, placement.held)
@@ -97,9 +98,6 @@ def _tried(cls: Any, original: Callable[..., Any], call: Call, placement: Placem
     if not _same(small[1], large[1]):
         return "a gradient that is larger by a factor does not give it more by that factor"
     return ""
-
-
-_GRAD = torch.autograd.grad
 
 
 def _cotangent(output: Tensor, placement: Placement, copies: int, scale: float) -> Tensor:

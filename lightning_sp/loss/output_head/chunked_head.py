@@ -22,25 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_sp.context.own_gradients import gradients_of
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.vocabulary_part import VocabularyPart
 
-# torch's own: while a user's step runs in the global view the name is that of a refusal.
-_GRAD = torch.autograd.grad
 # From the logits (c, V) of tokens `first` to `last` to something for each of them, (c, ...).
 OfTokens = Callable[[Tensor, int, int], Tensor]
 # Of a chunk's logits in float32, and tokens that a product needs to be worth its call.
 CHUNK_BYTES, _MIN_TOKENS = 32 * 2**20, 64
-
-
-def gradients_of(*args: Any, **kwargs: Any) -> Any:
-    """Call torch's `autograd.grad`, as it was imported.
-
-    Below a mode of torch (`torch.set_default_device`, the preflight's) its body would hand the call to what stands in its place in a step, which
-    is for the user's own calls (`step/inner_gradients.py`).
-    """
-    with torch._C.DisableTorchFunction():
-        return _GRAD(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

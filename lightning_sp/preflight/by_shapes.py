@@ -71,10 +71,9 @@ def calls_by_shapes(module: nn.Module, runs: Sequence[Callable[[], Any]], *, lim
     if not hasattr(os, "fork"):
         return Calls([], "this system has no fork")
     reader, writer = os.pipe()
+    # torch and Python warn of a fork beside threads: this one takes none of their locks, or is ended.
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch and Python warn of a fork beside threads; this one takes none of their locks, or is ended
+        warnings.simplefilter("ignore")
         child = os.fork()
     if child == 0:
         _in_child(writer, module, runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from lightning_sp.preflight.larger_crops import compared_on_crops
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.preflight.untried_length import check_untried_length
+from lightning_sp.step.counters import Counter
 from lightning_sp.step.runner import StepRunner
 
 # Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
@@ -164,6 +165,7 @@ def try_first_batch(
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
     after: int = 0,
     strict: bool = False,
+    counters: Sequence[Counter] = (),
 ) -> TriedBatch:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -177,6 +179,7 @@ def try_first_batch(
         in_float32: switches autocast off; None where there is none.
         after: optimizer steps of this fit so far; then a short crop is enough.
         strict: numbers that the step leaves in attributes are raised where they are not one device's, and not only warned of.
+        counters: the user's numbers that have counted batches, not yet tried as later in the run.
 
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
@@ -187,7 +190,7 @@ def try_first_batch(
         return TriedBatch({})
     inferred = _inferred(batch, options)
     found, has_targets = _compare(
-        batch, runner, run, config, options, in_float32, monitored, after=after, strict=strict
+        batch, runner, run, config, options, in_float32, monitored, after=after, strict=strict, counters=counters
     )
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
@@ -205,6 +208,7 @@ def _compare(
     *,
     after: int,
     strict: bool,
+    counters: Sequence[Counter],
 ) -> tuple[Agreement | None, bool]:
     """Return what was found, None where nothing was, and whether the batch has targets."""
     runner.end_run()
@@ -220,8 +224,8 @@ def _compare(
 
     def compared(crop: Crop, own: Crop) -> Agreement | None:
         trial = replace(_trial(crop, own, runner, run, options, in_float32), strict=strict)
-        read = partial(_read_ahead, crop, own, options, runner, run, tries_global_view=config.tries_global_view)
-        return _run_again(trial, after, read) if after else run_preflight(trial, monitored, read)
+        read = partial(_read_ahead, crop, options, runner, run, tries_global_view=config.tries_global_view)
+        return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read)
 
     try:
         larger = [] if wanted else [partial(each, batch, cut, options, config) for each in (_whole_crop, _of_all_rows)]
@@ -290,18 +294,19 @@ def _whole_crop(
 
 
 def _read_ahead(
-    crop: Crop, own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, *, tries_global_view: bool
+    crop: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, *, tries_global_view: bool
 ) -> None:
     """Refuse on all ranks what one rank would fail at alone: by its padding, or by places in the whole sequence."""
     check_padding_read(crop, options, runner, run, "training_step")
     if tries_global_view:
-        check_part_indices(crop, own, options, runner, run, "training_step")
+        check_part_indices(crop, options, runner, run, "training_step")
 
 
-def _run_again(trial: Trial, after: int, padding: Callable[[], None]) -> Agreement | None:
+def _run_again(trial: Trial, after: int, read: Callable[[], None], counters: Sequence[Counter]) -> Agreement | None:
     """Compare after some optimizer steps. In 16 bits a difference may be what rounding makes of small gradients: it is said, not refused."""
     try:
-        return run_preflight(replace(trial, crop=f"{trial.crop} after {after} optimizer steps"), read_padding=padding)
+        trial = replace(trial, crop=f"{trial.crop} after {after} optimizer steps")
+        return run_preflight(trial, read_padding=read, counters=counters)
     except TrialFailedError:
         raise
     except SequenceParallelError as error:

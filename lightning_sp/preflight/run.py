@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -40,6 +41,7 @@ from lightning_sp.preflight.explain.verdict import (
 from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.step.counters import Counter, counted_on, noting_counters
 from lightning_sp.trainer.shown_progress import later_moments, shown_progress
 
 
@@ -48,7 +50,10 @@ class TrialFailedError(SequenceParallelError):
 
 
 def run_preflight(
-    trial: Trial, monitored: Collection[str] | None = None, read_padding: Callable[[], None] = lambda: None
+    trial: Trial,
+    monitored: Collection[str] | None = None,
+    read_padding: Callable[[], None] = lambda: None,
+    counters: Sequence[Counter] = (),
 ) -> Agreement | None:
     """Run a step whole and sharded, forward and backward, and compare. Every rank must call it with the same samples.
 
@@ -56,6 +61,7 @@ def run_preflight(
         trial: of the step.
         monitored: names of logged numbers that decide about the run; None compares no numbers that are logged.
         read_padding: refuses a step that fails on padding, on all ranks together; called once the step has run whole.
+        counters: the user's numbers that have counted batches, to be shown as later in the run.
 
     Communicates: what two steps do, and one all_reduce of two float64 numbers for each parameter and buffer.
 
@@ -69,8 +75,10 @@ def run_preflight(
     started = time.perf_counter()
     counts = write_counts(trial.module)
     with _eager():
+        counted = list(counters)
         with shown_progress(trial.module) as read:
-            whole = _run_whole(trial)
+            noting = noting_counters(trial.run_whole, trial.module.trainer, counted)
+            whole = _run_whole(replace(trial, run_whole=noting) if monitored is not None else trial)
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
@@ -96,7 +104,7 @@ def run_preflight(
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
-            _run_at_later_steps(trial, read)
+        _run_at_later_steps(trial, read if monitored is not None else (), counted)
     return found
 
 
@@ -175,25 +183,29 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
             ) from error
 
 
-def _run_at_later_steps(trial: Trial, read: Collection[str]) -> None:
-    """Compare once more what the step does later in the run, if any rank's reads how far that is. Every rank must call it.
+def _run_at_later_steps(trial: Trial, read: Collection[str], counters: Sequence[Counter]) -> None:
+    """Compare once more what the step does later in the run, if any rank's reads how far that is, or counts. Every rank must call it.
 
     Args:
         trial: of the step.
-        read: what of that it has read.
+        read: what of the run's progress it has read.
+        counters: its own.
     """
-    if not any(comm.gather_objects(bool(read), trial.control_group)):
+    if not any(comm.gather_objects(bool(read or counters), trial.control_group)):
         return
-    for moment in later_moments(trial.module.trainer):
-        again, started = replace(trial, crop=f"{trial.crop} {moment.describe()}"), time.perf_counter()
-        try:
-            with shown_progress(trial.module, moment):
+    trainer: Any = trial.module.trainer
+    for moment in later_moments(trainer):
+        batches = (moment.step - trainer.global_step) * trainer.accumulate_grad_batches
+        with shown_progress(trial.module, moment), counted_on(counters, batches) as shown:
+            when = f"{moment.describe()}{shown and f' ({shown})'}"
+            again, started = replace(trial, crop=f"{trial.crop} {when}"), time.perf_counter()
+            try:
                 with _eager():
                     whole, sharded = _run_whole(again), again.sharded()
                 _check_alike(again, whole, sharded)
                 _judged(again, whole, sharded, started)
-        except TrialFailedError as error:
-            rank_zero_info(f"preflight: not compared {moment.describe()}: {error}")
+            except TrialFailedError as error:
+                rank_zero_info(f"preflight: not compared {when}: {error}")
 
 
 def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:

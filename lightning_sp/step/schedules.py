@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sp.step.isolation import OF_THE_FRAMEWORK, is_class_of_user
-from lightning_sp.trainer.hooks.batch_hooks import of_user
+from lightning_sp.step.counters import Counter, numbers_of, owners_of_numbers
 
-_KINDS = (bool, int, float, str, type(None))
-_NOT_THE_USERS = {*OF_THE_FRAMEWORK, "_current_fx_name"}
 # Of so many batches: what changes with each is a counter.
 _STAYS = 2
 # The first changes are each told; then the 8th, the 16th, the 32nd, and so on.
@@ -27,15 +24,14 @@ class Schedules:
     def __init__(self) -> None:
         self._owners: list[Any] = []
         self._values: dict[tuple[int, str], tuple[Any, int]] = {}
+        self._added: dict[tuple[int, str], tuple[int, int]] = {}
+        self._told: set[tuple[int, str]] = set()
         self._changes = 0
 
     def start(self, trainer: Any) -> None:
         """Begin a fit."""
-        module = trainer.lightning_module
-        owners = [*module.modules(), *of_user(trainer)]
-        # FSDP2 gives a module a class of its own, behind which the user's stands.
-        self._owners = [each for each in owners if any(map(is_class_of_user, type(each).__mro__))]
-        self._values, self._changes = {}, 0
+        self._owners = owners_of_numbers(trainer)
+        self._values, self._added, self._told, self._changes = {}, {}, set(), 0
 
     def have_changed(self, trainer: Any) -> bool:
         """Return whether one has before this training batch, and is to be told; once for a batch."""
@@ -47,12 +43,24 @@ class Schedules:
             same = type(before) is type(value) and (before == value or value != value)
             changed |= not same and batches >= _STAYS
             values[key] = (value, batches + 1 if same else 1)
+            if type(before) is type(value) is int:
+                each, times = self._added.get(key, (0, 0))
+                self._added[key] = (value - before, times + 1 if value - before == each else 1)
         self._changes += changed
         return changed and (self._changes <= _EACH or self._changes & (self._changes - 1) == 0)
+
+    def take_counters(self) -> list[Counter]:
+        """Return the numbers to which each of the last batches has added as much; each of them once in a fit."""
+        found = [
+            key
+            for key, (each, times) in self._added.items()
+            if each and times >= _STAYS and key[0] >= 0 and key not in self._told
+        ]
+        self._told.update(found)
+        return [Counter(self._owners[index], name, self._added[index, name][0]) for index, name in found]
 
     def _read(self, trainer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
         yield (-1, "epoch"), trainer.current_epoch
         for index, owner in enumerate(self._owners):
-            for name, value in vars(owner).items():
-                if type(value) in _KINDS and name not in _NOT_THE_USERS:
-                    yield (index, name), value
+            for name, value in numbers_of(owner).items():
+                yield (index, name), value

@@ -224,8 +224,8 @@ PREFLIGHT = (
     fault(
         "a step of a later step's number, not tried",
         "preflight/run.py",
-        "            _run_at_later_steps(trial, read)\n",
-        "",
+        "        _run_at_later_steps(trial, read if",
+        "        _run_at_later_steps(trial, () if",
         "tests/trainer/test_shown_progress.py::test_what_begins_at_a_later_step_is_refused_before_the_first",
     ),
     fault(
@@ -237,7 +237,7 @@ PREFLIGHT = (
     ),
     fault(
         "a module whose class FSDP2 has changed, whose numbers are not looked at",
-        "step/schedules.py",
+        "step/counters.py",
         "if any(map(is_class_of_user, type(each).__mro__))]",
         "if is_class_of_user(type(each))]",
         "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[callback-6]",
@@ -381,6 +381,34 @@ PREFLIGHT = (
         "        larger = [] if wanted else [",
         "        larger = [] if True else [",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[antecedents]",
+    ),
+    fault(
+        "a step's own count, shown as it is now",
+        "step/counters.py",
+        "            setattr(counter.owner, counter.name, value + batches * counter.each)\n",
+        "            pass\n",
+        "tests/step/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[steps-0-steps=7]",
+    ),
+    fault(
+        "a count of a hook's, which no trial hears of",
+        "step/schedules.py",
+        "        self._told.update(found)\n",
+        "        found.clear()\n",
+        "tests/step/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[batches-3-batches=7]",
+    ),
+    fault(
+        "an index beyond a part, at which one rank ends alone",
+        "preflight/indices/part_indices.py",
+        "        if value.shape[dim] // size <= most < value.shape[dim]:\n",
+        "        if False:\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[heads_of_words]",
+    ),
+    fault(
+        "parts that cannot run by themselves, each on its own rank",
+        "preflight/indices/part_indices.py",
+        "        suppress(Exception),\n",
+        "",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[internvl_few_words]",
     ),
     fault(
         "a share of a rank's own tokens that agreed by chance, logged without a word",

@@ -1,4 +1,5 @@
-"""What runs in the ranks: targets of which more are left out from an epoch or step on, or once a callback says so; no operation is new then."""
+"""What runs in the ranks: targets of which more are left out from an epoch or step on, or once a callback or a count says so; no operation is
+new then."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 class Skipping(Plain):
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
-        self.kind, self.skipped = kind, 0
+        self.kind, self.skipped, self.steps, self.batches = kind, 0, 0, 0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
@@ -26,6 +27,9 @@ class Skipping(Plain):
             skipped["epoch"] = 4 * int(self.trainer.fit_loop.epoch_progress.current.processed)
         if self.kind == "step":
             skipped["step"] = 4 if self.global_step >= 7 else 0
+        skipped["steps"] = 4 if self.steps >= 7 else 0
+        skipped["batches"] = 4 if self.batches >= 7 else 0
+        self.steps += 1
         targets[:, : skipped[self.kind]] = -100
         return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
 
@@ -33,6 +37,7 @@ class Skipping(Plain):
 class Phases(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         module.skipped = 4 if trainer.global_step >= 6 else 0
+        module.batches += 1
 
 
 def fit(kind: str) -> dict[str, Any]:

@@ -58,6 +58,16 @@ def test_many_changes_are_told_more_and_more_seldom():
     assert [index for index, each in enumerate(found) if each] == [1, 2, 3, 4, 8, 16, 32]
 
 
+def test_what_each_batch_adds_as_much_to_is_a_counter_once():
+    model, trainer, schedules = followed()
+    told(schedules, trainer, model, 2)
+    assert schedules.take_counters() == []
+    told(schedules, trainer, model, 1)
+    assert schedules.take_counters() == [(model, "seen", 1)]
+    told(schedules, trainer, model, 3)
+    assert schedules.take_counters() == []
+
+
 @pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6)])
 def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
     for found in pools(2).run(ranks.fit, kind):

@@ -29,16 +29,21 @@ def both_runs(
     crop: Crop, own: Crop, options: ShardOptions, mesh: SequenceMesh, device: torch.device
 ) -> tuple[Run, Run]:
     """Return the whole crop as the loader gives it to one device, and this rank's part of its group's crop."""
+    return untouched_run(crop.batch, options, device), part_run(own, options, mesh, mesh.sequence_rank, device)
+
+
+def part_run(crop: Crop, options: ShardOptions, mesh: SequenceMesh, rank: int, device: torch.device) -> Run:
+    """Return a rank's part of a crop, by its number in the sequence's group."""
     # A crop is too short for balance="auto" to leave zigzag: what the run may do is tried.
     tried = options if options.balance == "zigzag" else replace(options, balance="documents")
-    local, info = shard_batch(own.batch, mesh.layout, mesh.sequence_rank, tried)
+    local, info = shard_batch(crop.batch, mesh.layout, rank, tried)
     info = replace(
         info,
-        dropout=DropoutSource(0, 0, torch.arange(own.rows), off=True),
+        dropout=DropoutSource(0, 0, torch.arange(crop.rows), off=True),
         seed=mesh.data_parallel_rank,
-        uneven_entries=own.uneven_entries,
+        uneven_entries=crop.uneven_entries,
     ).to(device)
-    return untouched_run(crop.batch, options, device), Run(local, info)
+    return Run(local, info)
 
 
 def untouched_run(batch: Any, options: ShardOptions, device: torch.device) -> Run:

@@ -120,7 +120,7 @@ def compare_evaluation(
 
             crop, own, whole = _whole_on_a_crop(batch, cut, run_on, runner, config, options)
             ran_whole = True
-            _read_ahead(own, options, runner, run, name, strict=strict)
+            _read_ahead(crop, own, options, runner, run, name, strict=strict)
             part = run_part(own, runner, run, options, whole, whole_output, predicts=predicts)
     except Exception as error:  # on all ranks; what is wrong with the step itself, it will say itself
         _raise_not_compared(name, error, ran_whole)
@@ -130,11 +130,13 @@ def compare_evaluation(
     return _judge(part, runner, name, (own.rows, crop.tokens), monitored, strict=strict)
 
 
-def _read_ahead(own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, name: str, *, strict: bool) -> None:
+def _read_ahead(
+    crop: Crop, own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, name: str, *, strict: bool
+) -> None:
     """Refuse on all ranks what one rank would fail at alone: by its padding, or by places in the whole sequence."""
     check_padding_read(own, options, runner, run, name)
     if strict:
-        check_part_indices(own, own, options, runner, run, name)
+        check_part_indices(crop, options, runner, run, name)
 
 
 def _whole_on_a_crop(

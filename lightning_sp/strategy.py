@@ -167,7 +167,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._steps.context.sums_over_groups = None
             self.setup_optimizers(trainer)
             check_interrupted_saves(trainer, self._groups.world)
-            self._first_batch.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
+            self._to_try.expect(self.config.preflight and self.world_size > 1, trainer.global_step)
         self.setup_precision_plugin()
         self._run.start(trainer, self.sequence_mesh, self._groups.world, fitting=fitting)
 
@@ -227,8 +227,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def _sharded(self, batch: Any) -> Any:
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
-        most, loop = self._checkpointing.most_tokens, loops.decided_by(trainer)
-        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=self._run.written)
+        most, known = self._checkpointing.most_tokens, self._to_try.known_length
+        loop, written = loops.decided_by(trainer), self._run.written
+        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, known_length=known)
         mesh, options, changed = self.sequence_mesh, self._options(batch), self._run.schedules.have_changed(trainer)
         local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most, is_changed=changed)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
@@ -252,8 +253,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_optimized(self._module, self.optimizers)
         check_added(self._module)
-        step = self._module.trainer.global_step
-        self._run.replicas.watch(self._module, step, self._shard_size, self._groups.world)
+        self._run.replicas.watch(self._module, self._module.trainer.global_step, self._shard_size, self._groups.world)
         self._preflight(batch, batch_idx)
 
     # ---- steps

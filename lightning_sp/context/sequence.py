@@ -89,6 +89,11 @@ class SequenceInfo:
         return (*self.sequences, *self.beside)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of this batch."""
+        return max(each.length for each in self.all_sequences)
+
+    @property
     def pads(self) -> bool:
         """Whether the degrees do not divide the length of a sequence of this batch."""
         return any(each.padded_length > each.length for each in self.all_sequences)

@@ -39,8 +39,6 @@ from lightning_sp.preflight.untried_length import check_untried_length
 from lightning_sp.step.counters import Counter
 from lightning_sp.step.runner import StepRunner
 
-# Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
-AGAIN = (3, 10, 100, 1_000, 10_000)
 # Of a crop of all rows, up to which their tokens are whole.
 MOST_TOKENS = 4 * LONGER_TOKENS
 
@@ -51,107 +49,12 @@ class TriedBatch(NamedTuple):
     Args:
         inferred: the entries that were split by their shapes alone, along which dim.
         has_targets: False where all of the batch's are ignored, so that nothing was compared.
+        seen_tokens: of the longest whole batch whose step was run by shapes; None where no length can change what a step calls.
     """
 
     inferred: dict[str, int]
     has_targets: bool = True
-
-
-class FirstBatch:
-    """Keeps the batches of a fit that are to be tried, as their loader gave them, until their step begins; a class because it waits for that."""
-
-    def __init__(self) -> None:
-        self._first = self._expected = self._not_compared = self._tried_padding = False
-        self.trained_untried = False  # micro-batches of which none was compared before
-        self._first_step = 0
-        self._again: list[int] = []
-        self._batch: Any = None
-        self._last: Any = None  # of the step in progress, while a fit has a preflight
-        self._of_new: Any = None  # whose step did what none before did
-
-    def expect(self, due: bool, step: int = 0) -> None:
-        """Begin a fit at an optimizer step, with a preflight or without."""
-        self._first = self._expected = due
-        self._tried_padding = self._not_compared = self.trained_untried = False
-        self._last = self._of_new = None
-        self._first_step = 0
-        self._batch = None
-        self._again = [each for each in AGAIN if each > step] if due else []
-
-    def expect_again(self, step: int) -> None:
-        """Try the batch of an optimizer step, or the next one behind it, as the first, if this fit has a preflight and has tried its first."""
-        if self._expected and not self._first:
-            self._first, self._first_step = True, step
-
-    def expect_next(self, step: int, after: int, *, within: bool) -> None:
-        """Try the batch of an optimizer step in place of one that had no targets.
-
-        Args:
-            step: of the batch.
-            after: what `take` gave with the other one.
-            within: whether other micro-batches are trained on before it.
-        """
-        self.trained_untried |= within and not after
-        if after:
-            self._again = sorted({*self._again, step})
-        else:
-            self.expect_again(step)
-
-    def expect_comparison(self, step: int) -> None:
-        """Try the batch of the step in progress before an optimizer step, if this fit has a preflight and has tried its first."""
-        if self._expected and not self._first:
-            self._again, self._not_compared = sorted({*self._again, step}), True
-            self._of_new = self._last
-
-    def expect_changed(self, step: int) -> None:
-        """Try the first batch from an optimizer step on, for the step may do other things there, if this fit has tried its first."""
-        if self._expected and not self._first:
-            self._again = sorted({*self._again, step})
-
-    @property
-    def lacks_comparison(self) -> bool:
-        """Whether a trial that `expect_comparison` asked for has not come: the fit has ended."""
-        return self._not_compared
-
-    def is_due(self, *, training: bool) -> bool:
-        """Return whether a batch is the first to be tried."""
-        return self._first and training
-
-    @property
-    def is_offered(self) -> bool:
-        """Whether the batch whose step comes next is to be tried."""
-        return self._batch is not None
-
-    def offer(self, batch: Any, *, training: bool, step: int, padded: bool = False) -> None:
-        """Remember a training batch if a preflight is due: the first micro-batch of its optimizer step.
-
-        Args:
-            batch: as the loader gave it.
-            training: whether it is one of training.
-            step: optimizer steps so far.
-            padded: whether it is the whole of a step that is padded: the first of these is tried.
-        """
-        self._last = batch if training and self._expected else None
-        first = self._first and step >= self._first_step
-        anew = padded and self._expected and not self._tried_padding and not self._first
-        if training and (first or anew or (self._again and step >= self._again[0])):
-            self._batch = batch
-            self._tried_padding = self._tried_padding or padded
-
-    def tried(self, offered: Any) -> Any:
-        """Return the batch that is to be tried where one is offered: that one, or an earlier one once, of which that was asked for."""
-        kept, self._of_new = self._of_new, None
-        return offered if kept is None else kept
-
-    def take(self, step: int) -> tuple[Any, int]:
-        """Return the batch once, None where no preflight is due, and the optimizer steps before it, 0 for the first."""
-        batch, self._batch = self._batch, None
-        first = self._first and step >= self._first_step
-        after = 0 if first else step
-        if batch is not None:
-            self._first = self._first and not first
-            self._again, self._not_compared = [each for each in self._again if each > step], False
-        return batch, after
+    seen_tokens: int | None = None
 
 
 def try_first_batch(
@@ -166,6 +69,7 @@ def try_first_batch(
     after: int = 0,
     strict: bool = False,
     counters: Sequence[Counter] = (),
+    seen_tokens: int | None = None,
 ) -> TriedBatch:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -180,6 +84,7 @@ def try_first_batch(
         after: optimizer steps of this fit so far; then a short crop is enough.
         strict: numbers that the step leaves in attributes are raised where they are not one device's, and not only warned of.
         counters: the user's numbers that have counted batches, not yet tried as later in the run.
+        seen_tokens: as `TriedBatch` had it before.
 
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
@@ -189,12 +94,11 @@ def try_first_batch(
             rank_zero_info(f"preflight: skipped, for {why}")
         return TriedBatch({})
     inferred = _inferred(batch, options)
-    found, has_targets = _compare(
-        batch, runner, run, config, options, in_float32, monitored, after=after, strict=strict, counters=counters
-    )
+    trial = partial(_compare, batch, runner, run, config, options, in_float32, monitored)
+    found, has_targets, seen_tokens = trial(after=after, strict=strict, counters=counters, seen_tokens=seen_tokens)
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
-    return TriedBatch(inferred, has_targets)
+    return TriedBatch(inferred, has_targets, seen_tokens)
 
 
 def _compare(
@@ -209,8 +113,9 @@ def _compare(
     after: int,
     strict: bool,
     counters: Sequence[Counter],
-) -> tuple[Agreement | None, bool]:
-    """Return what was found, None where nothing was, and whether the batch has targets."""
+    seen_tokens: int | None,
+) -> tuple[Agreement | None, bool, int | None]:
+    """Return what was found, None where nothing was, whether the batch has targets, and what is now seen of lengths."""
     runner.end_run()
     wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
     cut = crops_of(batch, runner, config, options)
@@ -220,7 +125,7 @@ def _compare(
         rank_zero_warn(
             f"preflight: not possible, for every target of the {which} is ignored: nothing was compared; a later one will be"
         )
-        return None, False
+        return None, False, seen_tokens
 
     def compared(crop: Crop, own: Crop) -> Agreement | None:
         trial = replace(_trial(crop, own, runner, run, options, in_float32), strict=strict)
@@ -234,20 +139,24 @@ def _compare(
             # What is not one device's is no matter of course, though DDP does it too.
             (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
         split = runner.context.mesh.layout.size > 1
-        if found is None or math.isnan(found.difference) or wanted is not None or after or not split:
-            return found, True
-        long, own = cut(wanted=None, longer=True, checkpointed=_checkpoints(config))
-        if long.tokens > crop.tokens and long.num_targets != 0:
-            runner.start_run()
-            _try_longer(_trial(long, own, runner, run, options, in_float32), own)
-        if _may_run_by_shapes(runner, config):
-            check_untried_length(batch, own, runner, run, options, (crop.tokens, long.tokens))
-        return found, True
+        if found is None or math.isnan(found.difference) or wanted is not None or not split:
+            return found, True, seen_tokens
+        tried = crop.tokens, seen_tokens or 0
+        if not after:
+            long, own = cut(wanted=None, longer=True, checkpointed=_checkpoints(config))
+            tried = crop.tokens, long.tokens
+            if long.tokens > crop.tokens and long.num_targets != 0:
+                runner.start_run()
+                _try_longer(_trial(long, own, runner, run, options, in_float32), own)
+        if _may_run_by_shapes(runner, config) and (not after or seen_tokens is not None):
+            check_untried_length(batch, own, runner, run, options, tried)
+            seen_tokens = max(seen_tokens or 0, *whole_extent(batch, options)[1:])
+        return found, True, seen_tokens
     except TrialFailedError as error:
         if not after:
             raise
         rank_zero_info(f"preflight: not compared after {after} optimizer steps: {error}")
-        return None, True
+        return None, True, seen_tokens
     finally:
         runner.start_run()
 

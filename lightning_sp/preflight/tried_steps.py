@@ -17,8 +17,9 @@ from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.batches_to_try import BatchesToTry
 from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches, NotComparedError
-from lightning_sp.preflight.first_batch import FirstBatch, TriedBatch, shapes_inferred, try_first_batch
+from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.preflight.views import Views
@@ -46,7 +47,7 @@ class TriedSteps(CurrentSequence, ABC):
         self._interceptions = ExitStack()
         self._shard_options = ShardOptions()
         self._handed = HandedBatch()
-        self._first_batch = FirstBatch()
+        self._to_try = BatchesToTry()
         self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
         self._views = Views()
@@ -122,7 +123,7 @@ class TriedSteps(CurrentSequence, ABC):
             tried = f"The global view was tried (global_view='auto'), and refuses it, too: {error}"
             raise _with(refusal, str(refusal), tried) from error
         if tried_after:
-            self._first_batch.expect_again(self._next_step)
+            self._to_try.expect_again(self._next_step)
         return found
 
     @property
@@ -151,7 +152,7 @@ class TriedSteps(CurrentSequence, ABC):
 
     def _before_hooks(self) -> None:
         """Remember what hooks of a batch may change, where the batch may be handed to them again."""
-        due = self._first_batch.is_offered or self._first_evaluations.is_due
+        due = self._to_try.is_offered or self._first_evaluations.is_due
         self._undo_hooks, self._is_handed = None, True
         if due and self._may_try:
             module = self._module
@@ -187,10 +188,10 @@ class TriedSteps(CurrentSequence, ABC):
     def _offer(self, batch: Any) -> None:
         """Have a batch of training tried, as its loader gave it, if that is due."""
         trainer = self._module.trainer
-        if self._info.is_changed:
+        if self._info.is_changed and trainer.training:
             begins = loops.of_batch(trainer)["begins"] and self._module.automatic_optimization
-            self._first_batch.expect_changed(trainer.global_step if begins else self._next_step)
-        self._first_batch.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
+            self._to_try.expect_changed(trainer.global_step if begins else self._next_step, self._info.longest, batch)
+        self._to_try.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
 
     @property
     def _pads_step(self) -> bool:
@@ -209,7 +210,7 @@ class TriedSteps(CurrentSequence, ABC):
         if batch is not None:
             self._know_names(batch)
         trainer = self._module.trainer
-        tried = self._first_batch.is_due(training=trainer.training or trainer.sanity_checking)
+        tried = self._to_try.is_due(training=trainer.training or trainer.sanity_checking)
         patterns = self._steps.context.last_attention_patterns
         return replace(self._shard_options, attention=patterns, infer_sequences=tried and self._infers)
 
@@ -234,11 +235,11 @@ class TriedSteps(CurrentSequence, ABC):
             handed: as the step would see it.
             batch_idx: its number.
         """
-        whole, after = self._first_batch.take(self._module.trainer.global_step)
+        whole, after = self._to_try.take(self._module.trainer.global_step)
         if whole is None:
             return
         hook, before = "on_train_batch_start", self.sees_whole_sequences
-        batch = self._first_batch.tried(whole)
+        batch = self._to_try.tried(whole)
 
         def tried() -> TriedBatch:
             first = not after or self.sees_whole_sequences != before
@@ -246,15 +247,17 @@ class TriedSteps(CurrentSequence, ABC):
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
             with self._tried(step, *loops.batch_index(self._module, batch_idx)) as run:
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
-                return trial(after=after, strict=self._may_try, **self._trial_options())
+                seen = self._to_try.seen_tokens
+                return trial(after=after, strict=self._may_try, seen_tokens=seen, **self._trial_options())
 
         try:
-            inferred, has_targets = self._carried(tried, tried_after=False)
+            inferred, has_targets, seen_tokens = self._carried(tried, tried_after=False)
         except AttributesDifferError:  # in both views, or the global view refuses the step: a warning is left
-            inferred, has_targets = tried()
+            inferred, has_targets, seen_tokens = tried()
+        self._to_try.note_length(self._info.longest, seen_tokens)
         if not has_targets:
             within = self._next_step > self._module.trainer.global_step
-            self._first_batch.expect_next(self._next_step, after, within=within)
+            self._to_try.expect_next(self._next_step, after, within=within)
         if not after or self.sees_whole_sequences != before:
             self._inferred[self.sees_whole_sequences] = inferred
             self._shard_options = replace(self._shard_options, inferred_dims=inferred)
@@ -271,7 +274,7 @@ class TriedSteps(CurrentSequence, ABC):
                 f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. Steps "
                 f"before that did so, too, ran on each rank's part of the sequence, and were not one device's: {again}"
             )
-        elif self._first_batch.trained_untried:
+        elif self._to_try.trained_untried:
             rank_zero_warn(
                 f"training_step is in the global view from optimizer step {self._module.trainer.global_step} on. The first micro-batch of the "
                 "one before had no targets, so that nothing was compared; its others ran on each rank's part of the sequence, and were not one "
@@ -281,12 +284,12 @@ class TriedSteps(CurrentSequence, ABC):
     def _follow_operations(self) -> None:
         """Have the batch in progress tried before the next step where its loss is made of new operations. Every rank must call it."""
         if not self.sees_whole_sequences and self._steps.has_new_operations:
-            self._first_batch.expect_comparison(self._module.trainer.global_step + 1)
+            self._to_try.expect_comparison(self._module.trainer.global_step + 1)
 
     def _say_what_was_not_compared(self) -> None:
         """Warn where a fit ends with a step of new operations, which no step has followed in which they would be compared."""
         self._watched.finish()
-        if self._first_batch.lacks_comparison:
+        if self._to_try.lacks_comparison:
             rank_zero_warn(
                 f"training_step's loss at the last of {self._module.trainer.global_step} optimizer steps is made of operations that none before "
                 "was: whether it is one device's was not compared; one more step would show it"

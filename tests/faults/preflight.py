@@ -231,7 +231,7 @@ PREFLIGHT = (
     fault(
         "a phase of the user's that begins untried",
         "preflight/tried_steps.py",
-        "        if self._info.is_changed:\n",
+        "        if self._info.is_changed and trainer.training:\n",
         "        if False:\n",
         "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[epoch-4]",
     ),
@@ -265,7 +265,7 @@ PREFLIGHT = (
     ),
     fault(
         "a first step tried alone",
-        "preflight/first_batch.py",
+        "preflight/batches_to_try.py",
         "AGAIN = (3, 10, 100, 1_000, 10_000)",
         "AGAIN = ()",
         f"{PREFLIGHT_TEST}::test_it_runs_again_after_some_steps",
@@ -279,7 +279,7 @@ PREFLIGHT = (
     ),
     fault(
         "another batch tried than the one whose step was new",
-        "preflight/first_batch.py",
+        "preflight/batches_to_try.py",
         "        return offered if kept is None else kept\n",
         "        return offered\n",
         "tests/preflight/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[long]",
@@ -395,6 +395,20 @@ PREFLIGHT = (
         "        self._told.update(found)\n",
         "        found.clear()\n",
         "tests/step/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[batches-3-batches=7]",
+    ),
+    fault(
+        "a batch that is longer than all before, which no trial hears of",
+        "data/batch/collective_shard.py",
+        " or (info is not None and info.longest > known_length)",
+        "",
+        "tests/preflight/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[steps]",
+    ),
+    fault(
+        "a longer micro-batch, in place of which the next step's is tried",
+        "preflight/batches_to_try.py",
+        "self._records + 1, batch",
+        "self._records + 1, None",
+        "tests/preflight/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[micro-batches]",
     ),
     fault(
         "an index beyond a part, at which one rank ends alone",

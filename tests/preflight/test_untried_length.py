@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_sp.preflight.batches_to_try import BatchesToTry
 from lightning_sp.preflight.by_shapes import calls_by_shapes
 from tests.preflight import untried_length_ranks as ranks
 
@@ -30,6 +32,34 @@ def test_a_step_that_branches_beyond_the_crops_goes_on_in_the_global_view(pools,
     for found in pools(2).run(ranks.fit, 2, degrees, 200, 1, less):
         assert found["whole"]
         assert_same(found, plain)
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}], ids=["steps", "micro-batches"])
+def test_a_later_batch_that_is_longer_is_looked_at_before_its_step(pools, more):
+    """In a window of micro-batches a trial would add to their gradients: it is looked at before the next step."""
+    lengths = (128, 160, 128, 256, 128, 144)
+    [plain] = pools(1).run(functools.partial(ranks.fit, lengths=lengths, **more), 1, None, 200)
+    for found in pools(2).run(functools.partial(ranks.fit, lengths=lengths, **more), 2, RING, 200):
+        assert found["whole"]
+        same = found["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+        assert same == (not more)
+
+
+def test_longer_batches_are_told_four_times_and_then_where_they_are_longer_by_a_quarter():
+    batches = BatchesToTry()
+    batches.expect(due=True)
+    assert batches.known_length == sys.maxsize
+    batches.offer("first", training=True, step=0)
+    batches.take(0)
+    batches.note_length(100, 100)
+    told = []
+    for step, tokens in enumerate(range(110, 300, 10)):
+        if tokens > batches.known_length:
+            told.append(tokens)
+            batches.expect_changed(step, tokens, "batch")
+    assert told == [110, 120, 130, 140, 180, 230, 290]
+    batches.note_length(100, None)
+    assert batches.known_length > sys.maxsize / 2
 
 
 @pytest.mark.parametrize(("above", "rows"), [(10_000, 1), (200, 2)], ids=["no branch", "tried whole"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -54,17 +55,26 @@ class User(pl.LightningModule):
 
 
 def fit(
-    world: int, options: dict[str, Any] | None, above: int, rows: int = 1, less: bool = False
+    world: int,
+    options: dict[str, Any] | None,
+    above: int,
+    rows: int = 1,
+    less: bool = False,
+    lengths: Sequence[int] = (LENGTH, LENGTH),
+    **more: Any,
 ) -> dict[str, Any] | str:
-    """Train two steps of 256 tokens, of which crops have up to 64; return losses, weights and the view, or why it is refused."""
+    """Train steps of 256 tokens, or of given lengths, of which crops have up to 64; return losses, weights, the view, or why it is refused."""
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, WORDS, (2 * rows, LENGTH + 1), generator=generator)
-    data = [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in ids]
+    ids = torch.randint(0, WORDS, (len(lengths) * rows, LENGTH + 1), generator=generator)
+    data = [
+        {"input_ids": row[:-1][: lengths[i // rows]], "shift_labels": row[1:][: lengths[i // rows]]}
+        for i, row in enumerate(ids)
+    ]
     module = User(above, less)
     strategy: Any = "auto" if options is None else SequenceParallelStrategy(**options)
     trainer = pl.Trainer(
         strategy=strategy, **trainer_of_ranks(world), logger=False, enable_checkpointing=False, max_epochs=1,
-        enable_progress_bar=False, enable_model_summary=False, precision="64-true",
+        enable_progress_bar=False, enable_model_summary=False, precision="64-true", **more,
     )  # fmt: skip
     with patch.object(shared_crop, "LONGER_TOKENS", 64):
         try:

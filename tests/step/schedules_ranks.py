@@ -29,7 +29,7 @@ class Skipping(Plain):
             skipped["step"] = 4 if self.global_step >= 7 else 0
         skipped["steps"] = 4 if self.steps >= 7 else 0
         skipped["batches"] = 4 if self.batches >= 7 else 0
-        self.steps += 1
+        self.steps += self.kind == "steps"
         targets[:, : skipped[self.kind]] = -100
         return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
 

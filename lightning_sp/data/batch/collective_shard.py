@@ -31,6 +31,7 @@ def collective_shard(
     by_hand: bool,
     ends: bool = False,
     is_changed: bool = False,
+    known_length: int = sys.maxsize,
     loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
     written: comm.Written = comm.NOTHING_WRITTEN,
@@ -45,6 +46,7 @@ def collective_shard(
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
         is_changed: numbers by which the step may do other things have changed on this rank.
+        known_length: tokens of a whole sequence, above which the step may do other things, too.
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
         written: what this rank has written to outside of its steps.
@@ -52,14 +54,7 @@ def collective_shard(
     Raises:
         SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.
     """
-    local, info, fault = batch, None, None
-    try:
-        if by_hand or is_sharded(batch):
-            info = hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options)
-        else:
-            local, info = shard_batch(batch, mesh.layout, mesh.sequence_rank, options)
-    except Exception as caught:  # sent to the other ranks, which would wait for ever
-        fault = caught
+    local, info, fault = _own_part(batch, mesh, options, by_hand=by_hand)
     compared = local is not batch or _is_whole_of_all(batch, info, mesh, by_hand=by_hand)
     try:
         agreed = comm.check_same_batch(
@@ -74,7 +69,7 @@ def collective_shard(
             loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             is_padded=info is not None and info.pads,
-            is_changed=is_changed,
+            is_changed=is_changed or (info is not None and info.longest > known_length),
             written=written,
             group=group,
         )
@@ -82,6 +77,18 @@ def collective_shard(
         raise refusal from fault
     assert info is not None
     return local, _told(info, agreed, is_filler=isinstance(batch, FillerBatch)), agreed
+
+
+def _own_part(
+    batch: Any, mesh: SequenceMesh, options: ShardOptions, *, by_hand: bool
+) -> tuple[Any, SequenceInfo | None, Exception | None]:
+    """Return this rank's part of a batch and what was whole, or the error, which is sent to the other ranks: they would wait for ever."""
+    try:
+        if by_hand or is_sharded(batch):
+            return batch, hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options), None
+        return *shard_batch(batch, mesh.layout, mesh.sequence_rank, options), None
+    except Exception as fault:
+        return batch, None, fault
 
 
 def _told(info: SequenceInfo, agreed: comm.SameBatch, *, is_filler: bool) -> SequenceInfo:

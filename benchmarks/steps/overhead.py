@@ -41,12 +41,12 @@ NUM_STEPS = 6
 class Timed(SequenceParallelStrategy):
     """Notes what the preflight of the first batch takes."""
 
-    preflight_s = (0.0, 0.0)
+    preflight_s: tuple[float, float] | None = None
 
-    def _preflight(self, batch: Any, step: Any, batch_idx: int, after: int) -> None:
+    def _preflight(self, handed: Any, batch_idx: int) -> None:
         start = _now()
-        super()._preflight(batch, step, batch_idx, after)
-        if not after:
+        super()._preflight(handed, batch_idx)
+        if self.preflight_s is None:
             self.preflight_s = _since(start)
 
 
@@ -68,7 +68,7 @@ class Probe(pl.Callback):
         query = torch.zeros(step.batch.rows, heads, tokens, dim)
         logits, target = torch.zeros(tokens, 2), torch.zeros(tokens, dtype=torch.int64)
         original = F.cross_entropy.__self__._originals["cross_entropy"]  # type: ignore[attr-defined]
-        check = LossCheck()
+        check = LossCheck(strategy._steps._operations)
         with mock.patch("lightning_sp.rewrite.sdpa.attend", lambda context, query, *_, **__: query):
             attention = self._time(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
         with_all, alone = (

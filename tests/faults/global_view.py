@@ -15,6 +15,13 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 
 GLOBAL_VIEW = (
     fault(
+        "scores that show another dtype than autocast gives",
+        "global_view/rules/attention/scores.py",
+        "    return _autocast_dtype(torch.matmul, a, b) or torch.promote_types(a.dtype, b.dtype)\n",
+        "    return torch.promote_types(a.dtype, b.dtype)\n",
+        "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward[1-2-16]",
+    ),
+    fault(
         "metrics that count a row once for each rank of its sequence",
         "trainer/logged_numbers/row_metrics.py",
         "        metric.dist_sync_fn = own if group is None else GatherOver(group, own)\n",

@@ -367,3 +367,18 @@ def cond_lengths(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
         (x * rel[..., None]).mean(),
         x.masked_fill(~mk[..., None], 0).cumsum(1).gather(1, (lengths - 1)[:, None, None].expand(-1, 1, E)),
     )
+
+
+@case
+def scores_under_autocast(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
+    """Whole numbers, which bfloat16 holds; scores that are made are as many for each query as there are keys."""
+    q = (ids % 3).float()[..., None].expand(-1, -1, 4)
+    hides = (torch.arange(x.shape[1]) > 2).expand(x.shape[1], -1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = q @ q.transpose(-2, -1)
+        weights = scores.softmax(-1)
+        out = weights @ q
+        low = torch.where(hides, torch.tensor(torch.finfo(scores.dtype).min, dtype=scores.dtype), scores)
+        made = low.float().relu().square()
+    bits = [torch.finfo(each.dtype).bits for each in (scores, weights, out)]
+    return x * bits[0], x * bits[1], x * bits[2], made.double().sum(-1)[..., None] * x

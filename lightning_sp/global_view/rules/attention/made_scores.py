@@ -39,7 +39,8 @@ def made(x: Scores) -> SequenceTensor:
         )
     own = known.of_queries.at(len(known.lead))
     keys = gathered(known.keys, known.of_keys.at(known.keys.dim() - 2))
-    scores = _noted(known, (known.queries @ keys.transpose(-2, -1)) * known.scale, own)
+    scores = (known.queries @ keys.transpose(-2, -1)) * known.scale
+    scores = _noted(known, scores.to(torch.promote_types(scores.dtype, x.dtype)), own)
     if known.sinks is not None:
         sinks = known.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)

@@ -9,7 +9,9 @@ S x S of the sequence's is made. What else a model does to scores is refused by 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +45,19 @@ def scores_of(queries: SequenceTensor, keys: SequenceTensor) -> Any:
     k = keys.local.transpose(-2, -1)
     k = k.expand(*lead, *k.shape[-2:])
     attention = Attention(queries=q, keys=k, of_queries=own, of_keys=other.at(k.dim() - 2), lead=tuple(lead))
-    return Scores(attention, lead, torch.promote_types(queries.dtype, keys.dtype))
+    return Scores(attention, lead, _product_dtype(queries, keys))
+
+
+def _product_dtype(a: Tensor, b: Tensor) -> torch.dtype:
+    """Return the dtype of a product of tensors. A model asks its scores for the lowest number that they hold."""
+    return _autocast_dtype(torch.matmul, a, b) or torch.promote_types(a.dtype, b.dtype)
+
+
+def _autocast_dtype(function: Callable[..., Tensor], *given: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast has a function give; None where it is off. What it casts is not the same on each kind of device."""
+    if not torch.is_autocast_enabled(given[0].device.type):
+        return None
+    return function(*(torch.empty(1, 1, dtype=each.dtype, device=each.device) for each in given)).dtype
 
 
 def times_values(weights: Scores, values: Any) -> Any:
@@ -87,7 +101,7 @@ def times_values(weights: Scores, values: Any) -> Any:
         dropout=known.dropout,
         sinks=known.sinks,
     )
-    out = out.reshape(*weights.lead, *out.shape[-2:]).to(torch.promote_types(weights.dtype, values.dtype))
+    out = out.reshape(*weights.lead, *out.shape[-2:]).to(_product_dtype(weights, values))
     # What the operator gave is saved for its backward, and one device's product may be written into.
     out = out.clone()
     place = known.of_queries.at(out.dim() - 2)
@@ -262,7 +276,8 @@ def softmax(call: Call) -> Any:
     if x.attention.factor is not None:
         raise refusal("a product with zeros that no sum of one low number hides")
     dtype = call.kwargs.get("dtype") or next((each for each in call.args[2:] if isinstance(each, torch.dtype)), None)
-    return Scores(replace(x.attention, is_weights=True), x.lead, dtype or x.dtype)
+    shown = dtype or _autocast_dtype(partial(torch.softmax, dim=-1), x) or x.dtype
+    return Scores(replace(x.attention, is_weights=True), x.lead, shown)
 
 
 def dropped(call: Call) -> Any:

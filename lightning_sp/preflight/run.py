@@ -38,6 +38,7 @@ from lightning_sp.preflight.explain.verdict import (
     listed,
     tolerance_of,
 )
+from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
@@ -201,7 +202,9 @@ def _run_at_later_steps(trial: Trial, read: Collection[str], counters: Sequence[
             again, started = replace(trial, crop=f"{trial.crop} {when}"), time.perf_counter()
             try:
                 with _eager():
-                    whole, sharded = _run_whole(again), again.sharded()
+                    with CheckedIndices():  # a number that is shown later may be an index, too
+                        whole = _run_whole(again)
+                    sharded = again.sharded()
                 _check_alike(again, whole, sharded)
                 _judged(again, whole, sharded, started)
             except TrialFailedError as error:

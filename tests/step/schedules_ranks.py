@@ -19,6 +19,7 @@ class Skipping(Plain):
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
         self.kind, self.skipped, self.steps, self.batches = kind, 0, 0, 0
+        self.weights = torch.ones(4 if kind == "index" else 8)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
@@ -29,9 +30,13 @@ class Skipping(Plain):
             skipped["step"] = 4 if self.global_step >= 7 else 0
         skipped["steps"] = 4 if self.steps >= 7 else 0
         skipped["batches"] = 4 if self.batches >= 7 else 0
-        self.steps += self.kind == "steps"
-        targets[:, : skipped[self.kind]] = -100
-        return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
+        weight = self.weights[torch.tensor([self.steps])].mean()
+        self.steps += self.kind in ("steps", "index")
+        targets[:, : skipped.get(self.kind, 0)] = -100
+        return weight * F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
+
+    def on_train_epoch_start(self) -> None:
+        self.steps = 0
 
 
 class Phases(pl.Callback):
@@ -43,9 +48,9 @@ class Phases(pl.Callback):
 def fit(kind: str) -> dict[str, Any]:
     """Return what was refused, and after how many steps."""
     torch.manual_seed(3)
-    epochs = 2 if kind == "epoch" else 1
+    epochs = 2 if kind in ("epoch", "index") else 1
     trainer, error = quiet_trainer(2, strategy={"ring_size": 2}, max_epochs=epochs, callbacks=[Phases()]), ""
-    rows = TokenDataset(8 if kind == "epoch" else 16)
+    rows = TokenDataset(8 if epochs == 2 else 16)
     try:
         trainer.fit(Skipping(kind), DataLoader(rows, batch_size=2))
     except SequenceParallelError as refusal:

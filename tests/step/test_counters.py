@@ -44,3 +44,8 @@ def test_what_begins_at_a_later_count_is_refused_before_it(pools, kind, after, s
         assert shown in found["error"]
         assert "gives another result on shards than whole" in found["error"]
         assert found["steps"] == after
+
+
+def test_a_count_that_is_an_index_and_begins_anew_is_not_compared_beyond_what_it_reads(pools):
+    for found in pools(2).run(ranks.fit, "index"):
+        assert found == {"error": "", "steps": 8}

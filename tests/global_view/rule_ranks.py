@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp import comm
@@ -171,6 +172,9 @@ LOWEST = torch.finfo(torch.float64).min
 # The first query sees no key, as a token of left padding.
 HIDES_ALL = torch.zeros(16, 16, dtype=torch.float64).masked_fill(torch.arange(16)[:, None] == 0, LOWEST)
 REFUSED: dict[str, Any] = {
+    "learned numbers by position": lambda x: create_mask(
+        lambda row, head, query, key: x[row, query, 0] > x[row, key, 0], 2, 1, 16, 16, "cpu"
+    ),
     "neighbours added in place": lambda x: [y := x * 1, y[:, 1:].add_(y[:, :-1])],
     "the first token subtracted in place": lambda x: [y := x * 1, y.sub_(y[:, :1])],
     "written into windows": lambda x: x.mul(1).unfold(1, 3, 1).mul_(2),

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_sp.rewrite.hugging_face.positions.relative_bias import other_relative_bias
+
 # What a modeling file calls to attend.
 _INTERFACE, _SDPA = "ALL_ATTENTION_FUNCTIONS.get_interface(", "scaled_dot_product_attention("
 _TOKENS = {"input_ids", "inputs_embeds"}
@@ -52,6 +54,8 @@ def why_unreachable(model: Any) -> str:
             "use global_view=True, which carries attention that is written out, or a model whose modeling file calls ALL_ATTENTION_FUNCTIONS "
             "(Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
         )
+    if other := other_relative_bias(model):
+        return f"{other}, by blocks of its own, as LongT5: it cannot be rewritten; use global_view=True, which carries it, or T5 or UMT5"
     by_hand = [each.__name__ for each in attention if (source := _source(each)) and not _is_seen(source)]
     if by_hand:
         return (

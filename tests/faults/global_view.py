@@ -156,6 +156,13 @@ GLOBAL_VIEW = (
         f"{TRAINING}::test_weights_and_losses_are_those_of_one_device[2-options0-losses0]",
     ),
     fault(
+        "windows by strides that begin at every token",
+        "global_view/rules/along_sequence/whole_lines.py",
+        "    found = x.reshape(whole).unfold(own.dim, width, step)\n",
+        "    found = x.reshape(whole).unfold(own.dim, width, 1)\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
         "a function of positions that reads a rank's part",
         "global_view/user_functions/autograd_functions.py",
         "        whole: Tensor = x.whole()\n",

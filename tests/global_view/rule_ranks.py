@@ -147,6 +147,16 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor, x: Tensor) -> Tensor:
+        return x * mask[..., None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]
+
+
 def of_users(backward: Any, forward: Any = lambda x: x.view_as(x)) -> Any:
     """Return a user's function, called."""
     names = {"forward": staticmethod(lambda ctx, x: forward(x)), "backward": staticmethod(lambda ctx, g: backward(g))}
@@ -189,6 +199,7 @@ REFUSED: dict[str, Any] = {
     "many rows at once": lambda x: torch.vmap(lambda row: row.mean(0), randomness="different")(x),
     "hooked": lambda x: x.mul(1).register_hook(print),
     "another view of memory": lambda x: x.as_strided((2, 3), (1, 1)),
+    "an own function of rows and vectors": lambda x: Masked.apply(x[..., 0] * 1, x * 1),
     "an own function": lambda x: Centred.apply(x),
     "a gradient that is normed": lambda x: of_users(lambda g: g / g.norm())(x * 1),
     "a gradient without its mean": lambda x: of_users(lambda g: g - g.mean(1, keepdim=True))(x * 1),

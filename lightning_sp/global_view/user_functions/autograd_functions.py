@@ -68,11 +68,16 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(cls, _of_all_positions(*args), *args[1:], **kwargs)
         if _multiplies_tokens(cls, call):
             return placed(call.on_locals(), call.tensors[0].placement)
-        found = aligned(call) if call.tensors and cls is not BackwardHookFunction else NO_RULE
+        try:
+            found = aligned(call) if call.tensors and cls is not BackwardHookFunction else NO_RULE
+            shape = torch.broadcast_shapes(*(each.local.shape for each in call.tensors))  # type: ignore[no-untyped-call]
+        except (
+            RuntimeError
+        ) as error:  # of shapes that are no function's of single numbers, a mask of rows beside their vectors
+            raise _refusal(cls) from error
         if found is NO_RULE:
             raise _refusal(cls)
         local, placement = found
-        shape = torch.broadcast_shapes(*(each.local.shape for each in call.tensors))  # type: ignore[no-untyped-call]
         watched = _Watched()
         try:
             with watched:

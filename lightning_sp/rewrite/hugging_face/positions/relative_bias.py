@@ -14,17 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_sp.context.step import SequenceContext
-
-_ARGUMENTS = ["query_length", "key_length"]
-
-
-def other_relative_bias(model: nn.Module) -> str:
-    """Return the name of a module that makes a bias in another way, by blocks of its own as LongT5's, and of what; empty where none does."""
-    for module in model.modules():
-        made = getattr(module, "compute_bias", None)
-        if callable(made) and list(inspect.signature(made).parameters)[:2] != _ARGUMENTS:
-            return f"{type(module).__name__} makes its bias of {inspect.signature(made)}"
-    return ""
+from lightning_sp.rewrite.hugging_face.models import BIAS_ARGUMENTS
 
 
 def wrap_relative_bias(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
@@ -34,7 +24,7 @@ def wrap_relative_bias(model: nn.Module, context: SequenceContext, undo: ExitSta
     """
     for module in model.modules():
         if callable(made := getattr(module, "compute_bias", None)):
-            assert list(inspect.signature(made).parameters)[:2] == _ARGUMENTS  # else the model is not rewritten
+            assert list(inspect.signature(made).parameters)[:2] == BIAS_ARGUMENTS  # else the model is not rewritten
             _wrap(module, context, undo)
         if _without_bias(module) and _accepts_bias(module):
             undo.callback(module.register_forward_pre_hook(_one_zero(context), with_kwargs=True).remove)

@@ -1,6 +1,7 @@
 """Tokens that were taken out of a sequence, whole on every rank: on one device a view, here a copy.
 
-What is written to it is written to the sequence, too. What is computed of it is a plain tensor.
+What is written to it is written to the sequence, too. What is computed of it is a plain tensor. What autograd is asked of it, a hook say, is of
+this tensor itself: FSDP2 gathers a unit's weights for the backward by a hook of what the unit gives.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ VIEWS = {
     ),
 }  # fmt: skip
 
+# Of attributes these are the names.
+_OF_AUTOGRAD = {
+    *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
+    *("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "output_nr"),
+}
+
 
 class TakenTokens(Tensor):
     """A plain tensor that knows the sequence that it was taken of.
@@ -43,6 +50,10 @@ class TakenTokens(Tensor):
         taken = [each for each in tree_leaves((args, given)) if isinstance(each, cls)]
         for each in taken:
             each.of.renew()
+        if _is_of_autograd(func, name):
+            # An alias of the same memory has a history of its own, which nothing computed goes through.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
         first = [args[0]] if args and (writes(func) or name == "__setitem__" or given.get("inplace")) else []
         written = next((each for each in [*first, given.get("out")] if isinstance(each, cls)), None)
         plain_args, plain_kwargs = tree_map_only(cls, plain, (args, given))
@@ -51,6 +62,13 @@ class TakenTokens(Tensor):
             written.of.write()
             return written if isinstance(result, Tensor) else result
         return marked(result, taken[0].of) if name.strip("_") in VIEWS else result
+
+
+def _is_of_autograd(func: Any, name: str) -> bool:
+    """Return whether a function asks or tells of a tensor's history, and nothing of its numbers."""
+    if name in ("__get__", "__set__"):
+        return func.__self__.__name__ in _OF_AUTOGRAD
+    return name in _OF_AUTOGRAD or func is torch.autograd.grad
 
 
 def plain(tensor: Tensor) -> Tensor:

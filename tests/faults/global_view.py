@@ -155,6 +155,28 @@ GLOBAL_VIEW = (
         f"{RULES}[1-2-16]",
     ),
     fault(
+        "a hook of a token, FSDP2's too, of which the token knows nothing",
+        "global_view/taken_tokens.py",
+        "        if _is_of_autograd(func, name):\n",
+        "        if False:\n",
+        f"{RULES}[1-2-16]",
+        f"{TRAINING}::test_weights_and_losses_are_those_of_one_device[2-options0-losses0]",
+    ),
+    fault(
+        "windows by strides that begin at every token",
+        "global_view/rules/along_sequence/whole_lines.py",
+        "    found = x.reshape(whole).unfold(own.dim, width, step)\n",
+        "    found = x.reshape(whole).unfold(own.dim, width, 1)\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a function of positions that reads a rank's part",
+        "global_view/user_functions/autograd_functions.py",
+        "        whole: Tensor = x.whole()\n",
+        "        whole: Tensor = x.local\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
         "a function in place whose rule makes another tensor, which is lost",
         "global_view/table.py",
         "            into.copy_(result)\n        result = into\n",

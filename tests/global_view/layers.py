@@ -147,10 +147,21 @@ class Squeeze(nn.Module):
         return x * torch.sigmoid(self.up(F.relu(self.down(x.mean(dim=1, keepdim=True)))))
 
 
+class Summary(nn.Module):
+    """What the first token becomes, for all of them: a unit of FSDP that gives a token, as one that pools by it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(E, 4), nn.Linear(4, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(F.gelu(self.down(x)))[:, 0].unsqueeze(1)
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
     for each in (
-        Attention, Grouped, OfOneKey, Alibi, Buckets, Window, Capped, Cosine, Torchs, TokenShift, CausalConv, Experts, Squeeze,
+        Attention, Grouped, OfOneKey, Alibi, Buckets, Window, Capped, Cosine, Torchs, TokenShift, CausalConv, Experts, Squeeze, Summary,
     )
 }  # fmt: skip
 

@@ -239,11 +239,19 @@ def adversarial(module: Any, batch: Any) -> Tensor:
     return clean + loss_of(x + 0.1 * gradient / gradient.norm())
 
 
+def adversarial_token(module: Any, batch: Any) -> Tensor:
+    """A step along the gradient of one token that was taken."""
+    first = module.model.hidden(batch["input_ids"])[:, 0]
+    clean = F.cross_entropy(module.score(first), batch["classes"])
+    (gradient,) = torch.autograd.grad(clean, first, retain_graph=True)
+    return clean + F.cross_entropy(module.score(first + 0.1 * gradient / gradient.norm()), batch["classes"])
+
+
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     each.__name__: each
     for each in (
         input_and_target, shifted_logits, masked_mean, z_loss, mean_pooled, last_pooled, first_pooled, max_pooled, attention_pooled,
-        dpo, ipo, grpo, distillation, regression, contrastive, multi_token, smoothness, chosen_sums, adversarial,
+        dpo, ipo, grpo, distillation, regression, contrastive, multi_token, smoothness, chosen_sums, adversarial, adversarial_token,
     )
 }  # fmt: skip
 

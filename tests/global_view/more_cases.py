@@ -56,6 +56,21 @@ def blocked_attention(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return out.reshape(b, -1, E)[:, :s] + x
 
 
+def overlapping_chunks(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """Windows of tokens that overlap, by strides: of blocks by half of one, as Longformer's keys, and of tokens, as its values."""
+    b, s, e = x.shape
+    n = 4
+    padded = F.pad(F.linear(x, w.weight), (0, 0, 0, -s % n))
+    blocks = padded.view(b, -1, n, e)
+    size, stride = list(blocks.size()), list(blocks.stride())
+    size[1], stride[1] = 2 * size[1] - 1, stride[1] // 2
+    keys = blocks.as_strided(size=size, stride=stride)
+    values = F.pad(padded, (0, 0, 1, 2), value=-1)
+    row, token, one = values.stride()
+    values = values.as_strided((b, size[1] - 1, 6, e), (row, 2 * token, token, one))
+    return torch.einsum("bcxe,bcye->bcxy", keys[:, 1:], values.sin()), keys.tanh()
+
+
 def chunked_scan(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     """A linear recurrence by chunks: within one by a product, from one to the next by a state."""
     b, s, _ = x.shape
@@ -178,6 +193,7 @@ def indexer(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
 
 MORE_CASES: dict[str, Case] = {
     "attention in blocks": blocked_attention,
+    "chunks that overlap": overlapping_chunks,
     "scan by chunks": chunked_scan,
     "attention to windows": compressed_keys,
     "experts": experts,

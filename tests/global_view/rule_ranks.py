@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp import comm
@@ -146,6 +147,16 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor, x: Tensor) -> Tensor:
+        return x * mask[..., None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]
+
+
 def of_users(backward: Any, forward: Any = lambda x: x.view_as(x)) -> Any:
     """Return a user's function, called."""
     names = {"forward": staticmethod(lambda ctx, x: forward(x)), "backward": staticmethod(lambda ctx, g: backward(g))}
@@ -171,6 +182,9 @@ LOWEST = torch.finfo(torch.float64).min
 # The first query sees no key, as a token of left padding.
 HIDES_ALL = torch.zeros(16, 16, dtype=torch.float64).masked_fill(torch.arange(16)[:, None] == 0, LOWEST)
 REFUSED: dict[str, Any] = {
+    "learned numbers by position": lambda x: create_mask(
+        lambda row, head, query, key: x[row, query, 0] > x[row, key, 0], 2, 1, 16, 16, "cpu"
+    ),
     "neighbours added in place": lambda x: [y := x * 1, y[:, 1:].add_(y[:, :-1])],
     "the first token subtracted in place": lambda x: [y := x * 1, y.sub_(y[:, :1])],
     "written into windows": lambda x: x.mul(1).unfold(1, 3, 1).mul_(2),
@@ -185,6 +199,7 @@ REFUSED: dict[str, Any] = {
     "many rows at once": lambda x: torch.vmap(lambda row: row.mean(0), randomness="different")(x),
     "hooked": lambda x: x.mul(1).register_hook(print),
     "another view of memory": lambda x: x.as_strided((2, 3), (1, 1)),
+    "an own function of rows and vectors": lambda x: Masked.apply(x[..., 0] * 1, x * 1),
     "an own function": lambda x: Centred.apply(x),
     "a gradient that is normed": lambda x: of_users(lambda g: g / g.norm())(x * 1),
     "a gradient without its mean": lambda x: of_users(lambda g: g - g.mean(1, keepdim=True))(x * 1),

@@ -47,6 +47,8 @@ def test_what_needs_no_whole_stays_split(pools):
         ("another view of memory", ["as_strided of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.as_strided(", "unshard(x)"]),
         ("a derivative by a transform", ["was reached with a tensor of the sequence", "torch.vmap"]),
         ("tokens within a transform", ["of a tensor of the sequence and one inside of torch.vmap or torch.func", "jacrev"]),
+        ("learned numbers by position", ["torch.vmap calls with all of them reads (2, 16, 8)", "rule_ranks.py", "unshard(x)"]),
+        ("an own function of rows and vectors", ["Masked, an autograd.Function", "Masked.apply(", "unshard(x)"]),
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
         ("scores times a tensor, in place", ["mul by a tensor on the scores of an attention"]),
         ("scores that are too many", ["square on the scores", "up to 268435456 numbers on a rank: here 536870912"]),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 from tests.global_view.whole import Case, E, Whole
 
@@ -236,3 +237,18 @@ def repeat_interleave_len(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
     d = ids[0] % 3
     y = torch.repeat_interleave(x[0], d, dim=0)
     return y, d.sum()
+
+
+@case
+def functions_of_positions(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
+    """Documents and padding as a mask function of FlexAttention reads them: torch.vmap calls it with all positions."""
+    documents, length = (ids % 3 == 0).cumsum(1), ids.shape[1]
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (
+            (documents[row, query] == documents[row, key]) & (key <= query) & (mask[row, key].bool() | (key == query))
+        )
+
+    made = create_mask(visible, 2, 1, length, length, device="cpu")
+    q = x.view(2, length, 4, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q.sin(), q, attn_mask=made)

@@ -143,3 +143,15 @@ def rows_of_a_whole_tensor(y: Tensor, x: Tensor, ids: Tensor, mask: Tensor, w: W
         state = state * 0.5 + y[:, t]
         out[:, t] = state
     return out, first, second, joined
+
+
+@case
+def asked_of_autograd(y: Tensor, x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """What autograd is told of a token that was taken: a hook of its gradient, and a leaf made of its numbers."""
+    token, leaf = y[:, 0], y[:, 2].detach().requires_grad_()
+    token.register_hook(lambda gradient: gradient * 3)
+    (gradient,) = torch.autograd.grad((leaf.square() * w.rows).sum(), leaf, create_graph=True)
+    assert token.requires_grad
+    assert leaf.is_leaf
+    assert not token.is_leaf
+    return token.square(), gradient * w.rows

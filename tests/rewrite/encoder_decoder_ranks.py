@@ -21,6 +21,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch import sharding as data_batch
 from tests.rewrite.mask_models import built_by, plain_flex
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
+from tools.models.float64 import Float32AsFloat64
 
 HEADS, DIM = 4, 32
 T5 = dict(
@@ -239,7 +240,10 @@ BUILDS: dict[str, Any] = {
     "with reader": WithReader,
     "blenderbot": partial(hf, "blenderbot", **BART),
     "pegasus": partial(hf, "pegasus", **BART),
-    "longt5": partial(hf, "longt5", **T5),
+    "longt5": partial(hf, "longt5", **T5, local_radius=3),
+    "longt5 with globals": partial(
+        hf, "longt5", **T5, local_radius=3, encoder_attention_type="transient-global", global_block_size=4
+    ),
     "m2m": partial(hf, "m2m_100", **BART, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
     "m2m of few": partial(
         hf, "m2m_100", **{**BART, "max_position_embeddings": 12}, encoder_layerdrop=0.0, decoder_layerdrop=0.0
@@ -276,6 +280,10 @@ class Model(Plain):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # EncoderDecoderModel's, of 2021
             return self.model(**batch).loss
+
+    def _hf_wide(self, batch: Any) -> Tensor:
+        with Float32AsFloat64():  # its softmax is in float32
+            return self._hf(batch)
 
     def _hf_labels(self, batch: Any) -> Tensor:
         with warnings.catch_warnings():

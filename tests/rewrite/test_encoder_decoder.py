@@ -135,11 +135,27 @@ def test_data_parallel_groups_may_differ_in_what_their_padding_hides(pools, buil
         assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [one["grads"][n] for n in names], names)
 
 
+@pytest.mark.parametrize(
+    ("build", "layout"), [("longt5", {"ring_size": 2}), ("longt5 with globals", {"ulysses_size": 2})]
+)
+def test_what_attends_by_blocks_of_its_own_is_seen_whole(pools, build, layout):
+    """A rank's part alone refuses it, so the step is tried in the global view."""
+    case = dict(build=build, kind="hf_wide", data={**LABELS, "padding": "right"})
+    one = ranks.one_process(**case)
+    for (answer,) in pools(2).run(ranks.sharded, [{**case, "strategy": {**layout, "global_view": "auto"}}]):
+        assert not answer["error"], answer["error"]
+        names = sorted(one["grads"])
+        assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [one["grads"][n] for n in names], names)
+
+
 REFUSED = [
     (dict(build="causal"), ["16 queries over 32 keys", "cross attention has no order"]),
     (dict(build="t5", kind="hf_no_labels", data=LABELS, strategy={"preflight": False}), ["got no decoder_input_ids", "part of the input_ids"]),
     (dict(build="t5gemma", kind="hf", data=LABELS), ["that hides tokens reached the model", "a decoder's as decoder_attention_mask"]),
-    (dict(build="longt5", kind="hf"), ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten"]),
+    (
+        dict(build="longt5", kind="hf"),
+        ["LongT5LocalAttention makes its bias of (block_length: int)", "cannot be rewritten", "global_view=True"],
+    ),
     (dict(build="own count", kind="hf", data=LABELS, strategy={"preflight": False}), ["CountsItself counts the positions of its tokens"]),
     (dict(build="bert2bert", kind="hf_logits", data=LABELS), ["EncoderDecoderModel got decoder_input_ids and no decoder_attention_mask"]),
     (dict(build="own", strategy={"labels_shifted": None}), ["the batch has 'labels', and nothing says whether they are shifted"]),

@@ -4,6 +4,8 @@ One that computes number by number runs on this rank's part: its forward is watc
 call is tried beside one of twice the tokens (`functions_of_tokens`): what it gives a token, forward and backward, is that of the token alone,
 whatever stands beside it, and a gradient n times as large gives n times as much. Any other is refused, for what it does along the sequence is
 not known.
+
+torch's own `ModIndex` is what `padding[row, key]` calls in a mask function of FlexAttention or transformers, mapped by torch.vmap.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, placed, users_line
+from lightning_sp.global_view.call import NO_RULE, Call, is_sequence, placed, users_line, whole_is_small
 from lightning_sp.global_view.rules.pointwise import RANDOM, RULES, aligned, like_another, pointwise, to
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
@@ -61,13 +64,20 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
         call = Call(
             name=cls.__name__, function=lambda *given, **named: original(cls, *given, **named), args=args, kwargs=kwargs
         )
+        if cls.__name__ == "ModIndex" and cls.__module__.startswith("torch."):
+            return original(cls, _of_all_positions(*args), *args[1:], **kwargs)
         if _multiplies_tokens(cls, call):
             return placed(call.on_locals(), call.tensors[0].placement)
-        found = aligned(call) if call.tensors and cls is not BackwardHookFunction else NO_RULE
+        try:
+            found = aligned(call) if call.tensors and cls is not BackwardHookFunction else NO_RULE
+            shape = torch.broadcast_shapes(*(each.local.shape for each in call.tensors))  # type: ignore[no-untyped-call]
+        except (
+            RuntimeError
+        ) as error:  # of shapes that are no function's of single numbers, a mask of rows beside their vectors
+            raise _refusal(cls) from error
         if found is NO_RULE:
             raise _refusal(cls)
         local, placement = found
-        shape = torch.broadcast_shapes(*(each.local.shape for each in call.tensors))  # type: ignore[no-untyped-call]
         watched = _Watched()
         try:
             with watched:
@@ -97,6 +107,25 @@ def watched_functions() -> Iterator[None]:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _of_all_positions(x: Any, indices: Any) -> Tensor:
+    """Return a tensor of the sequence whole, for a function of positions that torch.vmap calls with all of them: its result is whole, too.
+
+    Raises:
+        SequenceParallelError: it has many numbers for each token, or is learned; or positions are of a part.
+    """
+    if not is_sequence(x) or any(map(is_sequence, indices)) or x.requires_grad or not whole_is_small(x):
+        raise SequenceParallelError(
+            f"global_view: a function of positions that torch.vmap calls with all of them reads {tuple(x.shape)} ({users_line()}), and a rank "
+            "has its part of the sequence: that is carried where it reads few numbers of each token, a mask or documents, without a gradient; "
+            "hand it lightning_sp.reductions.unshard(x), the whole on every rank"
+        )
+    x.placement.storage.note_reduction()
+    # Ranks send each other numbers of their own, none of those that are mapped.
+    with temporarily_clear_interpreter_stack():
+        whole: Tensor = x.whole()
+    return whole
 
 
 def _multiplies_tokens(cls: Any, call: Call) -> bool:

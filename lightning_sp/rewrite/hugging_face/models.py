@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 # What a modeling file calls to attend.
 _INTERFACE, _SDPA = "ALL_ATTENTION_FUNCTIONS.get_interface(", "scaled_dot_product_attention("
 _TOKENS = {"input_ids", "inputs_embeds"}
+# Of what T5's attention makes its bias of relative positions.
+BIAS_ARGUMENTS = ["query_length", "key_length"]
 
 
 def hugging_face_models(module: nn.Module) -> list[Any]:
@@ -52,6 +54,8 @@ def why_unreachable(model: Any) -> str:
             "use global_view=True, which carries attention that is written out, or a model whose modeling file calls ALL_ATTENTION_FUNCTIONS "
             "(Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
         )
+    if other := _other_relative_bias(model):
+        return f"{other}, by blocks of its own, as LongT5: it cannot be rewritten; use global_view=True, which carries it, or T5 or UMT5"
     by_hand = [each.__name__ for each in attention if (source := _source(each)) and not _is_seen(source)]
     if by_hand:
         return (
@@ -98,6 +102,15 @@ def _is_tower(module: nn.Module) -> bool:
     taken = inspect.signature(module.forward).parameters
     # One that hands on whatever it is given may be given tokens.
     return _TOKENS.isdisjoint(taken) and not any(each.kind is each.VAR_POSITIONAL for each in taken.values())
+
+
+def _other_relative_bias(model: nn.Module) -> str:
+    """Return which module makes a bias of relative positions in another way than T5's, and of what; empty where none does."""
+    for module in model.modules():
+        made = getattr(module, "compute_bias", None)
+        if callable(made) and list(inspect.signature(made).parameters)[:2] != BIAS_ARGUMENTS:
+            return f"{own_class(module).__name__} makes its bias of {inspect.signature(made)}"
+    return ""
 
 
 def _is_seen(source: str) -> bool:

@@ -6,6 +6,7 @@ tokens, a median say, is whole on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -124,6 +125,38 @@ def windows(call: Call) -> Any:
     local = found.local.movedim(found.placement.dim, own.dim)
     view = CopiedView(source=x, copy=local, take=lambda: windows(call)._local, put=None)
     return SequenceTensor(local, found.placement.at(own.dim).as_copy(view))
+
+
+def strided(call: Call) -> Any:
+    """View windows of tokens as `as_strided` gives them, which Longformer's chunks overlap by; a copy here.
+
+    Shapes: (..., S, E), or (..., S / n, n, E) in blocks -> (..., windows, size, E)
+    """
+    x, size, stride = (call.argument(i, name) for i, name in enumerate(("input", "size", "stride")))
+    own = x.placement
+    block = own.storage.block or 1
+    behind = list(x.shape[own.dim + 1 + (block > 1) :])
+    if (
+        call.argument(3, "storage_offset") is not None
+        or own.outer * own.inner > 1
+        or len(size) != own.dim + 2 + len(behind)
+    ):
+        return NO_RULE
+    if block > 1 and x.shape[own.dim + 1 : own.dim + 2] != (block,):
+        return NO_RULE
+    whole = [*x.shape[: own.dim], own.length * block, *behind]
+    at = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]  # of memory in the order of the dims
+    step, rest = divmod(stride[own.dim], at[own.dim])
+    number, width = size[own.dim : own.dim + 2]
+    if list(size) != [*whole[: own.dim], number, width, *behind] or rest or step < 1 or not number:
+        return NO_RULE
+    if (
+        list(stride) != [*at[: own.dim], step * at[own.dim], *at[own.dim :]]
+        or (number - 1) * step + width > whole[own.dim]
+    ):
+        return NO_RULE
+    found = x.reshape(whole).unfold(own.dim, width, step)
+    return found if found is NO_RULE else found.narrow(own.dim, 0, number).movedim(-1, own.dim + 1)
 
 
 def _columns(call: Call) -> Any:
@@ -266,6 +299,7 @@ RULES: dict[str, Rule] = {
     **named("diff", differences),
     **named("median nanmedian mode kthvalue topk quantile nanquantile", chosen_of_line),
     **named("unfold", windows),
+    **named("as_strided", strided),
     **named("max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices avg_pool1d avg_pool2d lp_pool1d lp_pool2d", pool),
     **named("max_pool3d avg_pool3d", pool),
     **named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d interpolate", pool),

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.rewrite.hugging_face.models import BIAS_ARGUMENTS
 
 
 def wrap_relative_bias(model: nn.Module, context: SequenceContext, undo: ExitStack) -> None:
@@ -24,11 +24,7 @@ def wrap_relative_bias(model: nn.Module, context: SequenceContext, undo: ExitSta
     """
     for module in model.modules():
         if callable(made := getattr(module, "compute_bias", None)):
-            if list(inspect.signature(made).parameters)[:2] != ["query_length", "key_length"]:
-                raise SequenceParallelError(
-                    f"{type(module).__name__} makes its bias of {inspect.signature(made)}, by blocks of its own, as LongT5: it "
-                    "cannot be rewritten; use T5 or UMT5"
-                )
+            assert list(inspect.signature(made).parameters)[:2] == BIAS_ARGUMENTS  # else the model is not rewritten
             _wrap(module, context, undo)
         if _without_bias(module) and _accepts_bias(module):
             undo.callback(module.register_forward_pre_hook(_one_zero(context), with_kwargs=True).remove)

@@ -130,7 +130,7 @@ def _compare(
     def compared(crop: Crop, own: Crop) -> Agreement | None:
         trial = replace(_trial(crop, own, runner, run, options, in_float32), strict=strict)
         read = partial(_read_ahead, crop, options, runner, run, tries_global_view=config.tries_global_view)
-        return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read)
+        return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read, counters)
 
     try:
         larger = [] if wanted else [partial(each, batch, cut, options, config) for each in (_whole_crop, _of_all_rows)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.preflight.views import Views
+from lightning_sp.step.counters import Counter, reads_batch_index
 from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.isolation import snapshot
@@ -245,10 +248,19 @@ class TriedSteps(CurrentSequence, ABC):
             first = not after or self.sees_whole_sequences != before
             options = replace(self._shard_options, infer_sequences=self._infers and first)
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
-            with self._tried(step, *loops.batch_index(self._module, batch_idx)) as run:
+            index = SimpleNamespace(batch_idx=batch_idx)
+
+            def of_index(strategy: Any, shown: Any) -> Any:
+                return step(strategy, shown, *loops.batch_index(self._module, index.batch_idx))
+
+            with self._tried(of_index) as run:
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
-                seen = self._to_try.seen_tokens
-                return trial(after=after, strict=self._may_try, seen_tokens=seen, **self._trial_options())
+                told = self._trial_options() | {"seen_tokens": self._to_try.seen_tokens}
+                if first and reads_batch_index(self._module):
+                    most = self._module.trainer.num_training_batches - 1
+                    last = int(most) if math.isfinite(most) else None
+                    told["counters"] = [*told["counters"], Counter(index, "batch_idx", 1, last)]
+                return trial(after=after, strict=self._may_try, **told)
 
         try:
             inferred, has_targets, seen_tokens = self._carried(tried, tried_after=False)

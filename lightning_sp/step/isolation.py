@@ -2,21 +2,26 @@
 
 Every plain attribute of every module is put back: tensors, arrays, numbers, what lists, dicts, sets and deques hold, and the attributes of
 the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, caches built on first use,
-and what a step appends. What libraries' objects, files and globals hold cannot be known and stays. Hooks that a step registers go:
-transformers registers some on first use, notes so in an attribute, and would register them twice.
+and what a step appends. So is what it does to the run, and what the user's code keeps in classes, closures and globals (`traces.py`). What
+libraries' objects and files hold cannot be known and stays. Hooks that a step registers go: transformers registers some on first use, notes
+so in an attribute, and would register them twice.
 
 Elementwise dropout draws other masks on shards than on the whole, so it is switched off meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
+from itertools import tee
+from multiprocessing.sharedctypes import Synchronized
+from types import FunctionType, GeneratorType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
 from lightning_sp.quantized_weights import is_quantized
+from lightning_sp.step.traces import kept_outside, undo_in_run
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
@@ -40,6 +47,23 @@ MAX_BYTES = 1 << 26
 # Folders of installed libraries. Their objects may work in threads of their own, so that nothing in them is put back, but for metrics.
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_THE_USERS = {*sys.stdlib_module_names, "torch", "lightning_sp"}
+_ITERATORS: tuple[type, ...] = (
+    *(itertools.count, itertools.cycle, itertools.chain, itertools.repeat, itertools.islice, type(tee(())[0])),
+    *(
+        GeneratorType,
+        type(iter([])),
+        type(iter(())),
+        type(iter(range(0))),
+        zip,
+        map,
+        enumerate,
+        filter,
+        reversed,
+        _BaseDataLoaderIter,
+    ),
+)
+# An iterator of the user's, what a block takes from in its place, and what goes on behind the block.
+Copies = dict[int, tuple[Iterator[Any], Iterator[Any], Iterator[Any]]]
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -108,11 +132,16 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
     """
     modules = list(root.modules())
     visited = {id(each) for each in (*modules, *others)}
-    undo: list[Callable[[], object]] = []
+    undo, mutable = undo_in_run(root, getattr(root, "_trainer", None))
+    copies: Copies = {}
+    _remember_all(mutable, undo, visited, copies)
+    for value, put in kept_outside([*modules, *others], is_file_of_user):
+        undo.append(put)
+        _remember_all([value], undo, visited, copies, of_object=True)
     for other in others:
-        _remember_all(_remember_attributes(other, undo), undo, visited)
+        _remember_all(_remember_attributes(other, undo, copies), undo, visited, copies)
     for module in modules:
-        _remember_all(_remember_attributes(module, undo), undo, visited)
+        _remember_all(_remember_attributes(module, undo, copies), undo, visited, copies)
         undo.append(partial(_restore_children, module, dict(module._modules)))
         for name in _HOOKS if hooks else ():
             undo.append(partial(_remove_new, vars(module)[name], set(vars(module)[name])))
@@ -124,12 +153,32 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
     return restore
 
 
-def _remember_attributes(owner: Any, undo: list[Callable[[], object]]) -> list[Any]:
+def _remember_attributes(owner: Any, undo: list[Callable[[], object]], copies: Copies) -> list[Any]:
     """Add to `undo` what puts the attributes of an object back, and return their values."""
-    attributes = vars(owner)
+    slots = {name: getattr(owner, name) for name in _slots(owner) if hasattr(owner, name)}
+    undo.extend(partial(setattr, owner, name, value) for name, value in slots.items())
+    attributes = getattr(owner, "__dict__", {})
     watched = {name: value for name, value in attributes.items() if name not in OF_THE_FRAMEWORK}
+    for name, value in watched.items():
+        if isinstance(value, _ITERATORS) and isinstance(value, Iterator):
+            attributes[name], watched[name] = _copies(value, copies)
     undo.append(partial(_restore_attributes, attributes, watched))
-    return list(watched.values())
+    return [*watched.values(), *slots.values()]
+
+
+def _copies(iterator: Iterator[Any], copies: Copies) -> tuple[Iterator[Any], Iterator[Any]]:
+    """Return an iterator for the block, and the same for behind it: what the block takes of it is kept for then."""
+    if id(iterator) not in copies:
+        first, kept = tee(iterator)
+        copies[id(iterator)] = iterator, first, kept  # with itself: its number is not another's then
+    _, first, kept = copies[id(iterator)]
+    return first, kept
+
+
+def _slots(owner: Any) -> list[str]:
+    """Return the names of an object's attributes that are in no dict, where its class is the user's."""
+    kinds = [each for each in type(owner).__mro__ if is_class_of_user(each)]
+    return [name for each in kinds for name, value in vars(each).items() if isinstance(value, MemberDescriptorType)]
 
 
 def _restore_children(module: nn.Module, before: dict[str, nn.Module | None]) -> None:
@@ -145,16 +194,24 @@ def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> N
     attributes.update(before)
 
 
-def _remember_all(values: list[Any], undo: list[Callable[[], object]], visited: set[int]) -> None:
+def _remember_all(
+    values: list[Any],
+    undo: list[Callable[[], object]],
+    visited: set[int],
+    copies: Copies,
+    *,
+    of_object: bool = False,
+) -> None:
     """Add to `undo` what puts the contents of mutable values back, and of those that they hold."""
-    waiting = [(value, False) for value in values]
+    waiting = [(value, of_object) for value in values]
     while waiting:
         value, of_object = waiting.pop()
         if id(value) in visited:
             continue
         visited.add(id(value))
         is_object = is_object_of_user(value)
-        children = _remember_attributes(value, undo) if is_object else _remember(value, undo, of_object=of_object)
+        children = _remember_attributes(value, undo, copies) if is_object or _is_of_user(value) else []
+        children += _remember(value, undo, of_object=of_object)
         waiting += [(child, of_object or is_object) for child in children]
 
 
@@ -181,6 +238,12 @@ def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) 
         undo.append(partial(value.set_state, value.get_state()))
     elif isinstance(value, random.Random):
         undo.append(partial(value.setstate, value.getstate()))
+    elif isinstance(value, np.random.Generator):
+        undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+    elif isinstance(value, np.random.RandomState):
+        undo.append(partial(value.set_state, value.get_state()))
+    elif isinstance(value, Synchronized):
+        undo.append(partial(setattr, value, "value", value.value))
     return children if len(children) <= MAX_VISITED else []
 
 
@@ -190,16 +253,28 @@ def _bytes(value: Tensor | np.ndarray[Any, Any]) -> int:
 
 def is_object_of_user(value: Any) -> bool:
     """Return whether a value is an object of the user's own, or a metric: one whose attributes a step may count in."""
-    if isinstance(value, (Tensor, dict, list, set, deque, type, Dataset)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (Tensor, np.ndarray, dict, list, set, deque, tuple, str, type, Dataset, FunctionType)):
         return False
+    if isinstance(value, (SimpleNamespace, Namespace)):
+        return True
     return type(value).__module__.partition(".")[0] == "torchmetrics" or is_class_of_user(type(value))
+
+
+def _is_of_user(value: Any) -> bool:
+    """Return whether a list, dict or set may have attributes, too: it is of a class of the user's."""
+    return isinstance(value, (dict, list, set, deque)) and is_class_of_user(type(value))
 
 
 def is_class_of_user(found: type) -> bool:
     """Return whether a class is the user's own: no library's."""
-    if found.__module__.partition(".")[0] in _NOT_THE_USERS:
+    return is_file_of_user(found.__module__)
+
+
+def is_file_of_user(module: str) -> bool:
+    """Return whether a module of Python's is the user's own: no library's."""
+    if module.partition(".")[0] in _NOT_THE_USERS:
         return False
-    file = getattr(sys.modules.get(found.__module__), "__file__", None) or ""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not any(folder in file for folder in _INSTALLED)
 
 

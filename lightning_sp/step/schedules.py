@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sp.step.counters import Counter, numbers_of, owners_of_numbers
+from lightning_sp.step.counters import Counter, added, numbers_of, owners_of_numbers
 
 # Of so many batches: what changes with each is a counter.
 _STAYS = 2
@@ -23,9 +23,9 @@ class Schedules:
 
     def __init__(self) -> None:
         self._owners: list[Any] = []
-        self._values: dict[tuple[int, str], tuple[Any, int]] = {}
-        self._added: dict[tuple[int, str], tuple[int, int]] = {}
-        self._told: set[tuple[int, str]] = set()
+        self._values: dict[tuple[int, Any], tuple[Any, int]] = {}
+        self._added: dict[tuple[int, Any], tuple[float, int]] = {}
+        self._told: set[tuple[int, Any]] = set()
         self._changes = 0
 
     def start(self, trainer: Any) -> None:
@@ -43,7 +43,7 @@ class Schedules:
             same = type(before) is type(value) and (before == value or value != value)
             changed |= not same and batches >= _STAYS
             values[key] = (value, batches + 1 if same else 1)
-            if type(before) is type(value) is int:
+            if added(before, value):
                 each, times = self._added.get(key, (0, 0))
                 self._added[key] = (value - before, times + 1 if value - before == each else 1)
         self._changes += changed
@@ -59,7 +59,7 @@ class Schedules:
         self._told.update(found)
         return [Counter(self._owners[index], name, self._added[index, name][0]) for index, name in found]
 
-    def _read(self, trainer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
+    def _read(self, trainer: Any) -> Iterator[tuple[tuple[int, Any], Any]]:
         yield (-1, "epoch"), trainer.current_epoch
         for index, owner in enumerate(self._owners):
             for name, value in numbers_of(owner).items():

@@ -8,6 +8,13 @@ DATA_MODULE = "tests/data/test_datamodule.py"
 
 DATA = (
     fault(
+        "a length that a user gives its dataset through the Trainer, and that stays in an object of ours",
+        "data/loaders/fillers.py",
+        "        setattr(self.stood_for, name, value)\n",
+        "        vars(self)[name] = value\n",
+        "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices[grown]",
+    ),
+    fault(
         "samples of other signs or in another order on a sequence's ranks, taken for the same",
         "data/batch/digest.py",
         "total += mixed.bitwise_xor_(mixed >> 32).mul_(_LAST).sum()",

@@ -237,14 +237,14 @@ GLOBAL_VIEW = (
         "rewrite/whole_attention.py",
         "queries.storage.agree(_NO_KEY if _hides_all_keys(bias) else None)",
         "queries.storage.agree(None)",
-        f"{REFUSED}[a bias that hides all keys-words7]",
+        f"{REFUSED}[a bias that hides all keys-]",
     ),
     fault(
         "a maximum with what hides all keys, left out",
         "global_view/rules/attention/scores.py",
         "    check_ties(x.attention)\n",
         "",
-        f"{REFUSED}[a maximum with what hides all keys-words6]",
+        f"{REFUSED}[a maximum with what hides all keys-]",
     ),
     fault(
         "a running sum that counts a rank's own run twice",
@@ -441,14 +441,14 @@ GLOBAL_VIEW = (
         "global_view/user_functions/functions_of_tokens.py",
         "    if not _same(small[1], doubled[1]):\n",
         "    if False:\n",
-        f"{REFUSED}[a gradient without its mean-words18]",
+        f"{REFUSED}[a gradient without its mean-]",
     ),
     fault(
         "a user's gradient that is clipped at a number",
         "global_view/user_functions/functions_of_tokens.py",
         "    if not _same(small[1], large[1]):\n",
         "    if False:\n",
-        f"{REFUSED}[a gradient that is clipped-words19]",
+        f"{REFUSED}[a gradient that is clipped-]",
     ),
     fault(
         "a user's backward that a graph loses",

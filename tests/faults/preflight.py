@@ -9,6 +9,7 @@ HIDDEN_TEST = "tests/preflight/test_hidden_terms.py"
 STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 
 UNTRIED = "tests/preflight/test_untried_length.py"
+COUNTED = "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
 PREFLIGHT = (
     fault(
@@ -385,9 +386,51 @@ PREFLIGHT = (
     fault(
         "a step's own count, shown as it is now",
         "step/counters.py",
-        "            setattr(counter.owner, counter.name, value + batches * counter.each)\n",
-        "            pass\n",
+        "            _show(counter, value)\n        yield",
+        "            pass\n        yield",
         "tests/step/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[steps-0-steps=7]",
+    ),
+    fault(
+        "an embedding that a trial of a later step has frozen",
+        "step/traces.py",
+        "[partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]",
+        "[]",
+        f"{COUNTED}[frozen]",
+    ),
+    fault(
+        "a run that a trial of a later step has ended",
+        "step/traces.py",
+        "    undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))\n",
+        "",
+        f"{COUNTED}[stopped]",
+    ),
+    fault(
+        "a learning rate that a trial of a later step has lowered",
+        "step/traces.py",
+        "    mutable: list[Any] = [each.param_groups for each in trainer.optimizers]\n",
+        "    mutable: list[Any] = []\n",
+        f"{COUNTED}[rate]",
+    ),
+    fault(
+        "a count in a global, a class or a closure, that trials move on",
+        "step/isolation.py",
+        "        undo.append(put)\n",
+        "",
+        "tests/step/test_isolation.py::test_what_a_step_keeps_outside_of_its_module_is_put_back",
+    ),
+    fault(
+        "a batch's index, shown as it is now",
+        "preflight/tried_steps.py",
+        "                if first and reads_batch_index(self._module):\n",
+        "                if False:\n",
+        f"{COUNTED}[index]",
+    ),
+    fault(
+        "a count in a dict, which is not looked into",
+        "step/counters.py",
+        "    waiting += [value for each in owners for value in _values(each)]\n",
+        "",
+        f"{COUNTED}[entry]",
     ),
     fault(
         "a count of a hook's, which no trial hears of",

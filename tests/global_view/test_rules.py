@@ -72,6 +72,7 @@ def test_what_needs_no_whole_stays_split(pools):
         ("the first token subtracted in place", ["sub in place reads some of the tokens that it writes"]),
         ("recomputed by an own backward", ["use_reentrant=True of a tensor of the sequence", "pass use_reentrant=False"]),
     ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )  # fmt: skip
 def test_what_has_no_rule_is_refused_with_the_users_line(pools, name, words):
     for [message] in pools(2).run(ranks.refused, [name]):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import deque
+from dataclasses import dataclass
+from itertools import count, cycle
+from multiprocessing import Value
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -118,3 +124,90 @@ def test_traceless_puts_back_what_a_step_writes():
     with pytest.raises(AssertionError, match="logged"):
         module.log("x")
     assert not torch.equal(nn.functional.dropout(torch.ones(50), 0.9), torch.ones(50))
+
+
+SEEN = {"steps": 0}
+COUNT = 0
+DRAWS = np.random.default_rng(5)
+
+
+@dataclass(slots=True)
+class Slots:
+    count: int = 0
+
+
+class Meter(dict):
+    count = 0
+
+
+class Outside(nn.Module):
+    """A module that keeps what it counts elsewhere."""
+
+    total = 0
+    rows: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.options, self.slots, self.meter = SimpleNamespace(n=0), Namespace(n=0), Slots(), Meter()
+        self.shared, self.draws, self.old_draws = Value("i", 0), np.random.default_rng(1), np.random.RandomState(2)
+        self.ids, self.weights, self.phases = count(1), (0.5**each for each in range(9)), cycle("abc")
+        self.same_ids = self.ids
+        own = 0
+
+        def add() -> int:
+            nonlocal own
+            own += 1
+            add.calls += 1
+            return own + add.calls
+
+        add.calls = 0
+        self.add = add
+
+    def step(self, kept: list[int] = []) -> tuple[object, ...]:  # noqa: B006
+        global COUNT
+        COUNT += 1
+        SEEN["steps"] += 1
+        Outside.total += 1
+        Outside.rows.append(1)
+        kept.append(1)
+        self.space.n, self.options.n, self.slots.count = self.space.n + 1, self.options.n + 1, self.slots.count + 1
+        self.meter.count, self.meter["x"], self.shared.value = self.meter.count + 1, 1, self.shared.value + 1
+        counted = (COUNT, SEEN["steps"], self.total, len(self.rows), len(kept), self.space.n, self.options.n)
+        objects = (self.slots.count, self.meter.count, self.shared.value, self.add())
+        drawn = (self.draws.random(), self.old_draws.rand(), DRAWS.random())
+        return counted, objects, drawn, (next(self.ids), next(self.same_ids), next(self.weights), next(self.phases))
+
+
+def test_what_a_step_keeps_outside_of_its_module_is_put_back():
+    module, found = Outside(), []
+    for _ in range(3):
+        with isolated(module, torch.device("cpu")):
+            found.append(module.step())
+            module.step()
+    assert found[0] == found[1] == found[2] == module.step()
+    assert module.step()[3] == (3, 4, 0.5, "b"), "iterators go on behind a trial"
+
+
+def test_what_a_step_does_to_its_run_is_put_back():
+    module, freed = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trainer = SimpleNamespace(
+        optimizers=[optimizer],
+        lr_scheduler_configs=[SimpleNamespace(scheduler=schedule)],
+        should_stop=False,
+        callbacks=[],
+    )
+    module._trainer = trainer
+    with isolated(module, torch.device("cpu")):
+        module.weight.requires_grad_(False)
+        trainer.should_stop, trainer.seen = True, 1
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.param_groups[0]["late"] = 1
+        optimizer.add_param_group({"params": freed.parameters()})
+        schedule.last_epoch += 1
+    assert module.weight.requires_grad
+    assert (trainer.should_stop, hasattr(trainer, "seen"), schedule.last_epoch) == (False, False, 0)
+    assert len(optimizer.param_groups) == 1
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert "late" not in optimizer.param_groups[0]

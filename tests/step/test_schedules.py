@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sp.step.counters import Counter
 from lightning_sp.step.schedules import Schedules
 from tests.step import schedules_ranks as ranks
 
@@ -63,7 +64,7 @@ def test_what_each_batch_adds_as_much_to_is_a_counter_once():
     told(schedules, trainer, model, 2)
     assert schedules.take_counters() == []
     told(schedules, trainer, model, 1)
-    assert schedules.take_counters() == [(model, "seen", 1)]
+    assert schedules.take_counters() == [Counter(model, "seen", 1)]
     told(schedules, trainer, model, 3)
     assert schedules.take_counters() == []
 

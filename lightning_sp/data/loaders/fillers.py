@@ -22,28 +22,55 @@ LOSS_MASKS = ("loss_mask", "completion_mask", "target_mask", "loss_weights")
 
 
 class MarkedSample(NamedTuple):
-    """A sample, and whether it is a filler."""
+    """A sample that is a filler."""
 
     sample: Any
-    is_filler: bool
 
 
-class FillerDataset(Dataset[MarkedSample]):
+class StandsFor:
+    """An object in the place of one of the user's: every attribute but its own is that one's, to read and to write.
+
+    Users reach theirs through the Trainer: `trainer.train_dataloader.dataset.length = 512` is to change what is loaded.
+
+    Args:
+        users: the object.
+        own: attributes of this one.
+    """
+
+    def __init__(self, users: Any, **own: Any) -> None:
+        vars(self).update(own, stood_for=users)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's object; not what Python and torch look up to copy it or to read many samples at once."""
+        if name.startswith("__") or "stood_for" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.stood_for, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the user's object."""
+        setattr(self.stood_for, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the user's object."""
+        delattr(self.stood_for, name)
+
+
+class FillerDataset(StandsFor, Dataset[Any]):
     """Sample i of a dataset for index i, and the same, marked as a filler, for ``~i``."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
 
     def __len__(self) -> int:
         """Count the real samples."""
-        return len(self.dataset)
+        return len(self.stood_for)
 
-    def __getitem__(self, index: int) -> MarkedSample:
-        """Return a sample and its mark."""
-        return MarkedSample(self.dataset[index if index >= 0 else ~index], index < 0)
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample, as it is or marked."""
+        return self.stood_for[index] if index >= 0 else MarkedSample(self.stood_for[~index])
 
 
-class FillerCollate:
+class FillerCollate(StandsFor):
     """A collate function that ignores the targets of a batch of fillers.
 
     It works on the batch and not on samples: only there are a user's targets sure to have names.
@@ -54,14 +81,15 @@ class FillerCollate:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], *, fillers_come: bool) -> None:
-        self.collate, self.fillers_come = collate, fillers_come
+        super().__init__(collate, fillers_come=fillers_come)
 
-    def __call__(self, samples: list[MarkedSample]) -> Any:
-        """Collate samples that `FillerDataset` has marked."""
-        batch = self.collate([marked.sample for marked in samples])
+    def __call__(self, samples: list[Any]) -> Any:
+        """Collate samples of a `FillerDataset`."""
+        is_filler = type(samples[0]) is MarkedSample
+        batch = self.stood_for([each.sample for each in samples] if is_filler else samples)
         if self.fillers_come:
             known_targets(batch)
-        return ignore_targets(batch) if samples[0].is_filler else batch
+        return ignore_targets(batch) if is_filler else batch
 
 
 def known_targets(batch: Any) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dis
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -27,6 +27,7 @@ from lightning_sp.step.traces import NUMBERS
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 
 _NOT_THE_USERS = {*OF_THE_FRAMEWORK, "_current_fx_name"}
+_PLAIN, _NOT_PLAIN = frozenset(NUMBERS), frozenset((dict, OrderedDict, list, set))
 _LENGTH = "length"
 # Of longer lists no later length is made; so many objects of a run are looked into, and no longer dicts: a vocabulary is no state.
 _LONGEST = 100_000
@@ -98,13 +99,20 @@ def numbers_of(owner: Any, *, on_device: bool = False) -> dict[Any, Any]:
         return {_LENGTH: len(owner)}
     if isinstance(owner, dict) and len(owner) > _MOST_ENTRIES:
         return {}
-    found = {name: _plain(value, on_device) for name, value in _named(owner).items() if name not in _NOT_THE_USERS}
-    return {name: value for name, value in found.items() if value is not NotImplemented}
+    found = {}
+    # Each batch does this for each module of the user's: what is plain needs no further question.
+    for name, value in (owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})).items():
+        plain = value if type(value) in _PLAIN else _plain(value, on_device)
+        if plain is not NotImplemented and name not in _NOT_THE_USERS and not str(name).startswith("__"):
+            found[name] = plain
+    return found
 
 
 def _plain(value: Any, on_device: bool) -> Any:
     """Return a value that can be compared; NotImplemented for one that cannot."""
-    if type(value) in NUMBERS or isinstance(value, Enum):
+    if type(value) in _NOT_PLAIN:
+        return NotImplemented
+    if isinstance(value, Enum):
         return value
     if isinstance(value, tuple) and len(value) < 10 and all(type(each) in NUMBERS for each in value):
         return value

@@ -23,7 +23,9 @@ class Schedules:
 
     def __init__(self) -> None:
         self._owners: list[Any] = []
-        self._values: dict[tuple[int, Any], tuple[Any, int]] = {}
+        self._batches = 0
+        self._last: dict[int, dict[Any, Any]] = {}  # of each owner
+        self._since: dict[tuple[int, Any], int] = {}  # the batch before which a number became what it is
         self._added: dict[tuple[int, Any], tuple[float, int]] = {}
         self._told: set[tuple[int, Any]] = set()
         self._changes = 0
@@ -31,21 +33,26 @@ class Schedules:
     def start(self, trainer: Any) -> None:
         """Begin a fit."""
         self._owners = owners_of_numbers(trainer)
-        self._values, self._added, self._told, self._changes = {}, {}, set(), 0
+        self._batches, self._last, self._since = 0, {}, {}
+        self._added, self._told, self._changes = {}, set(), 0
 
     def have_changed(self, trainer: Any) -> bool:
         """Return whether one has before this training batch, and is to be told; once for a batch."""
         if not trainer.training or not self._owners:
             return False
-        values, changed = self._values, False
-        for key, value in self._read(trainer):
-            before, batches = values.get(key, (value, 0))
-            same = type(before) is type(value) and (before == value or value != value)
-            changed |= not same and batches >= _STAYS
-            values[key] = (value, batches + 1 if same else 1)
-            if added(before, value):
-                each, times = self._added.get(key, (0, 0))
-                self._added[key] = (value - before, times + 1 if value - before == each else 1)
+        self._batches += 1
+        changed = False
+        for index, numbers in self._read(trainer):
+            before, self._last[index] = self._last.get(index, {}), numbers
+            if before == numbers:
+                continue
+            for name, value in numbers.items():
+                if name not in before:
+                    self._since[index, name] = self._batches
+                elif value is not before[name] and value == value and value != before[name]:
+                    changed |= self._batches - self._since[index, name] >= _STAYS
+                    self._since[index, name] = self._batches
+                    self._note_added((index, name), before[name], value)
         self._changes += changed
         return changed and (self._changes <= _EACH or self._changes & (self._changes - 1) == 0)
 
@@ -59,8 +66,12 @@ class Schedules:
         self._told.update(found)
         return [Counter(self._owners[index], name, self._added[index, name][0]) for index, name in found]
 
-    def _read(self, trainer: Any) -> Iterator[tuple[tuple[int, Any], Any]]:
-        yield (-1, "epoch"), trainer.current_epoch
+    def _note_added(self, key: tuple[int, Any], before: Any, value: Any) -> None:
+        if added(before, value):
+            each, times = self._added.get(key, (0, 0))
+            self._added[key] = (value - before, times + 1 if value - before == each else 1)
+
+    def _read(self, trainer: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
+        yield -1, {"epoch": trainer.current_epoch}
         for index, owner in enumerate(self._owners):
-            for name, value in numbers_of(owner).items():
-                yield (index, name), value
+            yield index, numbers_of(owner)

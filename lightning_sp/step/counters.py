@@ -170,10 +170,7 @@ def counted_on(counters: Sequence[Counter], batches: int) -> Iterator[str]:
     counters = [each for each in counters if each.name in numbers_of(each.owner, on_device=True)]
     before = [numbers_of(each.owner, on_device=True)[each.name] for each in counters]
     lists = [(each.owner, list(each.owner)) for each in counters if isinstance(each.owner, (list, deque))]
-    later = [
-        min(value + batches * each.each, value + batches * each.each if each.most is None else each.most)
-        for each, value in zip(counters, before, strict=True)
-    ]
+    later = [_later(each, value, batches) for each, value in zip(counters, before, strict=True)]
     try:
         for counter, value in zip(counters, later, strict=True):
             _show(counter, value)
@@ -185,6 +182,12 @@ def counted_on(counters: Sequence[Counter], batches: int) -> Iterator[str]:
         for owner, values in lists:
             owner.clear()
             owner.extend(values)
+
+
+def _later(counter: Counter, value: Any, batches: int) -> Any:
+    """Return what a counter shows so many batches later, of the same type."""
+    found = type(value)(value + batches * counter.each)
+    return found if counter.most is None else min(found, counter.most)
 
 
 def _show(counter: Counter, value: Any) -> None:

@@ -8,7 +8,7 @@ A trial of the step in which they change shows what the others could not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_sp.step.counters import Counter, added, numbers_of, owners_of_numbers
 
@@ -18,29 +18,44 @@ _STAYS = 2
 _EACH = 4
 
 
+class _Added(NamedTuple):
+    """What was added to a number, how often it was as much, before which batch at last, and so many batches after the time before."""
+
+    each: float = 0
+    times: int = 0
+    last: int = 0
+    batches: int = 1
+
+    @property
+    def of_batch(self) -> float:
+        return self.each if self.batches == 1 else self.each / self.batches
+
+
 class Schedules:
     """What is known of such numbers in a fit; a class because it waits for their change."""
 
     def __init__(self) -> None:
         self._owners: list[Any] = []
-        self._batches = 0
+        self._batches, self._batch = 0, None
         self._last: dict[int, dict[Any, Any]] = {}  # of each owner
         self._since: dict[tuple[int, Any], int] = {}  # the batch before which a number became what it is
-        self._added: dict[tuple[int, Any], tuple[float, int]] = {}
+        self._added: dict[tuple[int, Any], _Added] = {}
         self._told: set[tuple[int, Any]] = set()
         self._changes = 0
 
     def start(self, trainer: Any) -> None:
         """Begin a fit."""
         self._owners = owners_of_numbers(trainer)
-        self._batches, self._last, self._since = 0, {}, {}
+        self._batches, self._batch, self._last, self._since = 0, None, {}, {}
         self._added, self._told, self._changes = {}, set(), 0
 
-    def have_changed(self, trainer: Any) -> bool:
-        """Return whether one has before this training batch, and is to be told; once for a batch."""
-        if not trainer.training or not self._owners:
+    def have_changed(self, trainer: Any, batch: Any) -> bool:
+        """Return whether one has before this training batch, and is to be told; once for a batch, which may be handed over twice."""
+        if not trainer.training or not self._owners or batch is self._batch:
             return False
-        self._batches += 1
+        self._batches, self._batch = self._batches + 1, batch
+        # What each optimizer step adds to is a counter, too.
+        stays = _STAYS * trainer.accumulate_grad_batches
         changed = False
         for index, numbers in self._read(trainer):
             before, self._last[index] = self._last.get(index, {}), numbers
@@ -50,7 +65,7 @@ class Schedules:
                 if name not in before:
                     self._since[index, name] = self._batches
                 elif value is not before[name] and value == value and value != before[name]:
-                    changed |= self._batches - self._since[index, name] >= _STAYS
+                    changed |= self._batches - self._since[index, name] >= stays
                     self._since[index, name] = self._batches
                     self._note_added((index, name), before[name], value)
         self._changes += changed
@@ -60,16 +75,17 @@ class Schedules:
         """Return the numbers to which each of the last batches has added as much; each of them once in a fit."""
         found = [
             key
-            for key, (each, times) in self._added.items()
-            if each and times >= _STAYS and key[0] >= 0 and key not in self._told
+            for key, (_, times, _, _) in self._added.items()
+            if times >= _STAYS and key[0] >= 0 and key not in self._told
         ]
         self._told.update(found)
-        return [Counter(self._owners[index], name, self._added[index, name][0]) for index, name in found]
+        return [Counter(self._owners[key[0]], key[1], self._added[key].of_batch) for key in found]
 
     def _note_added(self, key: tuple[int, Any], before: Any, value: Any) -> None:
         if added(before, value):
-            each, times = self._added.get(key, (0, 0))
-            self._added[key] = (value - before, times + 1 if value - before == each else 1)
+            each, times, last, _ = self._added.get(key, _Added())
+            again = times + 1 if value - before == each else 1
+            self._added[key] = _Added(value - before, again, self._batches, self._batches - last)
 
     def _read(self, trainer: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
         yield -1, {"epoch": trainer.current_epoch}

@@ -22,7 +22,9 @@ class Model(nn.Module):
 
 def followed():
     model = Model()
-    trainer = SimpleNamespace(lightning_module=model, callbacks=[], training=True, current_epoch=0)
+    trainer = SimpleNamespace(
+        lightning_module=model, callbacks=[], training=True, current_epoch=0, accumulate_grad_batches=1
+    )
     schedules = Schedules()
     schedules.start(trainer)
     return model, trainer, schedules
@@ -32,7 +34,7 @@ def told(schedules, trainer, model, batches):
     found = []
     for _ in range(batches):
         model.seen, model.mean = model.seen + 1, model.mean * 0.9 + 1.0
-        found.append(schedules.have_changed(trainer))
+        found.append(schedules.have_changed(trainer, object()))
     return found
 
 
@@ -47,7 +49,7 @@ def test_what_stays_and_then_changes_is_told_once():
     model.tensor = torch.zeros(1)
     assert told(schedules, trainer, model, 2) == [False, False]
     trainer.training, model.phase = False, "third"
-    assert not schedules.have_changed(trainer)
+    assert not schedules.have_changed(trainer, object())
 
 
 def test_many_changes_are_told_more_and_more_seldom():
@@ -67,6 +69,23 @@ def test_what_each_batch_adds_as_much_to_is_a_counter_once():
     assert schedules.take_counters() == [Counter(model, "seen", 1)]
     told(schedules, trainer, model, 3)
     assert schedules.take_counters() == []
+
+
+def test_a_batch_that_is_handed_over_twice_is_one():
+    model, trainer, schedules = followed()
+    for _ in range(6):
+        model.seen += 1
+        batch = object()
+        assert [schedules.have_changed(trainer, batch) for _ in range(3)] == [False] * 3
+
+
+def test_what_each_optimizer_step_adds_to_is_a_counter_of_its_micro_batches():
+    model, trainer, schedules = followed()
+    trainer.accumulate_grad_batches = 3
+    for number in range(12):
+        model.seen += number % 3 == 2
+        assert not schedules.have_changed(trainer, object())
+    assert schedules.take_counters() == [(model, "seen", 1 / 3, None)]
 
 
 @pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6)])

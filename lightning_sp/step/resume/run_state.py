@@ -66,6 +66,10 @@ class RunState:
         """What this rank has written to outside of its steps."""
         return Written(self.buffers.digest, self.writes.digest, self.writes.described)
 
+    def have_changed(self, trainer: Any, batch: Any) -> bool:
+        """Return whether numbers of the user's have, by which the step may do other things, before a training batch."""
+        return self.schedules.have_changed(trainer, batch)
+
     def begin_micro_batch(self, rows: int, trainer: Any, mesh: SequenceMesh, device: torch.device) -> DropoutSource:
         """Move on by a micro-batch of training; return what its attention dropout is drawn by."""
         self.cursor.note_micro_batch(rows, trainer, mesh)

@@ -1,7 +1,7 @@
 """Numbers of the user's own that count batches. A trial shows them as later in the run, as it does the run's own progress.
 
-self.seen += 1
-if self.seen > 1_000: labels[:, : self.skipped] = -100      a trial of the first batches does not see this line
+    self.seen += 1
+    if self.seen > 1_000: labels[:, : self.skipped] = -100      a trial of the first batches does not see this line
 
 They are attributes of modules, callbacks and their classes, or entries of dicts and of objects that these hold; whole numbers, also as floats
 and tensors; and how many numbers a list has.

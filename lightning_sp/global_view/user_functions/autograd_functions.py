@@ -71,9 +71,8 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             found = aligned(call) if call.tensors and cls is not BackwardHookFunction else NO_RULE
             shape = torch.broadcast_shapes(*(each.local.shape for each in call.tensors))  # type: ignore[no-untyped-call]
-        except (
-            RuntimeError
-        ) as error:  # of shapes that are no function's of single numbers, a mask of rows beside their vectors
+        # Of shapes that are no function's of single numbers: a mask of rows beside their vectors.
+        except RuntimeError as error:
             raise _refusal(cls) from error
         if found is NO_RULE:
             raise _refusal(cls)

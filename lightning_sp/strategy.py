@@ -254,7 +254,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         check_optimized(self._module, self.optimizers)
         check_added(self._module)
         self._run.replicas.watch(self._module, self._module.trainer.global_step, self._shard_size, self._groups.world)
-        self._preflight(batch, batch_idx)
+        self._preflight(batch, batch_idx, self._run.schedules)
 
     # ---- steps
 

@@ -27,6 +27,7 @@ from lightning_sp.checkpoint.folders.folder import (
 from lightning_sp.checkpoint.folders.metadata import checked_reader
 from lightning_sp.checkpoint.folders.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.single_numbers import SINGLE_NUMBERS
 
 FORMATS = (".pt", ".safetensors")
 
@@ -106,6 +107,7 @@ def read_checkpoint_folder(path: str | Path) -> dict[str, Any]:
     """
     source = readable(path)
     checkpoint = read_folder(source)[0]
+    checkpoint.pop(SINGLE_NUMBERS, None)
     return {**checkpoint, "state_dict": read_model(source)}
 
 
@@ -115,7 +117,7 @@ def read_model(source: Location, prefix: str = "") -> dict[str, Tensor]:
         values: dict[str, Any] = read_file(_file(source))["state_dict"]
         whole = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
         return _strip(source, whole, prefix)
-    _, metadata, contents = read_folder(source)
+    checkpoint, metadata, contents = read_folder(source)
     if wrong := damage(contents, contents.files):
         raise SequenceParallelError(wrong)
     key = "state_dict."
@@ -132,7 +134,10 @@ def read_model(source: Location, prefix: str = "") -> dict[str, Tensor]:
             dcp_load(wanted, storage_reader=checked_reader(contents.folder, metadata), no_dist=True)
         except (Exception, CheckpointException) as error:  # of DCP's, a BaseException
             raise SequenceParallelError(f"checkpoint {source} could not be read: {first_failure(error)}") from error
-    return _strip(source, {name[len(key) :]: value for name, value in wanted.items()}, prefix)
+    state = {name[len(key) :]: value for name, value in wanted.items()}
+    for name in state.keys() & {*checkpoint.get(SINGLE_NUMBERS, ())}:
+        state[name] = state[name].reshape(())
+    return _strip(source, state, prefix)
 
 
 def _strip(source: Location, state: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from lightning_sp.checkpoint.folders.replace import recover
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parameter_names import by_user_name, user_name
+from lightning_sp.single_numbers import SINGLE_NUMBERS, is_single_number
 
 
 def load_checkpoint(
@@ -85,7 +86,8 @@ def load_checkpoint(
         else:
             checkpoint, metadata, contents = read_folder(folder)
             shapes = stored_shapes(metadata)
-        own = {name: tuple(t.shape) for name, t in model_state(module).items() if isinstance(t, Tensor)}
+        tensors = {name: each for name, each in model_state(module).items() if isinstance(each, Tensor)}
+        own = {name: () if is_single_number(each) else tuple(each.shape) for name, each in tensors.items()}
         check_model(path, {**shapes, **excluded_shapes(checkpoint)}, own, strict=strict)
         if optimizers is not None:
             check_optimizers(path, checkpoint, len(optimizers))
@@ -162,6 +164,7 @@ def _read_tensors(
                 f"checkpoint {contents.folder} could not be read: {first_failure(error)}"
             ) from error
     checkpoint["state_dict"] = {**state, **checkpoint.pop("state_dict_objects")}
+    checkpoint.pop(SINGLE_NUMBERS, None)
     return checkpoint
 
 

@@ -45,6 +45,7 @@ from lightning_sp.checkpoint.folders.free_space import check_free_space
 from lightning_sp.checkpoint.folders.replace import put_in_place
 from lightning_sp.checkpoint.staged import StagedFolder
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.single_numbers import SINGLE_NUMBERS, in_own_shape, is_single_number
 
 
 def save_checkpoint(
@@ -210,6 +211,8 @@ def _folder_tensors(checkpoint: dict[str, Any], plain: dict[str, Any], sharded: 
     """Return the tensors of a folder, and put everything else of a checkpoint among its plain values."""
     tensors: dict[str, Any] = {"state_dict": {}, SHARDED: sharded}
     plain["state_dict_objects"] = {}
+    if single := [name for name, value in checkpoint["state_dict"].items() if is_single_number(value)]:
+        plain[SINGLE_NUMBERS] = single
     for name, value in checkpoint["state_dict"].items():
         (tensors["state_dict"] if isinstance(value, Tensor) else plain["state_dict_objects"])[name] = value
     if "optimizer_states" in checkpoint:
@@ -280,7 +283,7 @@ def _write_file(plain: dict[str, Any], name: str) -> None:
 
 def _whole(value: Any, is_writer: bool) -> Any:
     """Gather a sharded tensor on all ranks; those that do not write let it go at once."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = in_own_shape(value.full_tensor(), value) if isinstance(value, DTensor) else value
     if not isinstance(whole, Tensor):
         return whole
     return whole.detach().cpu().clone() if is_writer else None

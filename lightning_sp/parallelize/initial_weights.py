@@ -209,7 +209,7 @@ def _receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None
     """Overwrite a tensor, or this rank's shard of it, with that of rank 0, which alone passes it in whole."""
     if whole is None:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    whole = whole.detach().to(device).contiguous()
+    whole = whole.detach().to(device).reshape(tensor.shape).contiguous()  # shards of a single number have a dim
     if whole.numel():
         comm.broadcast(whole.reshape(-1).view(torch.uint8))
     if isinstance(tensor, DTensor):

@@ -17,8 +17,8 @@ from lightning_sp.quantized_weights import is_quantized
 
 
 def check_parameters(root: nn.Module) -> None:
-    """Refuse parameters that are no plain tensors and no quantized weights of a known form (those of lazy modules, say), have no element or
-    no dim, hooks that would be lost, or a forward that writes to them. Equal on all ranks.
+    """Refuse parameters that are no plain tensors and no quantized weights of a known form (those of lazy modules, say), have no element,
+    hooks that would be lost, or a forward that writes to them. Equal on all ranks.
 
     Raises:
         SequenceParallelError: with the first of them.
@@ -40,10 +40,6 @@ def check_parameters(root: nn.Module) -> None:
             raise SequenceParallelError(
                 f"{user_name(name)} of shape {tuple(parameter.shape)} has no element: FSDP2 cannot reduce the gradient of nothing; leave it "
                 "out of the model, or choose sizes that leave it some"
-            )
-        if parameter.dim() == 0:
-            raise SequenceParallelError(
-                f"{user_name(name)} is a single number of shape (): FSDP2 splits along the first dim, and it has none; make it one of shape (1,)"
             )
     _check_scripted(root)
     _check_embeddings(root)

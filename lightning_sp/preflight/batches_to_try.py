@@ -20,7 +20,7 @@ class BatchesToTry:
         self._first_step = 0
         self._again: list[int] = []
         self._batch: Any = None
-        self._last: Any = None  # of the step in progress, while a fit has a preflight
+        self.last: Any = None  # of the step in progress, while a fit has a preflight
         self._of_new: Any = None  # whose step did what none before did
         self.seen_tokens: int | None = None  # of the longest whole batch whose step was run by shapes
         self._longest, self._records = sys.maxsize, 0
@@ -29,7 +29,7 @@ class BatchesToTry:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
         self._tried_padding = self._not_compared = self.trained_untried = False
-        self._last = self._of_new = None
+        self.last = self._of_new = None
         self._first_step = 0
         self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
@@ -74,7 +74,7 @@ class BatchesToTry:
         """Try the batch of the step in progress before an optimizer step, if this fit has a preflight and has tried its first."""
         if self._expected and not self._first:
             self._again, self._not_compared = sorted({*self._again, step}), True
-            self._of_new = self._last
+            self._of_new = self.last
 
     def expect_changed(self, step: int, tokens: int, batch: Any) -> None:
         """Try a batch from an optimizer step on, for its step may do other things, if this fit has tried its first.
@@ -112,7 +112,7 @@ class BatchesToTry:
             step: optimizer steps so far.
             padded: whether it is the whole of a step that is padded: the first of these is tried.
         """
-        self._last = batch if training and self._expected else None
+        self.last = batch if training and self._expected else None
         first = self._first and step >= self._first_step
         anew = padded and self._expected and not self._tried_padding and not self._first
         if training and (first or anew or (self._again and step >= self._again[0])):

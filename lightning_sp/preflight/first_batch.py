@@ -82,7 +82,7 @@ def try_first_batch(
         monitored: names of logged numbers that decide about the run.
         in_float32: switches autocast off; None where there is none.
         after: optimizer steps of this fit so far; then a short crop is enough.
-        strict: numbers that the step leaves in attributes are raised where they are not one device's, and not only warned of.
+        strict: a refusal is not the last word, for the global view is tried then: as `Trial` has it.
         counters: the user's numbers that have counted batches, not yet tried as later in the run.
         seen_tokens: as `TriedBatch` had it before.
 
@@ -147,7 +147,7 @@ def _compare(
             tried = crop.tokens, long.tokens
             if long.tokens > crop.tokens and long.num_targets != 0:
                 runner.start_run()
-                _try_longer(_trial(long, own, runner, run, options, in_float32), own)
+                _try_longer(replace(_trial(long, own, runner, run, options, in_float32), strict=strict), own)
         if _may_run_by_shapes(runner, config) and (not after or seen_tokens is not None):
             check_untried_length(batch, own, runner, run, options, tried)
             seen_tokens = max(seen_tokens or 0, *whole_extent(batch, options)[1:])

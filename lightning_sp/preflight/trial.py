@@ -98,7 +98,7 @@ class Trial:
         device: where the module is.
         control_group: the world, on a backend for host objects.
         in_float32: switches autocast off for the runs within; None where there is none.
-        strict: numbers that the step leaves in attributes are raised where they are not one device's.
+        strict: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
         shown: calls that hide terms of the loss, and are to show them.
     """
 

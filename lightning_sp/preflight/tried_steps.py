@@ -22,6 +22,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.batches_to_try import BatchesToTry
 from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches, NotComparedError
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
+from lightning_sp.preflight.refusals import explained, first_sentence, is_of_communication, with_lines
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.preflight.views import Views
@@ -30,9 +31,10 @@ from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.isolation import snapshot
 from lightning_sp.step.prepare import interceptions, shard_options
+from lightning_sp.step.schedules import Schedules
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
-from lightning_sp.trainer.hooks.batch_hooks import HandedBatch, of_user
+from lightning_sp.trainer.hooks.batch_hooks import HandedBatch, acts_at_batch_start, of_user
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 
@@ -57,6 +59,7 @@ class TriedSteps(CurrentSequence, ABC):
         self._watched = WatchedNumbers()
         self._undo_hooks: Callable[[], None] | None = None
         self._is_handed = True  # whether hooks have had the batch in progress, and what they did stays
+        self._begins = True  # whether that batch begins an optimizer step
         self._inferred: dict[bool, dict[str, int]] = {}  # by the view
 
     # ---- what the strategy does with a batch
@@ -102,13 +105,13 @@ class TriedSteps(CurrentSequence, ABC):
             if isinstance(error, TrialFailedError) or not getattr(error, "of_part", True):
                 raise  # whole, too
             if before := self._views.refusal(kind):
-                note = f"The step is in the global view, for its part of the sequence was refused: {_first_sentence(before)}"
-                raise _with(error, str(error), note) from error
-            if not self._may_try or not comm.all_go_on(lost=_is_of_communication(error)):
+                note = f"The step is in the global view, for its part of the sequence was refused: {first_sentence(before)}"
+                raise with_lines(error, str(error), note) from error
+            if not self._may_try or not comm.all_go_on(lost=is_of_communication(error)):
                 raise
             refusal = error
         rank_zero_info(
-            f"sequence_parallel: {kind or 'training'}_step is refused on each rank's part of the sequence: {_first_sentence(str(refusal))}. "
+            f"sequence_parallel: {kind or 'training'}_step is refused on each rank's part of the sequence: {first_sentence(str(refusal))}. "
             "It is tried in the global view, which shows the step whole sequences; global_view=False leaves it refused"
         )
         if self._undo_hooks is not None:  # before the view changes what it keeps at modules
@@ -123,8 +126,9 @@ class TriedSteps(CurrentSequence, ABC):
             self._show(whole=False)
             if str(error) == str(refusal):
                 raise
+            refusal = explained(refusal, run)
             tried = f"The global view was tried (global_view='auto'), and refuses it, too: {error}"
-            raise _with(refusal, str(refusal), tried) from error
+            raise with_lines(refusal, str(refusal), tried) from error
         if tried_after:
             self._to_try.expect_again(self._next_step)
         return found
@@ -169,17 +173,17 @@ class TriedSteps(CurrentSequence, ABC):
 
             self._undo_hooks = undo
 
-    def _hand_again(self, whole: Any, handed: Any, hook: str, indices: tuple[int, ...]) -> None:
+    def _hand_again(self, whole: Any, handed: Any, hook: str | None, indices: tuple[int, ...]) -> None:
         """Give the step in progress its batch in the new view, after its hooks: as if they had not had the other one.
 
         Args:
             whole: as the loader gave it.
             handed: as the step would have seen it.
-            hook: the name of those that have had it.
+            hook: the name of those that have had it; None where what they did stays.
             indices: that they were given.
         """
         shown = self._moved(self._sharded(whole), self._info)
-        self._handed.replace(handed, self._handed.after_hooks(self, hook, shown, indices))
+        self._handed.replace(handed, shown if hook is None else self._handed.after_hooks(self, hook, shown, indices))
 
     @property
     def _info(self) -> SequenceInfo:
@@ -191,10 +195,39 @@ class TriedSteps(CurrentSequence, ABC):
     def _offer(self, batch: Any) -> None:
         """Have a batch of training tried, as its loader gave it, if that is due."""
         trainer = self._module.trainer
-        if self._info.is_changed and trainer.training:
-            begins = loops.of_batch(trainer)["begins"] and self._module.automatic_optimization
-            self._to_try.expect_changed(trainer.global_step if begins else self._next_step, self._info.longest, batch)
+        self._begins = loops.of_batch(trainer)["begins"] and self._module.automatic_optimization
+        self._offer_changed(batch, self._info.is_changed and trainer.training)
+
+    def _offer_changed(self, batch: Any, is_changed: bool) -> None:
+        trainer = self._module.trainer
+        if is_changed:
+            step = trainer.global_step if self._begins else self._next_step
+            self._to_try.expect_changed(step, self._info.longest, batch)
         self._to_try.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
+
+    def _offer_after_hooks(self, handed: Any, schedules: Schedules) -> bool:
+        """Have the batch in progress tried where hooks of its start have set a phase. Every rank must call it.
+
+        Args:
+            handed: the batch as the step would see it.
+            schedules: what knows of phases.
+
+        Returns:
+            Whether it is tried so.
+        """
+        to_try, trainer = self._to_try, self._module.trainer
+        if to_try.last is None or to_try.is_offered or not acts_at_batch_start(trainer):
+            return False
+        own = torch.tensor(
+            [schedules.have_changed_in_hooks(trainer), self._handed.is_changed(handed)], dtype=torch.int64
+        )
+        is_set, is_changed = map(bool, comm.largest(own, self._groups.world).tolist())
+        if is_set and is_changed:  # what hooks did to the batch cannot be undone by now: the next one is tried
+            to_try.expect_changed(self._next_step, self._info.longest, to_try.last)
+        elif is_set:
+            self._offer_changed(to_try.last, True)
+            self._undo_hooks = lambda: None
+        return to_try.is_offered
 
     @property
     def _pads_step(self) -> bool:
@@ -231,18 +264,20 @@ class TriedSteps(CurrentSequence, ABC):
         self._inferred[whole] = common
         self._shard_options = replace(self._shard_options, inferred_dims=common)
 
-    def _preflight(self, handed: Any, batch_idx: int) -> None:
+    def _preflight(self, handed: Any, batch_idx: int, schedules: Schedules) -> None:
         """Try the batch of a training step if that is due.
 
         Args:
             handed: as the step would see it.
             batch_idx: its number.
+            schedules: what knows of phases that hooks set.
         """
+        phase_is_set = self._offer_after_hooks(handed, schedules)
         whole, after = self._to_try.take(self._module.trainer.global_step)
         if whole is None:
             return
         hook, before = "on_train_batch_start", self.sees_whole_sequences
-        batch = self._to_try.tried(whole)
+        batch, known = self._to_try.tried(whole), self._trial_options() | {"seen_tokens": self._to_try.seen_tokens}
 
         def tried() -> TriedBatch:
             first = not after or self.sees_whole_sequences != before
@@ -255,7 +290,7 @@ class TriedSteps(CurrentSequence, ABC):
 
             with self._tried(of_index) as run:
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
-                told = self._trial_options() | {"seen_tokens": self._to_try.seen_tokens}
+                told = dict(known)
                 if first and reads_batch_index(self._module):
                     most = self._module.trainer.num_training_batches - 1
                     last = int(most) if math.isfinite(most) else None
@@ -276,7 +311,7 @@ class TriedSteps(CurrentSequence, ABC):
         if self.sees_whole_sequences and not before:
             self._warn_of_steps_before(after)
         if not self._is_handed:
-            self._hand_again(whole, handed, hook, (batch_idx,))
+            self._hand_again(whole, handed, None if phase_is_set else hook, (batch_idx,))
 
     def _warn_of_steps_before(self, after: int) -> None:
         """Say where a step enters the global view that steps before it ran on parts, with what was not tried then."""
@@ -356,24 +391,3 @@ class TriedSteps(CurrentSequence, ABC):
     @abstractmethod
     def _trial_options(self) -> dict[str, Any]:
         """Return what a trial is told of the run."""
-
-
-def _with(error: SequenceParallelError, *lines: str) -> SequenceParallelError:
-    """Return a refusal of the kind of another, with more lines."""
-    text = "\n".join(lines)
-    if isinstance(error, NotComparedError):
-        return NotComparedError(text, of_part=error.of_part, of_numbers=error.of_numbers, undecided=error.undecided)
-    return AttributesDifferError(text) if isinstance(error, AttributesDifferError) else SequenceParallelError(text)
-
-
-def _is_of_communication(error: BaseException) -> bool:
-    """Return whether a refusal comes of a message that another rank had left."""
-    chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    return any(map(comm.is_of_communication, chain))
-
-
-def _first_sentence(words: str) -> str:
-    """Return what a refusal says before its advice."""
-    return words.splitlines()[0].partition("; ")[0]

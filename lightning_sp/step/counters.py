@@ -3,13 +3,14 @@
     self.seen += 1
     if self.seen > 1_000: labels[:, : self.skipped] = -100      a trial of the first batches does not see this line
 
-They are attributes of modules, callbacks and their classes, or entries of dicts and of objects that these hold; whole numbers, also as floats
-and tensors; and how many numbers a list has.
+They are attributes of modules, callbacks and their classes, names in the files of these, or entries of dicts and of objects that these hold;
+whole numbers, also as floats and tensors; and how many numbers a list has.
 """
 
 from __future__ import annotations
 
 import dis
+import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -51,15 +52,15 @@ class Counter(NamedTuple):
 
 
 def owners_of_numbers(trainer: Any) -> list[Any]:
-    """Return the modules and callbacks of a run whose classes are the user's own, these classes, and what they hold numbers in."""
+    """Return the modules and callbacks of a run that are of the user's classes, these and their files, and what all hold numbers in."""
     held = [*trainer.lightning_module.modules(), *of_user(trainer)]
     # FSDP2 gives a module a class of its own, behind which the user's stands.
     owners = [each for each in held if any(map(is_class_of_user, type(each).__mro__))]
-    seen = {id(each) for each in held}
-    waiting: list[Any] = [
-        kind for each in owners for kind in type(each).__mro__ if is_class_of_user(kind) or kind is type(each)
-    ]
-    waiting += [value for each in owners for value in _values(each)]
+    kinds = dict.fromkeys(kind for each in owners for kind in type(each).__mro__ if is_class_of_user(kind))
+    files = [vars(sys.modules[name]) for name in {kind.__module__: 0 for kind in kinds} if name in sys.modules]
+    owners += [kind for kind in {type(each): 0 for each in owners} if kind not in kinds] + files
+    seen = {id(each) for each in (*held, *owners)}
+    waiting: list[Any] = [*kinds, *(value for each in owners for value in _values(each))]
     while waiting and len(owners) < _MOST_OWNERS:
         value = waiting.pop(0)
         if id(value) not in seen and _holds_numbers(value):
@@ -74,7 +75,9 @@ def _holds_numbers(value: Any) -> bool:
         return all(type(each) in (int, float, bool) for each in value)
     if isinstance(value, dict):
         return len(value) <= _MOST_ENTRIES
-    return isinstance(value, (type, SimpleNamespace, Namespace)) or is_object_of_user(value)
+    if isinstance(value, type):
+        return is_class_of_user(value)
+    return isinstance(value, (SimpleNamespace, Namespace)) or is_object_of_user(value)
 
 
 def _values(owner: Any) -> list[Any]:
@@ -84,7 +87,7 @@ def _values(owner: Any) -> list[Any]:
 def _named(owner: Any) -> dict[Any, Any]:
     """Return an object's attributes, or a dict's entries."""
     if isinstance(owner, dict):
-        return owner
+        return owner if "__name__" not in owner else {n: v for n, v in owner.items() if not n.startswith("__")}
     return {name: value for name, value in getattr(owner, "__dict__", {}).items() if not name.startswith("__")}
 
 

@@ -101,8 +101,8 @@ class StepRunner:
         return streams_from(mixed_seed(begin, self.context.run_mesh.sequence_rank), self.device)
 
     def _agree(self, error: str | None) -> None:
-        """Raise what a rank refuses on all ranks that run the step."""
-        comm.agree(error, None if self.context.loss_step is None else self.context.loss_step.loss_group)
+        """Raise what a rank refuses on all ranks of its sequence. Other groups have other masks, say, and may not ask."""
+        comm.agree(error, self.context.run_mesh.sequence_group)
 
     def start_run(self) -> None:
         """Compare the next loss as the first one, before its backward."""

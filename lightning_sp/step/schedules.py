@@ -64,10 +64,30 @@ class Schedules:
             for name, value in numbers.items():
                 if name not in before:
                     self._since[index, name] = self._batches
-                elif value is not before[name] and value == value and value != before[name]:
+                elif self._is_other(value, before[name]):
                     changed |= self._batches - self._since[index, name] >= stays
                     self._since[index, name] = self._batches
                     self._note_added((index, name), before[name], value)
+        return self._is_told(changed)
+
+    def have_changed_in_hooks(self, trainer: Any) -> bool:
+        """Return whether one has since the batch in progress was handed over, and is to be told: a hook at its start has set a phase."""
+        stays = _STAYS * trainer.accumulate_grad_batches
+        changed = [
+            (index, name)
+            for index, numbers in self._read(trainer)
+            for name, value in numbers.items()
+            if self._is_other(value, self._last.get(index, {}).get(name, value))
+            and self._batches - self._since[index, name] >= stays
+        ]
+        self._since |= dict.fromkeys(changed, self._batches)
+        return self._is_told(bool(changed))
+
+    @staticmethod
+    def _is_other(value: Any, before: Any) -> bool:
+        return value is not before and value == value and value != before
+
+    def _is_told(self, changed: bool) -> bool:
         self._changes += changed
         return changed and (self._changes <= _EACH or self._changes & (self._changes - 1) == 0)
 

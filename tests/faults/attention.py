@@ -38,7 +38,7 @@ ATTENTION = (
     fault(
         "padding mask of the batch dropped",
         "data/batch/shard_sequence.py",
-        "visible = VisibleKeys() if mask is None else read_visible_keys(mask)",
+        "visible = VisibleKeys() if mask is None else read_visible_keys(mask, dim, global_view=options.global_view)",
         "visible = VisibleKeys()",
         REWRITTEN,
     ),

@@ -82,4 +82,18 @@ CHECKPOINTS = (
         "",
         f"{BACKGROUND}::test_one_that_fails_is_an_error_on_all_ranks_and_the_one_before_stays",
     ),
+    fault(
+        "a single number that is exported as FSDP2 has it",
+        "checkpoint/save.py",
+        "        plain[SINGLE_NUMBERS] = single\n",
+        "        pass\n",
+        "tests/checkpoint/test_single_numbers.py::test_a_folder_resumes_on_other_degrees_and_is_exported_in_its_own_shapes",
+    ),
+    fault(
+        "plain Lightning's state of a single number, which each rank takes whole",
+        "checkpoint/contents/state.py",
+        "        value = value.reshape(1)\n",
+        "        pass\n",
+        "tests/checkpoint/test_single_numbers.py::test_a_file_resumes_under_plain_lightning_and_plain_lightnings_here",
+    ),
 )

@@ -197,4 +197,11 @@ DATA = (
         "        return self._last\n",
         "tests/data/loaders/test_own_state.py::test_a_resume_goes_on_and_reads_nothing_again[own-ring]",
     ),
+    fault(
+        "answers to choose from that are taken for tokens",
+        "data/batch/contents/entries.py",
+        "2 if t.shape == several else STANDARD_NAMES",
+        "STANDARD_NAMES",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[multiple_choice]",
+    ),
 )

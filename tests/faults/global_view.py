@@ -270,15 +270,15 @@ GLOBAL_VIEW = (
     fault(
         "a step that sees the batch of the view in which it was refused",
         "preflight/tried_steps.py",
-        "            self._hand_again(whole, handed, hook, (batch_idx,))\n",
+        "            self._hand_again(whole, handed, None if phase_is_set else hook, (batch_idx,))\n",
         "            pass\n",
         f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[mean_pooled-('turns',)]",
     ),
     fault(
         "a batch handed again without what hooks had changed",
         "preflight/tried_steps.py",
-        "self._handed.replace(handed, self._handed.after_hooks(self, hook, shown, indices))",
-        "self._handed.replace(handed, shown)",
+        "shown if hook is None else self._handed.after_hooks(self, hook, shown, indices)",
+        "shown",
         f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[mean_pooled-('turns',)]",
     ),
     fault(
@@ -463,5 +463,12 @@ GLOBAL_VIEW = (
         "    config.suppress_errors = True\n",
         "    config.suppress_errors = False\n",
         f"{COMPILED}::test_what_a_compiler_fails_at_runs_as_it_is_with_one_line",
+    ),
+    fault(
+        "a question to all ranks that one data-parallel group asks alone",
+        "step/runner.py",
+        "        comm.agree(error, self.context.run_mesh.sequence_group)\n",
+        "        comm.agree(error)\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[vilt_questions]",
     ),
 )

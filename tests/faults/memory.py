@@ -274,4 +274,18 @@ MEMORY = (
         "",
         f"{FLOAT8}::test_it_rounds",
     ),
+    fault(
+        "a single number that steps see with a dim",
+        "parallelize/fsdp/single_numbers.py",
+        "torch.Size(()), ()",
+        "torch.Size((1,)), (1,)",
+        "tests/checkpoint/test_single_numbers.py::test_a_folder_resumes_on_other_degrees_and_is_exported_in_its_own_shapes",
+    ),
+    fault(
+        "a single number that is read outside of its module with a dim",
+        "parallelize/fsdp/dtensor/outside_weights.py",
+        "    return in_own_shape(WeightShard(_local_of(value), value._spec).whole(), value)\n",
+        "    return WeightShard(_local_of(value), value._spec).whole()\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[single_numbers]",
+    ),
 )

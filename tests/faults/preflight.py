@@ -113,7 +113,7 @@ PREFLIGHT = (
     fault(
         "a hook that changes the batch, not tried",
         "trainer/hooks/batch_hooks.py",
-        "        return step if same else partial(_after_hooks, step, hook, indices)\n",
+        "        return partial(_after_hooks, step, hook, indices) if self.is_changed(batch) else step\n",
         "        return step\n",
         STOPPED,
     ),
@@ -232,8 +232,8 @@ PREFLIGHT = (
     fault(
         "a phase of the user's that begins untried",
         "preflight/tried_steps.py",
-        "        if self._info.is_changed and trainer.training:\n",
-        "        if False:\n",
+        "        self._offer_changed(batch, self._info.is_changed and trainer.training)\n",
+        "        self._offer_changed(batch, False)\n",
         "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[epoch-4]",
     ),
     fault(
@@ -428,9 +428,37 @@ PREFLIGHT = (
     fault(
         "a count in a dict, which is not looked into",
         "step/counters.py",
-        "    waiting += [value for each in owners for value in _values(each)]\n",
-        "",
+        "[*kinds, *(value for each in owners for value in _values(each))]",
+        "[*kinds]",
         f"{COUNTED}[entry]",
+    ),
+    fault(
+        "a count in the user's file, which is not looked into",
+        "step/counters.py",
+        " if kind not in kinds] + files\n",
+        " if kind not in kinds]\n",
+        f"{COUNTED}[file]",
+    ),
+    fault(
+        "a phase that a hook sets at a batch's start, and its end takes back",
+        "preflight/tried_steps.py",
+        "        phase_is_set = self._offer_after_hooks(handed, schedules)\n",
+        "        phase_is_set = False\n",
+        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[hook-5]",
+    ),
+    fault(
+        "a cause that is looked for before the global view is tried",
+        "preflight/run.py",
+        "    find = list if trial.strict else partial(",
+        "    find = partial(",
+        "tests/preflight/test_new_operations.py::test_what_is_carried_after_all_says_that_steps_before_were_not",
+    ),
+    fault(
+        "a refusal that gives no cause, for the global view was tried behind it",
+        "preflight/tried_steps.py",
+        "            refusal = explained(refusal, run)\n",
+        "",
+        "tests/preflight/test_new_operations.py::test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too",
     ),
     fault(
         "a count of a hook's, which no trial hears of",

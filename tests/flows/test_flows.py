@@ -21,7 +21,8 @@ SUBSET = (
     "dpo", "adversarial", "target_network", "lora", "hidden_states", "llava_images_and_text_accumulated", "bart_classes",
     "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "idefics_images",
     "kept_for_the_end", "counted_for_the_end", "accuracy_from_zero", "questions_and_passages", "two_loaders_cycled", "mask_added_to_scores",
-    "ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "heads_of_words",
+    "ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "heads_of_words", "single_numbers",
+    "multiple_choice", "vilt_questions",
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {
@@ -29,7 +30,16 @@ ELSEWHERE = {
     **dict.fromkeys(("dpo", "as_many_tags_as_tokens", "idefics_images"), "ring 2"),
     **dict.fromkeys(("kept_for_the_end", "counted_for_the_end", "accuracy_from_zero"), "ring 2"),
     **dict.fromkeys(
-        ("ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "heads_of_words"), "ring 2"
+        (
+            "ema_before_zero_grad",
+            "rate_by_tokens",
+            "antecedents",
+            "internvl_few_words",
+            "heads_of_words",
+            "single_numbers",
+            "multiple_choice",
+        ),
+        "ring 2",
     ),
 }
 ALL = ["ulysses 2", "ring 2", "data 2 x ring 2"]

@@ -50,13 +50,6 @@ def test_a_parameter_without_an_element_is_refused():
         check_parameters(nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 4, bias=False)))
 
 
-def test_a_parameter_that_is_one_number_is_refused_by_name():
-    model = nn.Linear(4, 4)
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(SequenceParallelError, match=r"scale is a single number of shape \(\).*one of shape \(1,\)"):
-        check_parameters(model)
-
-
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_parameters_are_refused_by_name(register):
     model = nn.Sequential(nn.Linear(4, 4))

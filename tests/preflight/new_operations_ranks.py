@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
+from lightning_sp.preflight import run as preflight
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, steps_of, tiny_llama
 
 # Behind the trial of step 3, before that of step 10.
@@ -24,10 +26,12 @@ class Late(Plain):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.logits(batch)
-        if (steps_of(self.trainer) >= BEGINS and self.kind == "sums") or (
+        if (steps_of(self.trainer) >= BEGINS and self.kind in ("sums", "sparse")) or (
             self.kind == "long" and batch["lengths"][0] > 16
         ):
             logits = logits + 0.1 * logits.cumsum(1)
+            if self.kind == "sparse":  # for which the global view has no rule
+                logits = logits + logits.detach().to_sparse().to_dense()
         if steps_of(self.trainer) >= BEGINS and self.kind == "numbers":
             logits = logits.sin() + logits
         return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
@@ -46,18 +50,24 @@ def rows(kind: str) -> list[dict[str, Tensor]]:
 
 
 def fit(kind: str, steps: int, global_view: bool | str = False) -> dict[str, Any]:
-    """Return what was refused, and the warnings."""
+    """Return what was refused, the warnings, and how often the cause of a difference was looked for."""
     torch.manual_seed(3)
     trainer = quiet_trainer(2, strategy={"ring_size": 2, "global_view": global_view}, max_steps=steps)
     error = ""
-    with warnings.catch_warnings(record=True) as caught:
+    counted = mock.patch.object(preflight, "find_causes", side_effect=preflight.find_causes)
+    with counted as find_causes, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             trainer.fit(Late(kind), DataLoader(rows(kind), batch_size=2))
         except SequenceParallelError as refusal:
             error = str(refusal)
     said = [str(each.message) for each in caught if "training_step" in str(each.message)]
-    return {"error": error, "said": said, "whole": trainer.strategy.sees_whole_sequences}
+    return {
+        "error": error,
+        "said": said,
+        "whole": trainer.strategy.sees_whole_sequences,
+        "searches": find_causes.call_count,
+    }
 
 
 def validations() -> list[str]:

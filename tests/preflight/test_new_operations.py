@@ -31,8 +31,15 @@ def test_before_the_step_behind_one_of_new_operations_its_batch_is_tried(pools, 
 def test_what_is_carried_after_all_says_that_steps_before_were_not(pools):
     found, _ = pools(2).run(ranks.fit, "sums", 7, "auto")
     assert found["error"] == ""
-    assert found["whole"]
+    assert (found["whole"], found["searches"]) == (True, 0)
     assert ["in the global view from optimizer step 5 on" in each for each in found["said"]] == [True]
+
+
+def test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too(pools):
+    for found in pools(2).run(ranks.fit, "sparse", 7, "auto"):
+        assert "cumulative sum" in found["error"]
+        assert "The global view was tried (global_view='auto'), and refuses it, too: " in found["error"]
+        assert (found["whole"], found["searches"]) == (False, 1)
 
 
 def test_new_operations_that_are_exact_say_nothing_but_at_the_end_of_a_fit(pools):

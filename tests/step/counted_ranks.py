@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, steps_of, tiny_llama
 
+SEEN = {"batches": 0}
+
 
 class Changing(Plain):
     def __init__(self, kind: str) -> None:
@@ -30,8 +32,10 @@ class Changing(Plain):
             self.done = True
             for group in self.optimizers().param_groups:
                 group["lr"] *= 0.1
+        SEEN["batches"] += 1
         targets, self.state["seen"] = batch["shift_labels"].clone(), self.state["seen"] + 1
-        if (self.kind == "index" and batch_idx >= 4) or (self.kind == "entry" and self.state["seen"] >= 5):
+        seen = {"index": batch_idx + 1, "entry": self.state["seen"], "file": SEEN["batches"]}
+        if seen.get(self.kind, 0) >= 5:
             targets[:, :4] = -100
         return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
 
@@ -64,6 +68,7 @@ class Growth(pl.Callback):
 def fit(kind: str, split: bool) -> dict[str, Any]:
     """Return the steps of a fit, and what it leaves."""
     torch.manual_seed(3)
+    SEEN["batches"] = 0
     options: dict[str, Any] = {
         "max_epochs": 4 if kind == "grown" else 1,
         "callbacks": [Growth()] if kind == "grown" else [],

@@ -23,7 +23,7 @@ class Skipping(Plain):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
-        skipped = {"callback": self.skipped}
+        skipped = {"callback": self.skipped, "hook": self.skipped}
         if self.kind == "epoch":
             skipped["epoch"] = 4 * int(self.trainer.fit_loop.epoch_progress.current.processed)
         if self.kind == "step":
@@ -41,15 +41,23 @@ class Skipping(Plain):
 
 class Phases(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        module.skipped = 4 if trainer.global_step >= 6 else 0
+        module.skipped = 4 if module.kind == "callback" and trainer.global_step >= 6 else 0
         module.batches += 1
+
+
+class OneBatch(Phases):
+    """A phase of one batch, which begins and ends between two that are handed over."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        module.skipped = 4 if trainer.global_step == 5 else 0
 
 
 def fit(kind: str) -> dict[str, Any]:
     """Return what was refused, and after how many steps."""
     torch.manual_seed(3)
     epochs = 2 if kind in ("epoch", "index") else 1
-    trainer, error = quiet_trainer(2, strategy={"ring_size": 2}, max_epochs=epochs, callbacks=[Phases()]), ""
+    callbacks = [OneBatch() if kind == "hook" else Phases()]
+    trainer, error = quiet_trainer(2, strategy={"ring_size": 2}, max_epochs=epochs, callbacks=callbacks), ""
     rows = TokenDataset(8 if epochs == 2 else 16)
     try:
         trainer.fit(Skipping(kind), DataLoader(rows, batch_size=2))

@@ -13,6 +13,9 @@ from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.step import counted_ranks
 from tests.step import schedules_ranks as ranks
 
+SEEN = {"rows": 0}
+calls = 0
+
 
 class Model(nn.Module):
     total = 0
@@ -64,6 +67,9 @@ def test_numbers_are_found_where_users_keep_them():
     found = []
 
     def step() -> None:
+        global calls
+        calls += 3
+        SEEN["rows"] += 4
         model.state["n"] += 1
         model.space.n += 2
         model.rows.append(0.5)
@@ -75,10 +81,13 @@ def test_numbers_are_found_where_users_keep_them():
 
     noting_counters(step, SimpleNamespace(lightning_module=model, callbacks=[]), found)()
     assert {(type(each.owner), each.name): each.each for each in found} == {
-        (type, "total"): 1, (dict, "n"): 1, (SimpleNamespace, "n"): 2, (list, "length"): 1, (dict, "steps"): 1,
+        (type, "total"): 1, (dict, "n"): 1, (SimpleNamespace, "n"): 2, (list, "length"): 1, (dict, "steps"): 1, (dict, "calls"): 3,
+        (dict, "rows"): 4,
     }  # fmt: skip
     with counted_on(found, 10):
         assert (model.state["n"], model.space.n, len(model.rows), int(model.steps), Model.total) == (11, 22, 11, 11, 11)
+        assert (calls, SEEN) == (33, {"rows": 44})
+    assert (calls, SEEN) == (3, {"rows": 4})
     assert (model.state["n"], model.space.n, model.rows, int(model.steps), Model.total) == (1, 2, [0.5], 1, 1)
     model.rows.append("no number")
     with counted_on(found, 10):
@@ -107,7 +116,7 @@ def test_whether_a_step_reads_its_index_is_seen_in_its_code():
     )
 
 
-@pytest.mark.parametrize("kind", ["frozen", "stopped", "rate", "index", "entry", "grown"])
+@pytest.mark.parametrize("kind", ["frozen", "stopped", "rate", "index", "entry", "file", "grown"])
 def test_what_comes_later_in_a_run_is_one_devices(pools, kind):
     (alone,) = pools(1).run(counted_ranks.fit, kind, False)
     for found in pools(2).run(counted_ranks.fit, kind, True):

@@ -88,7 +88,18 @@ def test_what_each_optimizer_step_adds_to_is_a_counter_of_its_micro_batches():
     assert schedules.take_counters() == [(model, "seen", 1 / 3, None)]
 
 
-@pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6)])
+def test_a_hook_at_a_batch_start_sets_a_phase_and_counts():
+    model, trainer, schedules = followed()
+    found = []
+    for number in range(9):
+        schedules.have_changed(trainer, object())
+        model.seen, model.skipped = model.seen + 1, 3 * (number == 6)
+        found.append(schedules.have_changed_in_hooks(trainer))
+    assert found == [number == 6 for number in range(9)]
+    assert schedules.take_counters() == [Counter(model, "seen", 1)]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5)])
 def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
     for found in pools(2).run(ranks.fit, kind):
         assert f"after {step} optimizer steps gives another result on shards than whole" in found["error"]

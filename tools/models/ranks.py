@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from lightning_sp.single_numbers import in_own_shape, mark_single_numbers
 from lightning_sp.testing import trainer_of_ranks
 from tools.models.batches import ROWS, Batches, Trial
 from tools.models.images import collate
@@ -140,9 +141,10 @@ def _loader(trial: Trial, module: User) -> Any:
 def weights_of(module: pl.LightningModule) -> dict[str, Tensor]:
     """Return each parameter, whole, in float64."""
     found = {}
+    mark_single_numbers(module)
     for name, parameter in module.named_parameters():
         whole: Any = parameter.detach()
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        whole = in_own_shape(whole.full_tensor(), parameter) if hasattr(whole, "full_tensor") else whole
         # Plain Lightning brings a module back to the host, and shards stay on their device.
         found[name] = whole.cpu().double().clone()
     return found

@@ -26,7 +26,9 @@ def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
 
 def check_model(path: Path | str, stored: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> None:
     """Refuse a checkpoint of another model, with counts and the first names; what a lenient load leaves out is said."""
-    differing = [f"{n} is {stored[n]} there and {own[n]} here" for n in own if n in stored and stored[n] != own[n]]
+    # A folder holds a single number as FSDP2 has it.
+    differs = [n for n in own if n in stored and stored[n] != own[n] and (own[n], stored[n]) != ((), (1,))]
+    differing = [f"{n} is {stored[n]} there and {own[n]} here" for n in differs]
     only_own = [name for name in own if name not in stored]
     only_stored = [name for name in stored if name not in own]
     parts, unmatched = [], []

@@ -19,6 +19,10 @@ from lightning_sp.checkpoint.contents.quantized_states import restored_states, s
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
 from lightning_sp.quantized_weights import quantized_parameters
+from lightning_sp.single_numbers import in_own_shape, is_single_number, mark_single_number, mark_single_numbers
+
+# What optimizers count by: a number of its own, and no state of its parameter's shape.
+_STEP = "step"
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -28,7 +32,7 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     weight (bitsandbytes: `weight.absmax`, ...) is not there: no `load_state_dict` takes it.
     """
     beside = tuple(f"{user_name(name)}." for name in quantized_parameters(module))
-    return {name: value for name, value in by_user_name(module.state_dict()).items() if not name.startswith(beside)}
+    return {name: value for name, value in _named_state(module).items() if not name.startswith(beside)}
 
 
 def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
@@ -41,11 +45,21 @@ def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     Communicates: an all_gather of each sharded tensor.
     """
     whole = {}
-    for name, value in by_user_name(module.state_dict()).items():
-        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    for name, value in _named_state(module).items():
+        tensor = in_own_shape(value.full_tensor(), value) if isinstance(value, DTensor) else value
         if keep and isinstance(tensor, Tensor):
             whole[name] = tensor.detach().cpu().clone()
     return whole
+
+
+def _named_state(module: nn.Module) -> dict[str, Any]:
+    """Return references to the module's sharded state by the user's names, in which single numbers are known as such."""
+    mark_single_numbers(module)
+    state = by_user_name(module.state_dict())
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if is_single_number(parameter) and isinstance(value := state.get(user_name(name)), DTensor):
+            mark_single_number(value)
+    return state
 
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -61,11 +75,14 @@ def sharded_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
 
     A whole tensor must be the same on all ranks: each takes its own part of it, without communication.
     """
-    own = by_user_name({name: (name, value) for name, value in module.state_dict().items()})
+    own, marked = (
+        by_user_name({name: (name, value) for name, value in module.state_dict().items()}),
+        _named_state(module),
+    )
     named = {}
     for name, value in by_user_name(state).items():
         module_name, target = own.get(name, (name, None))
-        named[module_name] = sharded_like(value, target)
+        named[module_name] = sharded_like(value, marked.get(name, target))
     return named
 
 
@@ -76,11 +93,16 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         SequenceParallelError: the optimizer holds a parameter that is not the module's.
     """
     names = _names(module)
+    mark_single_numbers(module)
     groups = [
         {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     state = {_name_of(each, names): stored_states(optimizer, each, values) for each, values in optimizer.state.items()}
+    for each in optimizer.state:
+        for value in state[_name_of(each, names)].values() if is_single_number(each) else ():
+            if isinstance(value, DTensor) and value.shape == each.shape:
+                mark_single_number(value)
     return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
@@ -97,6 +119,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, stored: Mappin
         SequenceParallelError: another class of optimizer, or other parameter groups, with their names.
     """
     names = _names(module)
+    mark_single_numbers(module)
     own_groups = [[_name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
     parameters = {_name_of(p, names): p for group in optimizer.param_groups for p in group["params"]}
     stored_groups = [list(group["params"]) for group in stored["param_groups"]]
@@ -116,7 +139,10 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, stored: Mappin
         _check_groups(index, [sorted(group) for group in own_groups], [sorted(group) for group in stored_groups])
         values = dict(stored["state"])
     numbers = {name: number for number, name in enumerate(parameters)}
-    sharded = {n: {k: sharded_like(v, parameters[n]) for k, v in state.items()} for n, state in values.items()}
+    sharded = {
+        n: {k: v if k == _STEP else sharded_like(v, parameters[n]) for k, v in state.items()}
+        for n, state in values.items()
+    }
     optimizer.load_state_dict(
         {
             "state": {numbers[n]: restored_states(optimizer, parameters[n], state) for n, state in sharded.items()},
@@ -163,6 +189,8 @@ def sharded_like(value: Any, target: Any) -> Any:
     """Split a whole tensor as `target` is split; return anything else as it is."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(target, DTensor):
         return value
+    if is_single_number(target) and not value.dim():
+        value = value.reshape(1)
     if value.shape != target.shape:
         return value
     with torch.no_grad():

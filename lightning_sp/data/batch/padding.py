@@ -25,14 +25,26 @@ class VisibleKeys(NamedTuple):
     each: Tensor | None = None
 
 
-def read_visible_keys(mask: Tensor) -> VisibleKeys:
-    """Return the keys that a padding mask leaves visible.
+def read_visible_keys(mask: Tensor, dim: int, *, global_view: bool) -> VisibleKeys:
+    """Return the keys that a padding mask leaves visible; nothing of several texts of a row, which a step in the global view reads itself.
 
     Shapes: (B, S) -> (B, 2) or (B, S).
+
+    Args:
+        mask: of a whole batch.
+        dim: along which it carries the sequence.
+        global_view: whether the step sees whole sequences.
 
     Raises:
         SequenceParallelError: the mask is not one of tokens.
     """
+    if mask.dim() == 3 and dim == 2:
+        if global_view:
+            return VisibleKeys()
+        raise SequenceParallelError(
+            f"attention_mask of shape {tuple(mask.shape)} hides tokens of {mask.shape[1]} texts in each row; a rank's part carries one: the "
+            "global view (global_view='auto' or True) carries them, or give each text a row in the collate function"
+        )
     if mask.dim() != 2:
         raise SequenceParallelError(
             f"attention_mask of shape {tuple(mask.shape)}: must be (batch, tokens); a mask of queries and keys goes under another name, whole"

@@ -79,7 +79,8 @@ def shard_sequence(
     entries, mask = sequence.entries, sequence.attention_mask
     rows, length = extent(entries, sequence.dims, sequence.others)
     position_ids, given = read_position_ids(entries.get(sequence.positions_name), rows, length)
-    visible = VisibleKeys() if mask is None else read_visible_keys(mask)
+    dim = sequence.dims.get(sequence.mask_name, 1)
+    visible = VisibleKeys() if mask is None else read_visible_keys(mask, dim, global_view=options.global_view)
     boundaries = _read_documents(sequence, position_ids, options) if given else None
     padded = _padded_length(sequence, length, layout, options, decoder)
     if padded > length:
@@ -111,7 +112,7 @@ def shard_sequence(
         positions_given=given,
         documents_declared=options.packed_documents is True,
         shift_labels=local_labels,
-        attention_mask=None if mask is None else local[sequence.mask_name],
+        attention_mask=None if mask is None or mask.dim() != 2 else local[sequence.mask_name],
         valid=visible.run,
         visible_keys=visible.each,
         layout=layout,

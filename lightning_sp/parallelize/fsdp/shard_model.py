@@ -33,6 +33,7 @@ from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
+from lightning_sp.parallelize.fsdp.single_numbers import give_first_dim, show_without_dim
 from lightning_sp.parallelize.fsdp.units.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.units.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.units.optional_units import find_optional_units, optional_units
@@ -148,7 +149,7 @@ def shard_model(
     root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, options: MemoryOptions | None = None
 ) -> None:
     """Apply FSDP2 to the blocks, to the models among the root's children and to the root, in place; quantized weights stay whole."""
-    options = options or MemoryOptions()
+    options, single_numbers = options or MemoryOptions(), give_first_dim(root)
     children = [child for child in root.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     models = [child for child in children if any(True for _ in child.children()) and child not in blocks]
     of_own_dtype = units_of_own_dtype(root)
@@ -170,6 +171,7 @@ def shard_model(
         own_outputs(unit)
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward is not False, **given)
     fully_shard(root, **given)
+    show_without_dim(root, single_numbers)
     for model in set(models) & set(units):
         gather_for_parts(model, units)
     use_all_pairs_collectives(fsdp_modules(root), mesh)

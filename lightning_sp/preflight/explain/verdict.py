@@ -22,6 +22,10 @@ from lightning_sp.preflight.comparison import FLOOR, Difference, plain_name
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 1e-2}
 
 
+class ResultDiffersError(SequenceParallelError):
+    """A step gives another result on shards than whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
     """What a preflight found.
@@ -119,7 +123,7 @@ def judge_gradients(
         find: looks for the causes, once there is one.
 
     Raises:
-        SequenceParallelError: one is too large.
+        ResultDiffersError: one is too large.
     """
     relative = relative_differences(found)
     loss_relative = relative.pop("")
@@ -133,7 +137,7 @@ def judge_gradients(
         for name in worst[:3]
     )
     wrong = [name for name in relative if not relative[name] <= tolerance]
-    raise SequenceParallelError(
+    raise ResultDiffersError(
         f"preflight: training_step on {crop} gives another result on shards than whole (allowed: {tolerance:.0e} relative). "
         f"Loss {losses.whole:.8g} whole, {losses.sharded:.8g} sharded. {len(wrong)} of {len(relative)} gradients differ, most: {numbers}; first "
         f"in the model's order: {', '.join(wrong[:3])}. {_causes(module, find(), loss_relative <= tolerance)}. "

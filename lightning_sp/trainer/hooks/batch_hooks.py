@@ -72,11 +72,14 @@ class HandedBatch:
             batch: as they left it.
             indices: that they are given: the batch's, and the loader's where there are several.
         """
+        return partial(_after_hooks, step, hook, indices) if self.is_changed(batch) else step
+
+    def is_changed(self, batch: Any) -> bool:
+        """Return whether hooks have changed the batch that they were handed."""
         before, now = self._entries, _entries(batch)
-        same = before.keys() == now.keys() and all(
-            now[name][0] is value and now[name][1] == version for name, (value, version) in before.items()
+        return before.keys() != now.keys() or any(
+            now[name][0] is not value or now[name][1] != version for name, (value, version) in before.items()
         )
-        return step if same else partial(_after_hooks, step, hook, indices)
 
 
 def moves_batches(trainer: Trainer) -> bool:
@@ -104,6 +107,12 @@ def of_user(trainer: Trainer) -> list[Any]:
     """Return the callbacks that are no library's."""
     libraries = ("lightning", "pytorch_lightning", "lightning_sp")
     return [each for each in trainer.callbacks if type(each).__module__.partition(".")[0] not in libraries]  # type: ignore[attr-defined]
+
+
+def acts_at_batch_start(trainer: Trainer) -> bool:
+    """Return whether code of the user's runs between a training batch's transfer and its step."""
+    owners: list[Any] = [trainer.lightning_module, *of_user(trainer)]
+    return any(is_overridden("on_train_batch_start", each) for each in owners)
 
 
 def acts_before_updates(trainer: Trainer) -> bool:

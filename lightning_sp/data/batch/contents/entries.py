@@ -149,7 +149,8 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
         or (n in TARGET_WEIGHTS and (t.dim() == 1 or t.shape[1] == 1))
     ]
     whole += inputs_of_whole_encoder(entries, options)
-    dims = {n: STANDARD_NAMES[n][0] for n in known if n not in whole}
+    several = _shape_of_several_texts(known)
+    dims = {n: 2 if t.shape == several else STANDARD_NAMES[n][0] for n, t in known.items() if n not in whole}
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
         if not isinstance(tensor, Tensor) or not -tensor.dim() <= dim < tensor.dim():
@@ -162,6 +163,12 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
         return {**dims, **inferred_dims(entries, dims)}
     found = {n: d for n, d in options.inferred_dims.items() if isinstance(t := entries.get(n), Tensor) and t.dim() > d}
     return {**found, **dims}
+
+
+def _shape_of_several_texts(known: Mapping[str, Tensor]) -> torch.Size | None:
+    """Return the shape of ids of (rows, texts, tokens), answers to choose from say: the last dim is the longer one. None where a row is one."""
+    ids = [known[name] for name in INPUTS if name in known and not known[name].is_floating_point()]
+    return next((each.shape for each in ids if each.dim() == 3 and each.shape[2] > each.shape[1]), None)
 
 
 def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -> list[str]:

@@ -211,9 +211,7 @@ def masks_of(known: Attention) -> Masks:
         return Masks(known.lowered, known.bias)
     lowered = known.lowered
     if lowered is None and known.visible is None and band_of(known.bias) is not None:
-        # Each query sees itself. Other data-parallel groups may have other masks, and ask.
-        known.of_queries.storage.agree(None)
-        return Masks(None, known.bias)
+        return Masks(None, known.bias)  # each query sees itself
     hidden = [
         each
         for each in (lowered, None if known.bias is None else known.bias.detach() <= HIDDEN_BELOW)
@@ -245,7 +243,7 @@ def check_ties(known: Attention) -> None:
 
 
 def _refuse_where(found: Tensor, known: Attention, what: str) -> None:
-    """Refuse what a mask does to some query: on all ranks together, for other data-parallel groups have other masks."""
+    """Refuse what a mask does to some query: on all ranks of the sequence together, which have other queries."""
     try:
         known.of_queries.storage.agree(str(refusal(what)) if bool(found.any()) else None)
     except SequenceParallelError as error:

@@ -30,6 +30,7 @@ from lightning_sp.parallelize.fsdp.dtensor.outside_gradients import (
     SumOfTerms,
     sharded_tensor,
 )
+from lightning_sp.single_numbers import in_own_shape, is_single_number
 
 _TORCHS_OWN = torch._C._disabled_torch_function_impl
 
@@ -160,7 +161,8 @@ def _called(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     active = [each for each in given if _needs_gradient(each)]
     if name in _OF_GRADIENTS and any(isinstance(each, WeightShard) or name == "grad" for each in given):
         raise _refusal(f"{name} of a sharded weight, or of what was made of one")
-    if not active and not _meets_plain(given):
+    single = any(map(is_single_number, given)) and not _writes(func) and name not in _AS_DTENSOR
+    if not active and not _meets_plain(given) and not single:
         return _by_dtensor(func, types, args, kwargs)
     if _writes(func) and isinstance(args[0], (DTensor, WeightShard)):
         return _written(func, types, args, kwargs)
@@ -219,7 +221,7 @@ def _of_shape(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _on_shards(func: Any, name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Tensor | None:
     """Return a function's result on shards; None where it needs the whole."""
-    if not all(isinstance(each, (DTensor, WeightShard)) for each in given):
+    if not all(isinstance(each, (DTensor, WeightShard)) for each in given) or any(map(is_single_number, given)):
         return None
     shards = [_shard_of(each) for each in given]
     first = shards[0]
@@ -337,9 +339,9 @@ def _made_whole(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     if not (torch.is_grad_enabled() and value.requires_grad) or any(each.is_partial() for each in value.placements):
-        return value.full_tensor()
+        return in_own_shape(value.full_tensor(), value)
     _say_gathered()
-    return WeightShard(_local_of(value), value._spec).whole()
+    return in_own_shape(WeightShard(_local_of(value), value._spec).whole(), value)
 
 
 @lru_cache(maxsize=1)

@@ -105,7 +105,8 @@ class RootUnit:
                     raise _refusal(each)
                 shard: DTensor = each.sharded_param
                 # src_data_rank=None: every rank holds the whole and keeps its part.
-                given = distribute_tensor(whole.grad.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
+                gradient = whole.grad.detach().reshape(shard.shape)
+                given = distribute_tensor(gradient, shard.device_mesh, shard.placements, src_data_rank=None)
                 shard.grad, whole.grad = given, None
             if assigned:
                 group.reshard()  # hooks before the update find it at the shards
@@ -145,6 +146,7 @@ def _to_shard(whole: Tensor, shard: Tensor, mesh: Any) -> None:
     if whole.dtype != shard.dtype or isinstance(whole, DTensor) or not shard.numel():
         return
     size, rank = (mesh.shard_mesh_size, mesh.shard_mesh_rank) if hasattr(mesh, "shard_mesh_size") else (1, 0)
+    whole = whole if whole.dim() else whole.reshape(1)  # a single number
     rows = -(-len(whole) // size)
     with _unsafe_preserve_version_counter(
         (shard,)

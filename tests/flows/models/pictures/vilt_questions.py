@@ -29,7 +29,7 @@ def main(batch_size: int, **options: Any) -> pl.LightningModule:
     drawn = torch.Generator().manual_seed(0)
     ids, pictures = torch.randint(6, VOCABULARY, (12, 18), generator=drawn), torch.randn(12, 3, 16, 16, generator=drawn)
     masks = torch.ones(12, 18, dtype=torch.long)
-    masks[1::2, -5:] = 0  # of every second row, which are one group's
+    masks[3::4, -5:] = 0  # one of the four rows of a step: of one group
     samples = [
         {"input_ids": ids[i], "attention_mask": masks[i], "pixel_values": pictures[i], "labels": torch.eye(3)[i % 3].double()}
         for i in range(12)

@@ -67,7 +67,7 @@ def try_first_batch(
     monitored: Collection[str],
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
     after: int = 0,
-    strict: bool = False,
+    may_retry: bool = False,
     counters: Sequence[Counter] = (),
     seen_tokens: int | None = None,
 ) -> TriedBatch:
@@ -82,7 +82,7 @@ def try_first_batch(
         monitored: names of logged numbers that decide about the run.
         in_float32: switches autocast off; None where there is none.
         after: optimizer steps of this fit so far; then a short crop is enough.
-        strict: a refusal is not the last word, for the global view is tried then: as `Trial` has it.
+        may_retry: a refusal is not the last word, for the global view is tried then: as `Trial` has it.
         counters: the user's numbers that have counted batches, not yet tried as later in the run.
         seen_tokens: as `TriedBatch` had it before.
 
@@ -95,7 +95,9 @@ def try_first_batch(
         return TriedBatch({})
     inferred = _inferred(batch, options)
     trial = partial(_compare, batch, runner, run, config, options, in_float32, monitored)
-    found, has_targets, seen_tokens = trial(after=after, strict=strict, counters=counters, seen_tokens=seen_tokens)
+    found, has_targets, seen_tokens = trial(
+        after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens
+    )
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
     return TriedBatch(inferred, has_targets, seen_tokens)
@@ -111,7 +113,7 @@ def _compare(
     monitored: Collection[str],
     *,
     after: int,
-    strict: bool,
+    may_retry: bool,
     counters: Sequence[Counter],
     seen_tokens: int | None,
 ) -> tuple[Agreement | None, bool, int | None]:
@@ -128,7 +130,7 @@ def _compare(
         return None, False, seen_tokens
 
     def compared(crop: Crop, own: Crop) -> Agreement | None:
-        trial = replace(_trial(crop, own, runner, run, options, in_float32), strict=strict)
+        trial = replace(_trial(crop, own, runner, run, options, in_float32), may_retry=may_retry)
         read = partial(_read_ahead, crop, options, runner, run, tries_global_view=config.tries_global_view)
         return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read, counters)
 
@@ -147,7 +149,7 @@ def _compare(
             tried = crop.tokens, long.tokens
             if long.tokens > crop.tokens and long.num_targets != 0:
                 runner.start_run()
-                _try_longer(replace(_trial(long, own, runner, run, options, in_float32), strict=strict), own)
+                _try_longer(replace(_trial(long, own, runner, run, options, in_float32), may_retry=may_retry), own)
         if _may_run_by_shapes(runner, config) and (not after or seen_tokens is not None):
             check_untried_length(batch, own, runner, run, options, tried)
             seen_tokens = max(seen_tokens or 0, *whole_extent(batch, options)[1:])

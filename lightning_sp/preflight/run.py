@@ -134,7 +134,7 @@ def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
     try:
         return trial.sharded()
     except LossDiffersError as error:
-        findings = [] if trial.strict else find_causes(trial, tolerance_of(whole.dtypes))
+        findings = [] if trial.may_retry else find_causes(trial, tolerance_of(whole.dtypes))
         if not findings:
             raise
         raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error
@@ -311,7 +311,7 @@ def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -
     Raises:
         SequenceParallelError: they differ both ways: with the numbers of the first.
     """
-    find = list if trial.strict else partial(find_causes, trial, tolerance_of(whole.dtypes))
+    find = list if trial.may_retry else partial(find_causes, trial, tolerance_of(whole.dtypes))
     if trial.context.mesh.data_parallel_size == 1 or whole.loss is None:
         return _compare(trial, whole, sharded, started, find)
     try:

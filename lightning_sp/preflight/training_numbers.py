@@ -33,7 +33,7 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
 
     Raises:
         SequenceParallelError: a monitored number is not that of one device.
-        AttributesDifferError: an attribute is not, where the trial is `strict`.
+        AttributesDifferError: an attribute is not, with `may_retry`.
     """
     loss = None if sharded.loss is None else float(sharded.loss.detach())
     others = any(number.value != loss or number.reduced == "sum" for number in sharded.numbers.values())
@@ -55,6 +55,6 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
     trial.context.watched_numbers = frozenset(by_chance) - told - synced
     if differ:
         text = described(differ, f"training_step on {trial.crop}", monitored)
-        if trial.strict and any(each.name.endswith(ATTRIBUTE) for each in differ):
+        if trial.may_retry and any(each.name.endswith(ATTRIBUTE) for each in differ):
             raise AttributesDifferError(text)
         rank_zero_warn(text)

@@ -98,7 +98,7 @@ class Trial:
         device: where the module is.
         control_group: the world, on a backend for host objects.
         in_float32: switches autocast off for the runs within; None where there is none.
-        strict: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
+        may_retry: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
         shown: calls that hide terms of the loss, and are to show them.
     """
 
@@ -117,7 +117,7 @@ class Trial:
     device: torch.device
     control_group: ProcessGroup | None
     in_float32: Callable[[], AbstractContextManager[None]] | None = None
-    strict: bool = False
+    may_retry: bool = False
     shown: Mapping[Call, Weights] = field(default_factory=dict)
 
     @property

@@ -295,7 +295,7 @@ class TriedSteps(CurrentSequence, ABC):
                     most = self._module.trainer.num_training_batches - 1
                     last = int(most) if math.isfinite(most) else None
                     told["counters"] = [*told["counters"], Counter(index, "batch_idx", 1, last)]
-                return trial(after=after, strict=self._may_try, **told)
+                return trial(after=after, may_retry=self._may_try, **told)
 
         try:
             inferred, has_targets, seen_tokens = self._carried(tried, tried_after=False)
@@ -371,12 +371,12 @@ class TriedSteps(CurrentSequence, ABC):
             return
         first, trainer = self._first_evaluations.take(), self._module.trainer
         hook, indices = self._evaluated.batch_start_hook(trainer)
-        strict = self._may_try
+        may_retry = self._may_try
 
         def compare() -> None:
             with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:
                 self._first_evaluations.compare(
-                    first, self._steps, run, name=step.__name__, options=self._options(), strict=strict,
+                    first, self._steps, run, name=step.__name__, options=self._options(), may_retry=may_retry,
                     whole_output=self._whole_output, predicts=trainer.predicting or self._batch_ends.reads_outputs(step.__name__),
                     **self._trial_options(),
                 )  # fmt: skip

@@ -276,7 +276,7 @@ MEMORY = (
     ),
     fault(
         "a single number that steps see with a dim",
-        "parallelize/fsdp/single_numbers.py",
+        "parallelize/fsdp/parameters_without_dim.py",
         "torch.Size(()), ()",
         "torch.Size((1,)), (1,)",
         "tests/checkpoint/test_single_numbers.py::test_a_folder_resumes_on_other_degrees_and_is_exported_in_its_own_shapes",

@@ -134,8 +134,8 @@ PREFLIGHT = (
     fault(
         "a number that agrees by chance, taken for proof",
         "preflight/evaluation/first_batch.py",
-        "    if strict and not runner.context.global_view and (coarse",
-        "    if not strict and (coarse",
+        "    if may_retry and not runner.context.global_view and (coarse",
+        "    if not may_retry and (coarse",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[accuracy_from_zero]",
     ),
     fault(
@@ -372,7 +372,7 @@ PREFLIGHT = (
     fault(
         "a count of a rank's own tokens in an attribute, by which a learning rate is set",
         "preflight/training_numbers.py",
-        "        if trial.strict and any(",
+        "        if trial.may_retry and any(",
         "        if False and any(",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[rate_by_tokens]",
     ),
@@ -449,7 +449,7 @@ PREFLIGHT = (
     fault(
         "a cause that is looked for before the global view is tried",
         "preflight/run.py",
-        "    find = list if trial.strict else partial(",
+        "    find = list if trial.may_retry else partial(",
         "    find = partial(",
         "tests/preflight/test_new_operations.py::test_what_is_carried_after_all_says_that_steps_before_were_not",
     ),

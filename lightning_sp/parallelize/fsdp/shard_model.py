@@ -33,7 +33,7 @@ from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
-from lightning_sp.parallelize.fsdp.single_numbers import give_first_dim, show_without_dim
+from lightning_sp.parallelize.fsdp.parameters_without_dim import give_first_dim, show_without_dim
 from lightning_sp.parallelize.fsdp.units.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.units.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.units.optional_units import find_optional_units, optional_units

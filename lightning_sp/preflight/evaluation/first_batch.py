@@ -86,7 +86,7 @@ def compare_evaluation(
     monitored: Collection[str],
     whole_output: WholeOutput,
     predicts: bool = False,
-    strict: bool = False,
+    may_retry: bool = False,
 ) -> bool:
     """Compare what an evaluation step shows on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -100,13 +100,13 @@ def compare_evaluation(
         monitored: names of numbers that decide about the run.
         whole_output: makes tensors of tokens whole.
         predicts: the step's output is what counts.
-        strict: other numbers are raised, and not only warned of, by which nothing is decided.
+        may_retry: other numbers are raised, and not only warned of, by which nothing is decided.
 
     Returns:
         Whether the step keeps values for later, in lists and dicts of the module: those of one device when their tokens are whole.
 
     Raises:
-        NotComparedError: one of them does not run; or shows other numbers, where that is `strict`.
+        NotComparedError: one of them does not run; or shows other numbers, with `may_retry`.
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
     patterns, ran_whole = runner.context.last_attention_patterns, False
@@ -120,22 +120,22 @@ def compare_evaluation(
 
             crop, own, whole = _whole_on_a_crop(batch, cut, run_on, runner, config, options)
             ran_whole = True
-            _read_ahead(crop, own, options, runner, run, name, strict=strict)
+            _read_ahead(crop, own, options, runner, run, name, may_retry=may_retry)
             part = run_part(own, runner, run, options, whole, whole_output, predicts=predicts)
     except Exception as error:  # on all ranks; what is wrong with the step itself, it will say itself
         _raise_not_compared(name, error, ran_whole)
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
-    return _judge(part, runner, name, (own.rows, crop.tokens), monitored, strict=strict)
+    return _judge(part, runner, name, (own.rows, crop.tokens), monitored, may_retry=may_retry)
 
 
 def _read_ahead(
-    crop: Crop, own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, name: str, *, strict: bool
+    crop: Crop, own: Crop, options: ShardOptions, runner: StepRunner, run: RunStep, name: str, *, may_retry: bool
 ) -> None:
     """Refuse on all ranks what one rank would fail at alone: by its padding, or by places in the whole sequence."""
     check_padding_read(own, options, runner, run, name)
-    if strict:
+    if may_retry:
         check_part_indices(crop, options, runner, run, name)
 
 
@@ -174,7 +174,7 @@ def _whole_on_a_crop(
 
 
 def _judge(
-    part: PartRun, runner: StepRunner, name: str, crop: tuple[int, int], monitored: Collection[str], *, strict: bool
+    part: PartRun, runner: StepRunner, name: str, crop: tuple[int, int], monitored: Collection[str], *, may_retry: bool
 ) -> bool:
     """Return whether the step keeps what one device would; raise, or warn of, what is not one device's. Every rank must call it."""
     of_ranks: list[PartRun] = comm.gather_objects(part, runner.groups.world)
@@ -183,12 +183,12 @@ def _judge(
     rows, tokens = crop
     step = f"{name} on a crop of {rows} x {tokens} tokens"
     if differ := differences(numbers):
-        _tell(described(differ, step, monitored), strict)
+        _tell(described(differ, step, monitored), may_retry)
     refuse_differences([each.outputs for each in of_ranks], step)
     if kept := describe_kept([each.kept for each in of_ranks], step):
-        _tell(kept, strict)
+        _tell(kept, may_retry)
     keeps = part.keeps and not kept
-    if strict and not runner.context.global_view and (coarse := coarse_numbers(numbers, rows * tokens)):
+    if may_retry and not runner.context.global_view and (coarse := coarse_numbers(numbers, rows * tokens)):
         raise NotComparedError(described_coarse(coarse, step), undecided=True, keeps=keeps)
     return keeps
 
@@ -200,8 +200,8 @@ def _raise_not_compared(name: str, error: Exception, ran_whole: bool) -> NoRetur
     raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error
 
 
-def _tell(text: str, strict: bool) -> None:
-    if strict:
+def _tell(text: str, may_retry: bool) -> None:
+    if may_retry:
         raise NotComparedError(text, of_numbers=True)
     rank_zero_warn(text)
 
@@ -262,7 +262,7 @@ class FirstEvaluationBatches:
         in_float32: InFloat32 | None,
         whole_output: WholeOutput,
         predicts: bool,
-        strict: bool = False,
+        may_retry: bool = False,
     ) -> None:
         """Compare the step in progress, as `compare_evaluation`; a later one of this loader where that was not possible.
 
@@ -276,7 +276,7 @@ class FirstEvaluationBatches:
             in_float32: switches autocast off; None where there is none.
             whole_output: makes tensors of tokens whole.
             predicts: the step's output is what counts.
-            strict: as of `compare_evaluation`.
+            may_retry: as of `compare_evaluation`.
         """
         try:
             with nullcontext() if in_float32 is None else in_float32():
@@ -290,7 +290,7 @@ class FirstEvaluationBatches:
                     monitored=monitored,
                     whole_output=whole_output,
                     predicts=predicts,
-                    strict=strict,
+                    may_retry=may_retry,
                 )
         except NotComparedError as error:
             if not (error.of_numbers or error.undecided):

@@ -204,4 +204,18 @@ DATA = (
         "STANDARD_NAMES",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[multiple_choice]",
     ),
+    fault(
+        "entries of pairs of tokens that are taken for unknown sequences",
+        "data/batch/contents/entries.py",
+        "    if options.global_view:\n        found += ",
+        "    if False:\n        found += ",
+        "tests/data/batch/contents/test_entries.py::test_pairs_of_tokens_pass_whole_where_the_step_sees_whole_sequences",
+    ),
+    fault(
+        "entries of pairs that a crop cuts along one dim",
+        "preflight/crops/crop.py",
+        "    for dim in (first, first + 1):\n",
+        "    for dim in (first,):\n",
+        "tests/preflight/crops/test_crop.py::test_pairs_of_tokens_are_cut_along_both_dims",
+    ),
 )

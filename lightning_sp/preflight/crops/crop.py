@@ -133,8 +133,9 @@ def common_extent(
 def other_lengths(batch: Any, options: ShardOptions) -> set[int]:
     """Return what a batch's entries that carry no sequence have in the place of one."""
     entries = batch_entries(batch, options)
-    dims = batch_sequences(entries, options).dims
-    return {int(v.shape[1]) for n, v in entries.items() if n not in dims and isinstance(v, Tensor) and v.dim() > 1}
+    found = batch_sequences(entries, options)
+    known = {*found.dims, *found.pairs}
+    return {int(v.shape[1]) for n, v in entries.items() if n not in known and isinstance(v, Tensor) and v.dim() > 1}
 
 
 def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop:
@@ -178,7 +179,10 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
             for name, value in entries.items():
                 each = rows_each.get(name, 1)
                 cut = _cut(value, dims.get(name), each * rows, (each * row, each * last), windows.get(name))
-                held[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
+                if name in found.pairs:
+                    held[name] = _cut_pairs(cut, of_lengths)
+                else:
+                    held[name] = _cut_mask(cut, of_lengths) if name not in dims and _is_mask(value, of_lengths) else cut
             _end_rows(held, options.row_end)
             # Without a decoder's inputs that its model would make: it makes them of the crop's labels.
             held = {name: held[name] for name in plain_entries(batch)}
@@ -252,6 +256,13 @@ def _cut_mask(value: Tensor, windows: Mapping[int, tuple[int, int]]) -> Tensor:
     queries, keys = value.shape[2:]
     value = value.narrow(3, *windows[keys])
     return (value if queries == 1 else value.narrow(2, *windows[queries])).clone()
+
+
+def _cut_pairs(value: Tensor, windows: Mapping[int, tuple[int, int]]) -> Tensor:
+    first = 0 if value.dim() == 2 else 1
+    for dim in (first, first + 1):
+        value = value.narrow(dim, *windows[value.shape[dim]])
+    return value.clone()
 
 
 def has_rows(value: Any, dim: int | None, rows: int) -> bool:

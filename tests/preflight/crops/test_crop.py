@@ -95,3 +95,14 @@ def test_crops_of_groups_join_all_rows_of_each_sequence():
         "a_input_ids": [1, 1, 2, 2],
         "b_input_ids": [1] * 4 + [2] * 4,
     }
+
+
+def test_pairs_of_tokens_are_cut_along_both_dims():
+    labels = torch.full((2, 200), -100)
+    labels[:, 70] = 1
+    pairs = torch.arange(200 * 200).view(200, 200)
+    batch = {"input_ids": labels, "shift_labels": labels, "near": pairs, "edges": torch.stack([pairs, -pairs])}
+    whole = ShardOptions(global_view=True)
+    crop = crop_batch(batch, whole, crop_extent(batch, whole, SequenceLayout(2, 1)))
+    assert torch.equal(crop.batch["near"], pairs[64:128, 64:128])
+    assert torch.equal(crop.batch["edges"], batch["edges"][:, 64:128, 64:128])

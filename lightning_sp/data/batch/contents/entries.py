@@ -143,7 +143,7 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     whole = [
         n
         for n, t in known.items()
-        if (n.endswith("attention_mask") and t.dim() == 4)
+        if (n.endswith("attention_mask") and (t.dim() == 4 or (t.dim() == 3 and t.shape[1] == t.shape[2] > 1)))
         or (n in OF_TARGETS and t.dim() == 1)
         or (n in OF_TARGETS and t.dim() == 2 and t.is_floating_point() and lengths and t.shape[1] not in lengths)
         or (n in TARGET_WEIGHTS and (t.dim() == 1 or t.shape[1] == 1))
@@ -246,6 +246,27 @@ def split_sequences(dims: Mapping[str, int], whole_inputs: Sequence[str] = ()) -
     return decoder, encoder
 
 
+def pairs_of_tokens(entries: Mapping[str, Any], dims: Mapping[str, int], options: ShardOptions) -> list[str]:
+    """Return the entries that hold something for each two tokens, masks or distances say, and pass whole: (rows, S, S, ...), or (S, S).
+
+    On a rank's part those of (rows, S, S, ...) may be sequences of S features, and are left out.
+
+    Args:
+        entries: of the batch.
+        dims: of the entries that carry a sequence.
+        options: of sharding.
+    """
+    lengths = {int(entries[name].shape[dim]) for name, dim in dims.items()} - {1}
+    rows = {int(entries[name].shape[0]) for name, dim in dims.items() if dim > 0}
+    others = {n: t for n, t in entries.items() if n not in dims and isinstance(t, Tensor) and t.layout == torch.strided}
+    found = [n for n, t in others.items() if t.dim() == 2 and lengths.issuperset(t.shape) and t.shape[0] not in rows]
+    if options.global_view:
+        found += [
+            n for n, t in others.items() if t.dim() > 2 and t.shape[0] in rows and lengths.issuperset(t.shape[1:3])
+        ]
+    return found
+
+
 def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable[str] = ()) -> tuple[int, int]:
     """Return (rows, tokens) of a sequence.
 
@@ -279,9 +300,11 @@ def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable
         and length > 1
     }
     if unknown:
+        pairs = [name for name, shape in unknown.items() if shape[1:3] == (length, length)]
+        of_pairs = f"; if {', '.join(pairs)} {'is' if len(pairs) == 1 else 'are'} of pairs of tokens, global_view=True carries it whole"
         raise SequenceParallelError(
             f"{unknown} of the batch look like sequences of {length} tokens, but their names are not known: passing them whole would be "
-            f"silently wrong; say sequence_dims={{{', '.join(f'{n!r}: 1' for n in unknown)}}}, or rename them"
+            f"silently wrong{of_pairs if pairs else ''}; say sequence_dims={{{', '.join(f'{n!r}: 1' for n in unknown)}}}, or rename them"
         )
     return rows, length
 

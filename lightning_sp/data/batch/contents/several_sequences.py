@@ -25,6 +25,7 @@ from lightning_sp.data.batch.contents.entries import (
     extent,
     inputs_of_whole_encoder,
     named_dims,
+    pairs_of_tokens,
     sequence_dims,
     shapes_of,
     split_sequences,
@@ -75,6 +76,7 @@ class BatchSequences:
         encoder: dims of the encoder's; empty where there is none.
         whole_inputs: what an encoder reads whole, see `inputs_of_whole_encoder`.
         beside: the others.
+        pairs: entries of pairs of tokens, see `pairs_of_tokens`.
     """
 
     own: Mapping[str, int]
@@ -82,6 +84,7 @@ class BatchSequences:
     encoder: Mapping[str, int] = field(default_factory=dict)
     whole_inputs: Sequence[str] = ()
     beside: Sequence[Beside] = ()
+    pairs: Sequence[str] = ()
 
     @property
     def dims(self) -> dict[str, int]:
@@ -91,7 +94,7 @@ class BatchSequences:
 
     def others(self, dims: Mapping[str, int]) -> list[str]:
         """Return the entries that are known beside those of one sequence."""
-        return [name for name in (*self.dims, *self.whole_inputs) if name not in dims]
+        return [name for name in (*self.dims, *self.whole_inputs, *self.pairs) if name not in dims]
 
 
 def batch_sequences(entries: Mapping[str, Any], options: ShardOptions) -> BatchSequences:
@@ -102,7 +105,7 @@ def batch_sequences(entries: Mapping[str, Any], options: ShardOptions) -> BatchS
     """
     found = _by_names(entries, options)
     if len(found) > 1 and options.global_view:
-        return _beside_each_other(entries, named_dims(entries, options), found)
+        return _beside_each_other(entries, named_dims(entries, options), found, options)
     dims = sequence_dims(entries, options)
     whole_inputs = inputs_of_whole_encoder(entries, options)
     if len(found) > 1:
@@ -112,7 +115,8 @@ def batch_sequences(entries: Mapping[str, Any], options: ShardOptions) -> BatchS
     if options.global_view and not encoder and not whole_inputs:
         own, encoder = _by_lengths(entries, own)
         named = Named(before=DECODER) if encoder else Named()
-    return BatchSequences(own=own, named=named, encoder=encoder, whole_inputs=whole_inputs)
+    pairs = [name for name in pairs_of_tokens(entries, dims, options) if name not in whole_inputs]
+    return BatchSequences(own=own, named=named, encoder=encoder, whole_inputs=whole_inputs, pairs=pairs)
 
 
 def _by_names(entries: Mapping[str, Any], options: ShardOptions) -> dict[Named, dict[str, int]]:
@@ -155,7 +159,10 @@ def _check_one_length(entries: Mapping[str, Any], found: Mapping[Named, Mapping[
 
 
 def _beside_each_other(
-    entries: Mapping[str, Any], dims: Mapping[str, int], found: Mapping[Named, Mapping[str, int]]
+    entries: Mapping[str, Any],
+    dims: Mapping[str, int],
+    found: Mapping[Named, Mapping[str, int]],
+    options: ShardOptions,
 ) -> BatchSequences:
     """Return those of names around the standard ones, beside the standard ones' or the first of them."""
     of_found = {name for each in found.values() for name in each}
@@ -167,10 +174,12 @@ def _beside_each_other(
         # Labels, say, of one of them: whichever has as many tokens.
         named = next((n for n, each in sequences.items() if _is_as_long(entries, rest, each)), next(iter(sequences)))
         own = {**sequences.pop(named), **rest}
-    rows, _ = extent(entries, own, of_found)
-    return BatchSequences(
-        own=own, named=named, beside=[_beside(entries, n, each, rows) for n, each in sequences.items()]
+    pairs = pairs_of_tokens(
+        entries, {**dims, **{name: dim for each in found.values() for name, dim in each.items()}}, options
     )
+    rows, _ = extent(entries, own, [*of_found, *pairs])
+    beside = [_beside(entries, n, each, rows) for n, each in sequences.items()]
+    return BatchSequences(own=own, named=named, beside=beside, pairs=pairs)
 
 
 def _beside(entries: Mapping[str, Any], named: Named, dims: Mapping[str, int], rows: int) -> Beside:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.data.batch.contents.entries import named_dims, sequence_dims
+from lightning_sp.data.batch.contents.entries import extent, named_dims, pairs_of_tokens, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
@@ -87,3 +87,27 @@ def test_a_dim_may_be_counted_from_the_end():
     assert sequence_dims(entries, ShardOptions(sequence_dims={"heights": -1})) == {"input_ids": 1, "heights": 2}
     with pytest.raises(SequenceParallelError, match=r"sequence_dims\['heights'\]=-4: the batch has \(2, 3, 6\)"):
         sequence_dims(entries, ShardOptions(sequence_dims={"heights": -4}))
+
+
+def test_pairs_of_tokens_pass_whole_where_the_step_sees_whole_sequences():
+    square, edges = torch.ones(6, 6), torch.zeros(2, 6, 6, 3)
+    entries = {
+        "input_ids": IDS,
+        "near": square,
+        "edges": edges,
+        "row": torch.ones(2, 5),
+        "heads": torch.ones(2, 4, 6, 6),
+    }
+    whole = ShardOptions(global_view=True)
+    assert pairs_of_tokens(entries, {"input_ids": 1}, whole) == ["near", "edges"]
+    assert pairs_of_tokens(entries, {"input_ids": 1}, ShardOptions()) == ["near"]
+    assert pairs_of_tokens({**entries, "near": torch.ones(2, 6)}, {"input_ids": 1}, ShardOptions()) == [], (
+        "rows of tokens"
+    )
+    with pytest.raises(
+        SequenceParallelError, match=r"if edges is of pairs of tokens, global_view=True carries it whole; say"
+    ):
+        extent(entries, {"input_ids": 1})
+    batch, _ = shard_batch(entries, SequenceLayout(ring_size=2), 1, whole)
+    assert batch["edges"] is edges
+    assert batch["near"] is square

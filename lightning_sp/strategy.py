@@ -230,7 +230,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         most, known = self._checkpointing.most_tokens, self._to_try.known_length
         loop, written = loops.decided_by(trainer), self._run.written
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, known_length=known)
-        mesh, options, changed = self.sequence_mesh, self._options(batch), self._run.have_changed(trainer, batch)
+        mesh, options, changed = self.zigzag_mesh, self._options(batch), self._run.have_changed(trainer, batch)
         local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most, is_changed=changed)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
         self._sigterm.agree(trainer, agreed.ends)

@@ -49,13 +49,17 @@ class CurrentSequence:
     _groups: HostGroups
 
     @property
-    def sequence_mesh(self) -> SequenceMesh:
-        """Return the attention's mesh, with the layout of the batch in progress; known once `setup` has seen the model."""
+    def zigzag_mesh(self) -> SequenceMesh:
+        """Return the attention's mesh in the layout that a batch has where it gets none of its own; known once `setup` has seen the model."""
         if self._mesh is None:
             raise SequenceParallelError("the attention's mesh is not known before the trainer has set up the model")
-        if self._batch is None or self._batch.is_whole:
-            return self._mesh
-        return replace(self._mesh, layout=self._batch.layout)
+        return self._mesh
+
+    @property
+    def sequence_mesh(self) -> SequenceMesh:
+        """Return the attention's mesh, with the layout of the batch in progress; known once `setup` has seen the model."""
+        mesh = self.zigzag_mesh
+        return mesh if self._batch is None or self._batch.is_whole else replace(mesh, layout=self._batch.layout)
 
     @property
     def layout(self) -> SequenceLayout:

@@ -218,4 +218,11 @@ DATA = (
         "    for dim in (first,):\n",
         "tests/preflight/crops/test_crop.py::test_pairs_of_tokens_are_cut_along_both_dims",
     ),
+    fault(
+        "a batch that is cut by the layout of the one before",
+        "strategy.py",
+        "mesh, options, changed = self.zigzag_mesh,",
+        "mesh, options, changed = self.sequence_mesh,",
+        "tests/data/batch/test_balanced_layout.py::test_a_batch_that_needs_none_has_not_the_layout_of_the_one_before",
+    ),
 )

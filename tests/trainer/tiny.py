@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import GPT, GPTConfig, Llama, LlamaConfig
@@ -159,14 +159,21 @@ def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
 
 
 def fit(
-    model: str, world: int, strategy: dict[str, Any], data: dict[str, Any], micro: int = 2, **options: Any
+    model: str,
+    world: int,
+    strategy: dict[str, Any],
+    data: dict[str, Any] | list[dict[str, Any]],
+    micro: int = 2,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Fit a tiny model and return losses, raw gradients and final weights."""
+    """Fit a tiny model on one dataset, or on several one after the other; return losses, raw gradients and final weights."""
     torch.manual_seed(3)
     module = Plain(MODELS[model])
-    strategy = {"packed_documents": True, **strategy} if data.get("packed") or data.get("documents") else strategy
-    trainer = quiet_trainer(world, strategy=strategy, **options)
-    trainer.fit(module, DataLoader(TokenDataset(**data), batch_size=micro))
+    several = data if isinstance(data, list) else [data]
+    packed = any(each.get("packed") or each.get("documents") for each in several)
+    trainer = quiet_trainer(world, strategy={"packed_documents": True, **strategy} if packed else strategy, **options)
+    rows = ConcatDataset([TokenDataset(**each) for each in several])
+    trainer.fit(module, DataLoader(rows, batch_size=micro))
     weights = {n: _full(p.detach()).clone() for n, p in module.named_parameters()}
     return {
         "losses": module.losses,

@@ -49,6 +49,16 @@ def test_the_layout_follows_each_batch(pools):
         assert len(set(answers[0]["layouts"])) > 1
 
 
+def test_a_batch_that_needs_none_has_not_the_layout_of_the_one_before(pools):
+    """Packed batches of other lengths, as collators without padding make them: some are balanced, and others lie in zigzag."""
+    data = [dict(size=1, length=64, documents=(40, 16, 7, 1)), dict(size=1, length=48), dict(size=1, length=64)]
+    expected = pools(1).run(scenarios.fits, [dict(model="llama", world=1, strategy={}, data=data, micro=1)])[0][0]
+    case = dict(model="llama", world=2, strategy=dict(ring_size=2, balance="documents"), data=data, micro=1)
+    for answers in pools(2).run(scenarios.fits, [case]):
+        same_run(answers[0], expected)
+        assert [bool(layout.assignment) for layout in answers[0]["layouts"]] == [True, False, False]
+
+
 def test_from_the_second_batch_on_what_the_layers_see_is_balanced(pools):
     """A model that looks both ways needs another layout than a causal one; what it does is known once it has run."""
     data, case = dict(size=2, length=64, documents=(40, 16, 7, 1)), dict(model="both ways", micro=2, max_epochs=3)

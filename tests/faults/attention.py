@@ -210,8 +210,8 @@ ATTENTION = (
     fault(
         "whole sequences put together as if they lay in zigzag",
         "step/current_sequence.py",
-        "        return replace(self._mesh, layout=self._batch.layout)\n",
-        "        return self._mesh\n",
+        "else replace(mesh, layout=self._batch.layout)\n",
+        "else mesh\n",
         "tests/data/batch/test_balanced_layout.py::test_predictions_and_gathering_by_hand_know_the_layout",
     ),
     fault(

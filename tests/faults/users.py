@@ -58,6 +58,13 @@ USERS = (
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data]",
     ),
     fault(
+        "an assignment that counts twice on the rank with the smaller part",
+        "parallelize/fsdp/dtensor/sharded_tensors.py",
+        "        setattr(tensor, _WRITES, before + 1 - num_writes(tensor))\n",
+        "        setattr(tensor, _WRITES, 1)\n",
+        f"{WRITES}::test_a_write_of_all_ranks_is_theirs[assigned uneven]",
+    ),
+    fault(
         "a write of one rank that is told a step late",
         "step/agreement/agreed_writes.py",
         "        if any(comm.gather_objects(acts_between, group)):\n",

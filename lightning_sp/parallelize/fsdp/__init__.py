@@ -2,7 +2,7 @@
 
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
-from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import used_as_whole
+from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
 from lightning_sp.parallelize.fsdp.inner_backward import gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward, whole_parameters
@@ -35,6 +35,7 @@ __all__ = [
     "gradients_of_weights",
     "is_freed_after_forward",
     "make_fsdp_root",
+    "num_writes",
     "optional_units",
     "parameter_layout",
     "reduce_dtypes",

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
-from lightning_sp.parallelize import reshard
+from lightning_sp.parallelize import num_writes, reshard
 from lightning_sp.parameter_names import user_name
 
 _BITS = (1 << 56) - 1
@@ -49,7 +48,7 @@ class AgreedWrites:
             return
         reshard(root)
         self._shards = {user_name(name): each for name, each in root.named_parameters()}
-        self._before = {name: _writes(each) for name, each in self._shards.items()}
+        self._before = {name: num_writes(each) for name, each in self._shards.items()}
         if any(comm.gather_objects(acts_between, group)):
             self._undo = _called_after(plugin, lambda: self._compare(group))
 
@@ -61,7 +60,7 @@ class AgreedWrites:
     def note_gradients(self) -> None:
         """Begin to count writes to the gradients that a backward has left: those of the backward itself differ from rank to rank."""
         there = {name: each.grad for name, each in self._shards.items() if each.grad is not None}
-        self._gradients = {name: (each, _writes(each)) for name, each in there.items()}
+        self._gradients = {name: (each, num_writes(each)) for name, each in there.items()}
 
     @property
     def digest(self) -> int:
@@ -84,8 +83,8 @@ class AgreedWrites:
         gradient, known = parameter.grad, self._gradients.get(name)
         number = _NONE if gradient is None else _OTHER
         if gradient is not None and known is not None and known[0] is gradient:
-            number = _writes(gradient) - known[1]
-        return _writes(parameter) - self._before[name], number
+            number = num_writes(gradient) - known[1]
+        return num_writes(parameter) - self._before[name], number
 
     def _compare(self, group: ProcessGroup | None) -> None:
         """Raise where ranks have written differently. Communicates: one all_reduce of 16 bytes on the host."""
@@ -93,13 +92,6 @@ class AgreedWrites:
         highest, lowest = comm.Largest(torch.tensor([own, -own]), group).arrived().tolist()
         if highest != -lowest:
             comm.refuse_writes(self.described(), group)
-
-
-def _writes(tensor: Tensor) -> int:
-    """Return how often a tensor, or this rank's part of it, was written to: through it, or through what `data` and `detach` give."""
-    if not isinstance(tensor, DTensor):
-        return tensor._version
-    return tensor._version + tensor._local_tensor._version + getattr(tensor, "_num_assigned", 0)
 
 
 def _called_after(plugin: Any, act: Callable[[], None]) -> Callable[[], None]:

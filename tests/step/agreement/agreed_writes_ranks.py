@@ -16,6 +16,10 @@ def _norm(module: Any) -> Any:
     return dict(module.named_parameters())["model.norm.weight"]
 
 
+def _table(module: Any) -> Any:
+    return dict(module.named_parameters())["model.embedding.weight"]
+
+
 WRITES: dict[str, Any] = {
     "zero_grad": lambda module, optimizer: optimizer.zero_grad(),
     "zero_grad to zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
@@ -29,6 +33,8 @@ WRITES: dict[str, Any] = {
     "weight's data's part": lambda module, _: _norm(module).data.to_local().mul_(0.5),
     "weight's detached part": lambda module, _: _norm(module).detach().to_local().mul_(0.5),
     "assigned": lambda module, _: setattr(_norm(module), "data", _norm(module).data * 0.5),
+    # Of 61 rows: the last rank's part is the smaller one.
+    "assigned uneven": lambda module, _: setattr(_table(module), "data", (_table(module).data * 0.5).mul_(0.9)),
     "read": lambda module, _: (
         float(_norm(module).detach().to_local().sum()) + float((_norm(module).data.to_local() * 2).sum())
     ),

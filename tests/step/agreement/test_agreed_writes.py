@@ -40,7 +40,7 @@ def test_a_write_after_the_update_is_refused_with_the_next_batch(pools, what):
         assert answer["steps"] == 1
 
 
-@pytest.mark.parametrize("what", [*WEIGHTS, "zero_grad to zeros", "gradient's data"])
+@pytest.mark.parametrize("what", [*WEIGHTS, "assigned uneven", "zero_grad to zeros", "gradient's data"])
 def test_a_write_of_all_ranks_is_theirs(pools, what):
     for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", what, 2, LAYOUT, True):
         assert answer == {"said": "", "steps": 3}

@@ -30,6 +30,8 @@ from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, paramet
 # Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
 _RUNS: list[property] = []
 _READ = torch.ops.aten._local_scalar_dense.default
+# The attribute of a shard with the writes that its tensor in memory does not count.
+_WRITES = "_num_writes_elsewhere"
 # Methods that may give one number of a whole tensor: a plain tensor at once, for what takes no DTensor (`torch.tensor([...])`), and for a log
 # that is read after the run.
 _NUMBERS = ("norm", "sum", "mean", "max", "min", "amax", "amin", "std", "var", "all", "any", "count_nonzero", "dot")
@@ -109,6 +111,13 @@ def _read(op_call: object, args: tuple[object, ...], kwargs: dict[str, object]) 
     return whole.item()
 
 
+def num_writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor, or this rank's part of it, was written to: through it, or through what `data` and `detach` give."""
+    if not isinstance(tensor, DTensor):
+        return tensor._version
+    return tensor._version + tensor._local_tensor._version + int(getattr(tensor, _WRITES, 0))
+
+
 def _data_of(root: nn.Module) -> property:
     shards = {
         id(each.sharded_param): each for group in parameter_groups(fsdp_modules(root)) for each in group.fsdp_params
@@ -124,9 +133,12 @@ def _data_of(root: nn.Module) -> property:
                 f"parameter.data = {type(value).__name__} of shape {tuple(value.shape)}, where the parameter is a shard of "
                 f"{tuple(tensor.shape)}: assign what was computed from parameters of that shape, or write to it in place (copy_, mul_, lerp_)"
             )
+        before = num_writes(tensor)
         tensor._local_tensor = value._local_tensor.detach().contiguous()
-        tensor._num_assigned = getattr(tensor, "_num_assigned", 0) + 1  # type: ignore[attr-defined]
         if (shard := shards.get(id(tensor))) is not None:
             shard.reset_sharded_param()
+        # An assignment is one write, whatever was written to what is assigned: FSDP2 copies it where the rank's part is a smaller one.
+        setattr(tensor, _WRITES, 0)
+        setattr(tensor, _WRITES, before + 1 - num_writes(tensor))
 
     return property(detach, assign)

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 USUAL = ("ulysses 2", "ring 2", "data 2 x ring 2")
 
 
-def reference(flow: Flow, folder: str) -> dict[str, Any]:
+def reference(flow: Flow, folder: str, precision: str = "64-true") -> dict[str, Any]:
     """Run a flow on one device; write what came of it to a file, or return why it cannot."""
     before: dict[str, Tensor] = {}
     fit = pl.Trainer.fit
@@ -38,7 +38,7 @@ def reference(flow: Flow, folder: str) -> dict[str, Any]:
 
     try:
         with patch.object(pl.Trainer, "fit", noted):
-            after, numbers = _run(flow, ROWS, folder, strategy="auto", num_ranks=1)
+            after, numbers = _run(flow, ROWS, folder, strategy="auto", num_ranks=1, precision=precision)
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     if not all(torch.isfinite(tensor).all() for tensor in after.values()):

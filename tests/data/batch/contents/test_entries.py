@@ -36,6 +36,15 @@ def test_labels_of_tokens_are_a_sequence_whatever_their_dtype():
     assert "labels" in sequence_dims({"input_ids": IDS, "labels": torch.ones(2, 3, dtype=torch.int64)}, ShardOptions())
 
 
+def test_a_list_beside_rows_passes_whole_and_a_list_of_rows_is_refused():
+    spans = {"spans.0": torch.tensor([1, 2]), "spans.1": torch.tensor([3])}
+    assert sequence_dims({"input_ids": IDS, **spans}, ShardOptions()) == {"input_ids": 1}
+    rows = {"input_ids.0": torch.arange(3), "input_ids.1": torch.arange(4)}
+    for batch in (rows, {**rows, "pixel_values": torch.zeros(2, 3, 4, 4)}, {**spans, "labels": torch.zeros(2)}):
+        with pytest.raises(SequenceParallelError, match=r"is a list of 2 rows, of \["):
+            sequence_dims(batch, ShardOptions())
+
+
 def test_a_batch_of_names_that_are_not_known_passes_whole_where_none_is_split():
     batch = {"x": torch.zeros(2, 6, 4), "y": torch.zeros(2)}
     local, info = shard_batch(batch, SequenceLayout(), 0, ShardOptions())

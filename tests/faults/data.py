@@ -218,4 +218,11 @@ DATA = (
         "    for dim in (first,):\n",
         "tests/preflight/crops/test_crop.py::test_pairs_of_tokens_are_cut_along_both_dims",
     ),
+    fault(
+        "classes of rows taken for targets of tokens",
+        "data/batch/contents/targets.py",
+        "        if name in dims:\n",
+        "        if isinstance(entries.get(name), Tensor):\n",
+        "tests/data/batch/contents/test_entries.py::test_what_is_wanted_of_rows_is_no_target_of_a_token[targets-classes]",
+    ),
 )

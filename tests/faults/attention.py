@@ -222,6 +222,13 @@ ATTENTION = (
         PACKED,
     ),
     fault(
+        "a model that fails on tokens alone hands positions by order to the one within it",
+        "rewrite/hugging_face/interface.py",
+        "if not counts.were_seen and (parts := count_of_text_model(model)):",
+        "if False:",
+        "tests/rewrite/hugging_face/positions/test_position_ids.py::test_the_model_of_tokens_counts_within_one_that_asks_for_pictures",
+    ),
+    fault(
         "positions not given to a Hugging Face model",
         "rewrite/hugging_face/positions/position_ids.py",
         "if kwargs.get(name) is None and sequence.position_ids is not None:",

@@ -224,5 +224,10 @@ DATA = (
         "mesh, options, changed = self.zigzag_mesh,",
         "mesh, options, changed = self.sequence_mesh,",
         "tests/data/batch/test_balanced_layout.py::test_a_batch_that_needs_none_has_not_the_layout_of_the_one_before",
+        "classes of rows taken for targets of tokens",
+        "data/batch/contents/targets.py",
+        "        if name in dims:\n",
+        "        if isinstance(entries.get(name), Tensor):\n",
+        "tests/data/batch/contents/test_entries.py::test_what_is_wanted_of_rows_is_no_target_of_a_token[targets-classes]",
     ),
 )

@@ -563,4 +563,11 @@ USERS = (
         "        if failed is None:",
         INNER,
     ),
+    fault(
+        "a backbone without attention is given its model's as a run ends",
+        "rewrite/hugging_face/interface.py",
+        "    undo.callback(_set_attention_of_parts, before)\n",
+        "    undo.callback(set_attention, model, previous)\n",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[detr_boxes]",
+    ),
 )  # fmt: skip

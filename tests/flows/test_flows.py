@@ -22,7 +22,7 @@ SUBSET = (
     "modernbert_mean", "ema_in_validation", "as_many_tags_as_tokens", "qwen3_vl_images", "idefics_images",
     "kept_for_the_end", "counted_for_the_end", "accuracy_from_zero", "questions_and_passages", "two_loaders_cycled", "mask_added_to_scores",
     "ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "heads_of_words", "single_numbers",
-    "multiple_choice", "vilt_questions",
+    "multiple_choice", "vilt_questions", "detr_boxes",
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {
@@ -38,6 +38,7 @@ ELSEWHERE = {
             "heads_of_words",
             "single_numbers",
             "multiple_choice",
+            "detr_boxes",
         ),
         "ring 2",
     ),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tools.models.extras import with_extras
 from tools.models.images import find_images, with_images
 from tools.models.registry import Case
 from tools.models.rules import END_OF_TOKENS, FIRST_TOKEN, IGNORED
@@ -27,6 +28,8 @@ WITH_IMAGES = ("image-text LM", "multimodal LM", "causal LM")
 NUM_SAMPLES, NUM_FRAMES = 6400, 64
 # Whisper's are (features, frames), all others' are (frames, features).
 FRAMES_DIM = {"whisper": 2}
+# Whose own loss asks for the mask of the sounds.
+SOUNDS_WITH_MASK = ("parakeet_ctc", "lasr_ctc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,10 @@ class Batches(Dataset[dict[str, Tensor]]):
     def __init__(self, trial: Trial, model: Any) -> None:
         generator = torch.Generator().manual_seed(7)
         make = _MAKERS[trial.case.kind]
-        batches = [make(model, trial.form, side, generator) for side in trial.sides]
+        batches = [
+            with_extras(trial.case.model_type, make(model, trial.form, side, generator), generator)
+            for side in trial.sides
+        ]
         images = find_images(model, generator) if trial.images and trial.case.kind in WITH_IMAGES else None
         self.num_images = 0 if images is None else len(trial.sides) * ROWS
         self.rows = [
@@ -116,7 +122,7 @@ def _masked(model: Any, form: str, side: str, generator: torch.Generator) -> dic
 
 def _seq2seq(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
     if not getattr(model.config, "is_encoder_decoder", False):
-        return _causal(model, form, side, generator)  # a sound's encoder in front of a decoder of text
+        return _causal(model, form, side, generator)  # an encoder of sounds or images in front of a decoder of text
     ids, mask = _tokens(model, side, LENGTH, generator)
     # A decoder's row is padded behind its end, whatever its encoder's is.
     labels, decoder_mask = _tokens(model, "none" if side == "none" else "right", DECODER_LENGTH, generator)
@@ -159,14 +165,17 @@ def _pictures(model: Any, form: str, side: str, generator: torch.Generator) -> d
     if hasattr(vision, "frames_per_clip"):
         frames = [int(vision.frames_per_clip)]
     pixels = torch.randn(ROWS, *frames, int(getattr(vision, "num_channels", 3)), height, width, generator=generator)
-    name = "pixel_values_videos" if "pixel_values_videos" in model.forward.__code__.co_varnames else "pixel_values"
+    taken = inspect.signature(model.forward).parameters
+    name = "pixel_values_videos" if "pixel_values_videos" in taken else "pixel_values"
     return {name: pixels, _target(form): torch.arange(ROWS) % int(model.config.num_labels)}
 
 
 def _sounds(model: Any, form: str, generator: torch.Generator) -> dict[str, Tensor]:
     """Return samples or a spectrogram, whichever the model's main input is."""
-    config = model.config
-    if model.main_input_name == "input_values":
+    config, main = model.config, model.main_input_name
+    if main == "inputs":  # of a composite, whose encoder decides
+        main = model.encoder.main_input_name
+    if main == "input_values":
         return {"input_values": torch.randn(ROWS, NUM_SAMPLES, generator=generator)}
     names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
     encoder = getattr(config, "encoder_config", config)
@@ -181,7 +190,7 @@ def _sounds(model: Any, form: str, generator: torch.Generator) -> dict[str, Tens
     )
     frames = 2 * int(config.max_source_positions) if hasattr(config, "max_source_positions") else NUM_FRAMES
     shape = (features, frames) if FRAMES_DIM.get(config.model_type) == 2 else (frames, features)
-    return {model.main_input_name: torch.randn(ROWS, *shape, generator=generator)}
+    return {main: torch.randn(ROWS, *shape, generator=generator)}
 
 
 def _transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
@@ -189,7 +198,7 @@ def _transcripts(model: Any, form: str, side: str, generator: torch.Generator) -
     sounds = _sounds(model, form, generator)
     if "attention_mask" in inspect.signature(model.forward).parameters:
         # Of the sound: another row's end is silence where texts are padded.
-        mask = torch.ones(ROWS, sounds[model.main_input_name].shape[FRAMES_DIM.get(model.config.model_type, 1)])
+        mask = torch.ones(ROWS, next(iter(sounds.values())).shape[FRAMES_DIM.get(model.config.model_type, 1)])
         mask[1, (mask.shape[1] if side == "none" else mask.shape[1] * 3 // 4) :] = 0
         sounds["attention_mask"] = mask.long()
     if form == "own loss":
@@ -200,8 +209,13 @@ def _transcripts(model: Any, form: str, side: str, generator: torch.Generator) -
 
 def _short_transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
     vocabulary = int(getattr(model.config, "vocab_size", 0) or 32)
+    sounds = _sounds(model, form, generator)
+    if model.config.model_type in SOUNDS_WITH_MASK:
+        mask = torch.ones(ROWS, next(iter(sounds.values())).shape[1], dtype=torch.long)
+        mask[1, mask.shape[1] * 3 // 4 :] = 0
+        sounds["attention_mask"] = mask
     return {
-        **_sounds(model, form, generator),
+        **sounds,
         "labels": torch.randint(1, min(vocabulary, 80), (ROWS, 4), generator=generator),
     }
 
@@ -219,7 +233,7 @@ def _target(form: str) -> str:
 
 _MAKERS = {
     "causal LM": _causal,
-    "image-text LM": _causal,
+    "image-text LM": _seq2seq,
     "multimodal LM": _causal,
     "masked LM": _masked,
     "seq2seq LM": _seq2seq,

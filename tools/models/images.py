@@ -20,6 +20,8 @@ START = 12
 # Of patches (frames, height, width): of two sizes, so that rows have other numbers of tokens.
 GRIDS = ((1, 4, 4), (1, 4, 8))
 NUM_IMAGES = len(GRIDS)
+# What stands at an image's tokens in the entries of the text; elsewhere no target.
+FILLERS = {"attention_mask": 1, "input_ids": FIRST_TOKEN}
 
 
 def find_images(model: Any, generator: torch.Generator) -> tuple[list[dict[str, Tensor]], list[int]] | None:
@@ -65,8 +67,10 @@ def with_images(
     for row, (image, number) in enumerate(zip(*images, strict=True)):
         placed = {}
         for name, values in batch.items():
-            filler = {"attention_mask": 1, "input_ids": FIRST_TOKEN}.get(name, IGNORED)
-            own = values[row]
+            own, filler = values[row], FILLERS.get(name, IGNORED)
+            if getattr(model.config, "is_encoder_decoder", False) and name not in FILLERS:
+                placed[name] = own  # the decoder's
+                continue
             placed[name] = torch.cat([own[:START], own.new_full((most,), filler), own[START:]])
         placed["input_ids"][torch.isin(placed["input_ids"], special)] = FIRST_TOKEN - 1
         here = torch.zeros(len(placed["input_ids"]), dtype=torch.bool)
@@ -132,6 +136,8 @@ def _forms(config: Any, generator: torch.Generator) -> Iterator[list[dict[str, T
     sizes = torch.tensor([size, size])
     yield [{"pixel_values": draw(*pixels)} for _ in GRIDS]
     yield [{"pixel_values": draw(*pixels), "image_sizes": sizes} for _ in GRIDS]
+    question = {"qformer_input_ids": torch.arange(FIRST_TOKEN, START), "qformer_attention_mask": torch.ones(4).long()}
+    yield [{"pixel_values": draw(*pixels), **question} for _ in GRIDS]
     for number in (1, 2, 5):
         yield [{"pixel_values": draw(number, *pixels)} for _ in GRIDS]
         yield [{"pixel_values": draw(number, *pixels), "image_sizes": sizes} for _ in GRIDS]

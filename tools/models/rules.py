@@ -58,7 +58,14 @@ _AT_MOST = [
 ]  # fmt: skip
 AT_MOST = [(re.compile(pattern), most) for pattern, most in _AT_MOST]
 # Widths of a stack of convolutions, one after the other.
-STACKS = {"conv_dim": 16, "tdnn_dim": 16}
+STACKS = {
+    "conv_dim": 16,
+    "tdnn_dim": 16,
+    "hidden_sizes": HIDDEN,
+    "depths": 2,
+    "num_attention_heads": HEADS,
+    "image_size": 32,
+}
 # Random in training, or larger than it need be.
 OFF = re.compile(
     r".*drop(out|_rate|_path_rate|_prob|_path)?\w*|.*pdrop|.*_drop|mask_(time|feature)_prob|router_jitter_noise|input_jitter_noise|.*noise_std|.*layerdrop"
@@ -78,8 +85,34 @@ _GEMMA4_VISION = {
     "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
     "head_dim": HEAD_DIM, "patch_size": 8, "position_embedding_size": 16,
 }  # fmt: skip
+# Heads of eight numbers, and windows that are smaller than the picture.
+_SWIN = {"embed_dim": 24, "depths": [2, 2, 2], "num_heads": [3, 6, 12], "window_size": 2}
 # What one type needs beside the rules, by the path of the field.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bit": {"num_groups": 8},
+    "blip-2": {"image_token_index": 90, "num_query_tokens": 4},
+    "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGAZ": 80, "IMGIMGBZ": 81}, "vq_config.base_channels": 32},
+    "instructblip": {"image_token_index": 90, "num_query_tokens": 4},
+    "instructblipvideo": {"num_query_tokens": 4},
+    "janus": {"vq_config.base_channels": 32},
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8, "input_size": 32},
+    "led": {"attention_window": 16},
+    "lilt": {"hidden_size": 48},
+    "longformer": {"attention_window": 16},
+    "lxmert": {"visual_feat_dim": HIDDEN},
+    "cvt": {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 2, 3]},
+    "donut-swin": _SWIN,
+    "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640},
+    "focalnet": {"embed_dim": 16, "hidden_sizes": [32, 64, 64, 64]},
+    "hgnet_v2": {
+        "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 64, 64], "stage_mid_channels": [16, 16, 16, 16],
+        "stage_out_channels": [32, 64, 64, 64], "stage_numb_of_layers": [2, 2, 2, 2],
+    },
+    "hiera": {"embed_dim": 16, "depths": [1, 1, 2, 1], "image_size": [64, 64]},
+    "levit": {"image_size": 64, "patch_size": 16},
+    "mobilevitv2": {"image_size": 64, "width_multiplier": 0.25},
+    "swin": _SWIN,
+    "swinv2": _SWIN,
     "cohere_compass": {"text_config.rope_parameters": {"full_attention": _THREE_AXES}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _THREE_AXES}},
     "exaone4_5": {"vision_config.window_size": 32},
@@ -110,10 +143,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v": {"text_config.rope_parameters": _THREE_AXES},
     "glm4v_moe": {"text_config.rope_parameters": _HALF_A_HEAD},
     "glm_ocr": {"text_config.rope_parameters": _THREE_AXES},
+    "pix2struct": {"vision_config.patch_embed_hidden_size": 768},
+    "vision-encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
+    "florence2": {
+        "vision_config.depths": [1, 1, 1, 1], "vision_config.embed_dim": [16, 32, 64, 64], "vision_config.num_heads": [2, 4, 4, 4],
+        "vision_config.num_groups": [2, 4, 4, 4], "vision_config.window_size": 2,
+    },
+    "vjepa2": {"frames_per_clip": 4},
+    "moonshine_streaming": {"num_key_value_heads": HEADS, "pad_token_id": 0, "decoder_start_token_id": 1},
+    "speech-encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
+    "perceiver": {"max_position_embeddings": 30},
     "paddleocr_vl": {"text_config.rope_parameters": _THREE_AXES},
     "qwen2_5_vl": {"text_config.rope_parameters": _THREE_AXES, "vision_config.window_size": 32},
     "qwen2_vl": {"text_config.rope_parameters": _THREE_AXES},
-    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
+    "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_THREE_AXES, "mrope_section": [3, 3, 2]}},
+    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM, "text_config.rope_parameters": _THREE_AXES},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -130,6 +174,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "glmga": {"text_config.rope_parameters": _THREE_AXES},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
 }  # fmt: skip

@@ -33,7 +33,8 @@ def build(case: Case) -> Any:
         config.is_decoder = True
     if case.kind in HEADS:
         # Rows of one length need no padding token, but some classes ask for one; some draw dropout where the config has no number for it.
-        config.pad_token_id = config.pad_token_id if getattr(config, "pad_token_id", None) is not None else 0
+        for each in (config, config.get_text_config(decoder=True)):
+            each.pad_token_id = each.pad_token_id if getattr(each, "pad_token_id", None) is not None else 0
         config.classifier_dropout = 0.0
     with torch.device("meta"):
         num_parameters = sum(each.numel() for each in model_class(config).parameters())
@@ -69,7 +70,10 @@ class User(pl.LightningModule):
         """Return the mean over the tokens with a target."""
         targets = batch.pop("shift_labels") if "shift_labels" in batch else batch.pop("targets")
         logits = self.model(**batch).logits
-        return F.cross_entropy(logits if targets.dim() == 1 else logits.flatten(0, 1), targets.flatten())
+        if targets.dim() == 1:
+            return F.cross_entropy(logits, targets)
+        logits = logits[..., logits.shape[-2] - targets.shape[-1] :, :]  # GIT's begin with its picture's
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return plain SGD: unlike Adam's, its step shows a gradient of the wrong size."""

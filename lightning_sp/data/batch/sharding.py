@@ -63,7 +63,7 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     whole_inputs = found.whole_inputs
 
     def part(dims: Mapping[str, int], named: Named, **more: Any) -> tuple[dict[str, Tensor], SequenceInfo]:
-        targets = batch_targets(entries, options) if dims is found.own else None
+        targets = batch_targets(entries, dims, options) if dims is found.own else None
         sequence = BatchSequence(entries=entries, dims=dims, others=found.others(dims), named=named, targets=targets)
         return shard_sequence(sequence, layout, rank, options, **more)
 

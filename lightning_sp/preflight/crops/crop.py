@@ -153,7 +153,7 @@ def crop_batch(batch: Any, options: ShardOptions, size: tuple[int, ...]) -> Crop
     dims, rows_each = found.dims, {name: each.rows_each for each in found.beside for name in each.dims}
     rows, length = extent(entries, found.own, found.others(found.own))
     height, tokens, *others_tokens = size
-    labels = batch_targets(entries, options)
+    labels = batch_targets(entries, found.own, options)
     position_ids = entries.get("position_ids") if not found.encoder else None
     span = placeholders(entries, options)
     first: Crop | None = None

@@ -37,7 +37,11 @@ from lightning_sp.rewrite.hugging_face.models import (
     why_unreachable,
 )
 from lightning_sp.rewrite.hugging_face.positions.base_models import pass_positions_to_base_models
-from lightning_sp.rewrite.hugging_face.positions.composites import counts_of_parts, pass_positions_to_parts
+from lightning_sp.rewrite.hugging_face.positions.composites import (
+    count_of_text_model,
+    counts_of_parts,
+    pass_positions_to_parts,
+)
 from lightning_sp.rewrite.hugging_face.positions.cumulative_sum import intercept_cumulative_sums
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
 from lightning_sp.rewrite.hugging_face.positions.position_embeddings import pass_positions_to_embeddings, sums_ids
@@ -49,8 +53,8 @@ from lightning_sp.rewrite.hugging_face.positions.temperature import wrap_tempera
 from lightning_sp.rewrite.hugging_face.virtual_tokens import place_virtual_tokens
 
 _numbers = itertools.count()
-# Its embeddings are handed this rank's positions: the model itself is left alone.
-_handed = PositionCount.BY_CUMSUM
+# Of a model whose part is handed this rank's positions, or counts them.
+_left_alone = PositionCount.BY_CUMSUM
 
 
 class HuggingFaceRewrite(AbstractContextManager[None]):
@@ -97,9 +101,11 @@ def _intercept_positions(model: Any, context: SequenceContext, undo: ExitStack) 
     """Give a model the positions that it would count on the whole sequence; return how it counts, and its parts. `undo` takes that back."""
     by_order = PositionCounts(PositionCount.BY_ORDER, PositionCount.BY_ORDER)
     counts, parts = by_order if is_encoder_decoder(model) else position_counts(model), counts_of_parts(model)
+    if not counts.were_seen and (parts := count_of_text_model(model)):
+        counts = PositionCounts(_left_alone, _left_alone)
     by_embeddings = getattr(model.config, "is_encoder_decoder", False) or counts.of_ids is PositionCount.OWN_WAY
     if by_embeddings and pass_positions_to_embeddings(model, context, undo, parts):
-        counts = PositionCounts(*(_handed if each is PositionCount.OWN_WAY else each for each in counts))
+        counts = counts.with_handed_embeddings
     hook = partial(pass_position_ids, context, counts)
     undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
     pass_positions_to_base_models(model, context, undo)
@@ -112,10 +118,11 @@ def _route_attention(model: Any, context: SequenceContext, undo: ExitStack) -> N
     # The interface refuses names with "sdpa", "flash", "flex" or "/".
     previous, name = model.config._attn_implementation, f"sequence_parallel_{next(_numbers)}"
     _register(name, context, previous, undo)
+    before = _attention_of_parts(model)
     set_attention(model, name)
-    undo.callback(set_attention, model, previous)
+    undo.callback(_set_attention_of_parts, before)
     # The preflight's reference is the model as the user made it.
-    own = partial(_own_attention, model, name, previous)
+    own = partial(_own_attention, before, _attention_of_parts(model))
     context.in_reference.append(own)
     undo.callback(context.in_reference.remove, own)
 
@@ -135,9 +142,26 @@ def set_attention(model: Any, name: str) -> None:
             part.set_attn_implementation(name)
 
 
+def _attention_of_parts(model: Any) -> list[tuple[Any, Any]]:
+    """Return each configuration within a model, with its attention's name: a backbone of convolutions has another, and refuses the whole's."""
+    known: dict[int, Any] = {}
+    asked = [part.config for part in model.modules() if hasattr(part, "config")]
+    while asked:
+        config = asked.pop()
+        if id(config) not in known and hasattr(config, "_attn_implementation_internal"):
+            known[id(config)] = config
+            asked += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
+    return [(each, each._attn_implementation_internal) for each in known.values()]
+
+
+def _set_attention_of_parts(parts: list[tuple[Any, Any]]) -> None:
+    for config, name in parts:
+        config._attn_implementation_internal = name  # of this one alone, and unchecked: it was so
+
+
 @contextmanager
-def _own_attention(model: Any, name: str, previous: str) -> Iterator[None]:
-    set_attention(model, previous)
+def _own_attention(own: list[tuple[Any, Any]], ours: list[tuple[Any, Any]]) -> Iterator[None]:
+    _set_attention_of_parts(own)
     flex: Any = getattr(sys.modules.get("transformers.integrations.flex_attention"), "WrappedFlexAttention", None)
     # Its one instance keeps the function that it was first called with: another strategy's, or torch's own, which has no backward on the CPU.
     before = getattr(flex, "_instance", None)
@@ -146,7 +170,7 @@ def _own_attention(model: Any, name: str, previous: str) -> Iterator[None]:
     try:
         yield
     finally:
-        set_attention(model, name)
+        _set_attention_of_parts(ours)
         if flex is not None:
             flex._instance = before
 

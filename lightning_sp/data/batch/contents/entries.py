@@ -330,15 +330,23 @@ def _refuse_several_batches(entries: Mapping[str, Any], declared: Mapping[str, i
 
 
 def _refuse_ragged_rows(entries: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    """Refuse a list of rows, {"input_ids": [row, row]}: rows of one length each would have to be split alike."""
+    """Refuse a list of rows, {"input_ids": [row, row]}: rows of one length each would have to be split alike.
+
+    Beside a tensor of rows a list of another name is left whole: the classes of what is in each picture, a row's spans.
+    """
     rows: dict[str, list[Tensor]] = {}
+    has_rows = False
     for name, value in entries.items():
         of, _, index = name.rpartition(".")
-        if of and index.isdigit() and name not in dims and isinstance(value, Tensor) and value.dim() == 1:
+        is_in_list = bool(of) and index.isdigit()
+        has_rows |= not is_in_list and isinstance(value, Tensor) and value.dim() > 1
+        if is_in_list and name not in dims and isinstance(value, Tensor) and value.dim() == 1:
             rows.setdefault(of, []).append(value)
-    if not rows:
+    refused = [name for name in rows if not has_rows or name.rpartition(".")[2] in STANDARD_NAMES]
+    if not refused:
         return
-    name, found = next(iter(rows.items()))
+    name = refused[0]
+    found = rows[name]
     fill = STANDARD_NAMES.get(name.rpartition(".")[2], (1, 0))[1]
     raise SequenceParallelError(
         f"the batch's {name!r} is a list of {len(found)} rows, of {[len(row) for row in found]} tokens: a list of rows is not split; pad them "

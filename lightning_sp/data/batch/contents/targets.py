@@ -14,19 +14,24 @@ from lightning_sp.labels import shift_labels
 TARGET_NAMES = ("shift_labels", "targets")
 
 
-def batch_targets(entries: Mapping[str, Any], options: ShardOptions) -> Tensor | None:
+def batch_targets(entries: Mapping[str, Any], dims: Mapping[str, int], options: ShardOptions) -> Tensor | None:
     """Return the target of each position of a whole batch, None where it has none.
+
+    Args:
+        entries: of the batch.
+        dims: of those that carry its sequence: a class of each row, (B,), is no target of a position.
+        options: what is known of labels.
 
     Raises:
         SequenceParallelError: nothing says whether its labels are shifted.
     """
     for name in TARGET_NAMES:
-        if isinstance(entries.get(name), Tensor):
+        if name in dims:
             found: Tensor = entries[name]
             return found
-    labels = entries.get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() < 2:
+    if "labels" not in dims:
         return None
+    labels: Tensor = entries["labels"]
     if options.labels_shifted is None and not options.model_shifts_labels:
         if not options.is_split:
             return labels  # as they are: the step shifts them whole, or not

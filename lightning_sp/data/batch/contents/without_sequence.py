@@ -2,6 +2,7 @@
 
 pixel_values (B, 3, H, W), labels (B,)         whole: there are pictures, and nothing that may be tokens
 pixel_values, labels (B, H, W)                 whole: a number for each pixel
+pixel_values, labels [{boxes (n, 4)}, ...]     whole: a list for what each picture shows, of which there are different numbers
 x (B, S) of integers, x (B, S, E)              may be tokens of a name that is not known: never run whole unasked
 x (B, F)                                       features or a series, which nothing tells: likewise
 """
@@ -48,10 +49,12 @@ def holds_no_sequence(batch: Any, options: ShardOptions) -> bool:
     entries = plain_entries(batch)
     if not options.none_declared and any(map(_is_nested, _values(batch))):
         return False
-    if any(n in STANDARD_NAMES and n not in _OF_ROWS for n, v in entries.items() if isinstance(v, Tensor)):
+    known = {part for n, v in entries.items() if isinstance(v, Tensor) for part in n.split(".")} & STANDARD_NAMES.keys()
+    if known - _OF_ROWS:
         return False
     if options.none_declared:
         return True
+    entries = {n: v for n, v in entries.items() if not _is_in_list(n)}
     pictures = [n for n, v in entries.items() if _is_picture(n, v)]
     planes = {tuple(entries[n].shape[-2:]) for n in pictures if entries[n].dim() > 3}
     return bool(pictures) and not any(_may_be_tokens(n, v, planes) for n, v in entries.items() if n not in pictures)
@@ -99,8 +102,13 @@ def _values(batch: Any) -> Collection[Any]:
 
 
 def _is_nested(value: Any) -> bool:
-    """Return whether an entry is a batch of its own, or a list of tensors: what is in it may be tokens."""
-    return isinstance(value, (Mapping, list, tuple)) and holds_tensors(value)
+    """Return whether an entry is a batch of its own: what is in it may be tokens."""
+    return isinstance(value, Mapping) and holds_tensors(value)
+
+
+def _is_in_list(name: str) -> bool:
+    """Return whether an entry is one of a list's within the batch, `labels.0.boxes`."""
+    return any(part.isdigit() for part in name.split(".")[1:])
 
 
 def _may_be_tokens(name: str, value: Any, planes: Set[tuple[int, ...]]) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.models import own_class
-from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, PositionCounts, position_counts
+from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCounts, position_counts
 from lightning_sp.rewrite.hugging_face.positions.position_embeddings import is_handed_positions
 from lightning_sp.rewrite.hugging_face.positions.position_ids import pass_position_ids
 
@@ -39,9 +39,31 @@ def counts_of_parts(model: Any) -> dict[nn.Module, PositionCounts]:
             continue
         counts = position_counts(part, by_name=True)
         if any(is_handed_positions(each) for each in part.modules()):
-            handed = PositionCount.BY_CUMSUM
-            counts = PositionCounts(*(handed if each is PositionCount.OWN_WAY else each for each in counts))
+            counts = counts.with_handed_embeddings
         found[part] = counts
+    return found
+
+
+def count_of_text_model(model: Any) -> dict[nn.Module, PositionCounts]:
+    """Return the model of tokens within one that takes pictures too, with how it counts by itself; empty where it shows nothing either.
+
+    Args:
+        model: fails on tokens alone (BLIP-2), so that how it counts was not seen. Positions by order, handed to it, would reach an OPT within,
+            which counts by its mask.
+    """
+    embeddings = _input_embeddings(model)
+    for part in _parts(model):
+        if embeddings is not None and _input_embeddings(part) is embeddings:
+            counts = position_counts(part, by_name=True)
+            return {part: counts} if counts.were_seen else {}
+    return {}
+
+
+def _input_embeddings(model: Any) -> nn.Module | None:
+    try:
+        found: nn.Module = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
     return found
 
 

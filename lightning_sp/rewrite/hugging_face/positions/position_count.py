@@ -31,6 +31,8 @@ _Records = dict[str, Tensor]
 # Attributes of a module that stand before those of its class: checkpointed and compiled, they would run the model itself.
 _REPLACED = ("forward", "_compiled_call_impl")
 _CUMSUMS = (torch.cumsum, Tensor.cumsum)
+# Behind the name of an error that ended a run, among what reached modules.
+_FAILED = " ended it"
 
 
 class PositionCount(Enum):
@@ -43,10 +45,23 @@ class PositionCount(Enum):
 
 
 class PositionCounts(NamedTuple):
-    """How a model counts, given ids and given embeddings."""
+    """How a model counts, given ids and given embeddings.
+
+    Args:
+        of_ids: as it is called with `input_ids`.
+        of_embeddings: with `inputs_embeds`.
+        were_seen: it ran on tokens alone; a model that asks for pictures too fails, both ways alike, and shows nothing.
+    """
 
     of_ids: PositionCount
     of_embeddings: PositionCount
+    were_seen: bool = True
+
+    @property
+    def with_handed_embeddings(self) -> PositionCounts:
+        """Return it for a model whose embeddings are handed positions where it counts in a way of its own."""
+        handed = [PositionCount.BY_CUMSUM if each is PositionCount.OWN_WAY else each for each in self[:2]]
+        return self._replace(of_ids=handed[0], of_embeddings=handed[1])
 
 
 def position_counts(model: Any, *, by_name: bool = False) -> PositionCounts:
@@ -69,7 +84,9 @@ def position_counts(model: Any, *, by_name: bool = False) -> PositionCounts:
     ]
     others = any(p.kind is p.VAR_KEYWORD for p in names.values()) and not by_name
     takes_positions = "position_ids" in names or others
-    return PositionCounts(*(_count(skeleton, names, each, takes_positions) for each in (ids, embeddings)))
+    failed: list[bool] = []
+    counts = [_count(skeleton, names, each, takes_positions, failed) for each in (ids, embeddings)]
+    return PositionCounts(counts[0], counts[1], were_seen=not failed or not all(failed))
 
 
 def _count(
@@ -77,11 +94,13 @@ def _count(
     names: Mapping[str, inspect.Parameter],
     inputs: list[dict[str, Tensor | None]],
     takes_positions: bool,
+    failed: list[bool],
 ) -> PositionCount:
     inputs_taken = [
         {name: value for name, value in each.items() if value is not None and name in names} for each in inputs
     ]
     runs = [(each, *_run(model, each, _Cumsums())) for each in inputs_taken]
+    failed += [any(name.endswith(_FAILED) for name in whole) for _, whole, _ in runs]
     by_order = torch.arange(_TOKENS).expand(_ROWS, -1)
     ways: dict[PositionCount, dict[str, Tensor]] = {PositionCount.BY_CUMSUM: {}}
     if takes_positions:
@@ -150,7 +169,7 @@ def _run(model: nn.Module, given: dict[str, Tensor], cumsums: _Cumsums) -> tuple
         except _ReachedError:
             pass
         except Exception as error:  # what a model makes of such a small input is its own; both ways it must do the same
-            records[f"{type(error).__name__}"] = torch.zeros(())
+            records[f"{type(error).__name__}{_FAILED}"] = torch.zeros(())
     for index, lookup in enumerate(cumsums.lookups):
         records[f"lookup {index}"] = lookup
     return records, cumsums

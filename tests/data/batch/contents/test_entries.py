@@ -10,6 +10,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
+from lightning_sp.preflight.crops.crop import crop_batch
 
 IDS = torch.arange(12).view(2, 6)
 IMAGES = {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": torch.tensor([0, 1])}
@@ -34,6 +35,30 @@ def test_labels_of_tokens_are_a_sequence_whatever_their_dtype():
         assert sequence_dims({"input_ids": IDS, "labels": labels}, ShardOptions()) == {"input_ids": 1, "labels": 1}
     # Whole numbers of another length are no classes of a row: a mistake.
     assert "labels" in sequence_dims({"input_ids": IDS, "labels": torch.ones(2, 3, dtype=torch.int64)}, ShardOptions())
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.tensor([0, 1]), torch.ones(2, 5), torch.ones(2)], ids=["classes", "several", "numbers"]
+)
+@pytest.mark.parametrize("name", ["targets", "labels"])
+def test_what_is_wanted_of_rows_is_no_target_of_a_token(name, targets):
+    batch = {"input_ids": IDS, name: targets}
+    for options in (ShardOptions(), ShardOptions(global_view=True)):
+        local, info = shard_batch(batch, SequenceLayout(ring_size=2), 0, options)
+        assert info.shift_labels is None
+        assert local[name] is targets
+        crop = crop_batch(batch, options, (2, 4))
+        assert crop.num_targets is None
+        assert torch.equal(crop.batch[name], targets)
+
+
+def test_a_list_beside_rows_passes_whole_and_a_list_of_rows_is_refused():
+    spans = {"spans.0": torch.tensor([1, 2]), "spans.1": torch.tensor([3])}
+    assert sequence_dims({"input_ids": IDS, **spans}, ShardOptions()) == {"input_ids": 1}
+    rows = {"input_ids.0": torch.arange(3), "input_ids.1": torch.arange(4)}
+    for batch in (rows, {**rows, "pixel_values": torch.zeros(2, 3, 4, 4)}, {**spans, "labels": torch.zeros(2)}):
+        with pytest.raises(SequenceParallelError, match=r"is a list of 2 rows, of \["):
+            sequence_dims(batch, ShardOptions())
 
 
 def test_a_batch_of_names_that_are_not_known_passes_whole_where_none_is_split():

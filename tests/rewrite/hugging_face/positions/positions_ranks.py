@@ -38,13 +38,31 @@ def build(kind: str, head: str, **options: Any) -> nn.Module:
     from transformers import CONFIG_MAPPING
 
     torch.manual_seed(3)
-    config = CONFIG_MAPPING[kind](**{"vocab_size": VOCAB, **options})
+    vocabulary = {} if "text_config" in options else {"vocab_size": VOCAB}
+    config = CONFIG_MAPPING[kind](**vocabulary, **options)
     model: nn.Module = getattr(transformers, f"AutoModelFor{head}").from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
+
+def build_of_pictures() -> nn.Module:
+    """BLIP-2, which fails without a picture, around an OPT, which counts by its mask."""
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=8
+    )
+    qformer = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, encoder_hidden_size=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    text = {"model_type": "opt", "vocab_size": VOCAB, **OPT}
+    options = dict(num_query_tokens=len(PLACES), image_token_index=PLACEHOLDER)
+    return build("blip-2", "ImageTextToText", vision_config=vision, qformer_config=qformer, text_config=text, **options)
+
+
+# Of a picture's tokens, which no random id is, in each row.
+PLACEHOLDER, PLACES = 3, (13, 14)
 
 BUILDS: dict[str, Any] = {
     "llama": partial(build, "llama", "CausalLM", **LLAMA),
@@ -60,6 +78,7 @@ BUILDS: dict[str, Any] = {
     "trocr": partial(build, "trocr", "CausalLM", **DECODER),
     "roformer": partial(build, "roformer", "MaskedLM", **BERT, embedding_size=32),
     "nystromformer": partial(build, "nystromformer", "MaskedLM", **BERT),
+    "blip-2": build_of_pictures,
 }  # fmt: skip
 
 
@@ -86,7 +105,7 @@ class Model(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def rows_of(padding: str, length: int = 32, positions: str = "") -> list[dict[str, Tensor]]:
+def rows_of(padding: str, length: int = 32, positions: str = "", *, pictures: bool = False) -> list[dict[str, Tensor]]:
     """Two rows padded on one side, the ids of RoBERTa's padding there; RoBERTa's padding id inside a row, too, without padding."""
     g = torch.Generator().manual_seed(1)
     rows = []
@@ -100,6 +119,9 @@ def rows_of(padding: str, length: int = 32, positions: str = "") -> list[dict[st
         targets = torch.randint(4, VOCAB, (length,), generator=g).masked_fill(mask == 0, -100)
         ids = ids.masked_fill(mask == 0, 1)
         rows.append({"input_ids": ids, "attention_mask": mask, "targets": targets})
+        if pictures:
+            ids[list(PLACES)] = PLACEHOLDER
+            rows[-1]["pixel_values"] = torch.randn(3, 8, 8, generator=g)
         if padding == "none":
             ids[missing] = 1
             rows[-1].pop("attention_mask")
@@ -114,7 +136,7 @@ def one_process(name: str, padding: str = "none", kind: str = "batch", length: i
     """Return loss and gradients of plain transformers."""
     torch.set_num_threads(1)
     module = Model(name, kind).double()
-    rows = rows_of(padding, length, _.get("positions", ""))
+    rows = rows_of(padding, length, _.get("positions", ""), pictures=name == "blip-2")
     loss = module.training_step({key: torch.stack([row[key] for row in rows]) for key in rows[0]}, 0)
     loss.backward()
     return {
@@ -135,7 +157,8 @@ def _sharded(
     module.on_before_optimizer_step = partial(_keep, module)  # type: ignore[method-assign]
     try:
         trainer = quiet_trainer(world, strategy=strategy or {}, max_steps=1)
-        trainer.fit(module, DataLoader(rows_of(padding, length, positions), batch_size=2))  # type: ignore[arg-type]
+        rows = rows_of(padding, length, positions, pictures=name == "blip-2")
+        trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
         error = ""
     except SequenceParallelError as refusal:
         error = str(refusal)

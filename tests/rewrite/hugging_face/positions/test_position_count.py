@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lightning_sp.rewrite.hugging_face.positions.composites import count_of_text_model
 from lightning_sp.rewrite.hugging_face.positions.position_count import PositionCount, position_counts
 from tests.rewrite.hugging_face.positions.positions_ranks import BUILDS
 from tools.models.registry import Case
@@ -85,6 +86,15 @@ def test_ways_of_counting_that_no_list_names(way, count):
 )
 def test_embeddings_in_place_of_ids(name, count):
     assert position_counts(BUILDS[name]()).of_embeddings is count
+
+
+def test_a_model_that_fails_on_tokens_alone_shows_nothing():
+    model = BUILDS["blip-2"]()
+    assert not position_counts(model).were_seen
+    assert all(position_counts(BUILDS[name]()).were_seen for name in ("llama", "roberta"))
+    [(part, counts)] = count_of_text_model(model).items()
+    assert part is model.language_model
+    assert counts.of_embeddings is PositionCount.BY_CUMSUM
 
 
 def test_a_table_that_is_asked_for_nothing_is_no_lookup():

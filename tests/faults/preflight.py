@@ -580,4 +580,11 @@ PREFLIGHT = (
         "False for each",
         "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward[1-2-16]",
     ),
+    fault(
+        "gradients that one rank scales in on_after_backward",
+        "step/agreement/agreed_writes.py",
+        "        act()\n        return own(*args)\n",
+        "        found = own(*args)\n        act()\n        return found\n",
+        "tests/step/agreement/test_agreed_writes.py::test_wherever_before_the_update_it_is[on_after_backward-gradient]",
+    ),
 )

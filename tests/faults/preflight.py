@@ -564,7 +564,7 @@ PREFLIGHT = (
         "trainer/loops.py",
         '"begins": counted if trainer.training else is_update(trainer)',
         '"begins": is_update(trainer)',
-        f"{UNTRIED}::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[the last of an epoch]",
+        "tests/trainer/test_loops.py::test_which_batch_begins_an_optimizer_step[5-True-True-fit-False]",
     ),
     fault(
         "weights freed by a gradient that a step asks for, before its own backward",

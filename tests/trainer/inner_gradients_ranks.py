@@ -74,7 +74,7 @@ def of_states_twice(self: Any, batch: Any) -> Tensor:
     """GradNorm by hidden states: two heads, one of them the module's own; each is asked before the step's backward goes through it."""
     x = self.table(batch["input_ids"]).unflatten(-1, (4, 8)).transpose(1, 2)
     states = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
-    losses = [loss_of(self.other(states), batch["shift_labels"]), loss_of(self.head(states), batch["input_ids"])]
+    losses = [loss_of(self.model.head(states), batch["shift_labels"]), loss_of(self.head(states), batch["input_ids"])]
     found = [torch.autograd.grad(each, states, retain_graph=True)[0].detach() for each in losses]
     seen = [batch_sum(each.square().sum(-1)).sqrt() for each in found]
     return sum(each * weight for each, weight in zip(losses, seen, strict=True))

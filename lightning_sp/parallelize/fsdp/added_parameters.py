@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -73,7 +74,7 @@ def refuse_lost_parameters() -> Iterator[None]:
 
 def _is_gathering() -> bool:
     """Return whether FSDP2 shows its own: of a module with a `__setattr__` of its own, an nn.GRU say, as a user would."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(4):  # register_parameter, and the two `__setattr__`
         if frame is None:
             return False

@@ -145,3 +145,10 @@ def test_an_assignment_is_for_one_length():
     layout = SequenceLayout(2, 1, (((0, 1), (3, 6)), ((1, 3), (6, 8))))
     with pytest.raises(SequenceParallelError, match="a sequence of 12 tokens in a layout made for a batch of 8 "):
         shard(torch.zeros(1, 12), layout, 0, dim=1)
+
+
+def test_an_assignment_is_of_one_length_and_others_are_zigzags():
+    layout = SequenceLayout(2, 1, (((0, 2), (6, 8)), ((2, 6),)))
+    assert layout.for_length(8) is layout
+    assert layout.for_length(16) == SequenceLayout(2, 1)
+    assert SequenceLayout(2, 1).for_length(16) == SequenceLayout(2, 1)

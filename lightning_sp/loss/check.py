@@ -59,7 +59,9 @@ class LossCheck:
         self._last: _Comparison | None = None
         self._pending: _Comparison | None = None
 
-    def check(self, step: Step, output: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
+    def check(
+        self, step: Step, output: Any, mesh: SequenceMesh, group: ProcessGroup | None, *, is_tried: bool = False
+    ) -> None:
         """Check the loss of a step. Every rank must call it.
 
         Args:
@@ -67,6 +69,7 @@ class LossCheck:
             output: what training_step returned, with the loss as a mean.
             mesh: which ranks share a sequence.
             group: the world, on a backend for host objects.
+            is_tried: the step is a trial's, which compares it with one device.
 
         Communicates: one all_reduce of 64 bytes for each data-parallel group.
 
@@ -84,7 +87,7 @@ class LossCheck:
         # Batches with images run towers, which a short crop may not let be told from the sequence.
         self._with_others |= bool(step.batch.other_inputs)
         is_followed = not step.batch.is_whole and not self._with_others
-        is_new = is_followed and self._operations.add(loss) and not self._first
+        is_new = is_followed and self._operations.add(loss, is_tried=is_tried or self._first)
         compared = _compare(
             loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance, is_new=is_new
         )

@@ -18,13 +18,29 @@ class SeenOperations:
 
     def __init__(self) -> None:
         self._pairs: set[tuple[str, str]] = set()
+        self._waiting: dict[tuple[str, str], int] = {}  # how many losses had those that no trial has shown
 
-    def add(self, loss: Tensor) -> bool:
-        """Add those of a loss; return whether one was not there. It takes half a us for each node of the graph."""
+    def add(self, loss: Tensor, *, is_tried: bool = True) -> bool:
+        """Add those of a loss; return whether a trial is to show one. It takes half a us for each node of the graph.
+
+        Args:
+            loss: of a step.
+            is_tried: whether the step is compared with one device; of one that is not, what is new stays so. It is told the first time, the
+                second, the fourth, and so on: a trial of another batch may not show it.
+        """
         found = pairs_of(loss)
-        is_new = not found <= self._pairs
-        self._pairs |= found
-        return is_new
+        if is_tried:
+            self._pairs |= found
+            self._waiting = {each: times for each, times in self._waiting.items() if each not in found}
+            return False
+        new = found - self._pairs
+        self._waiting |= {each: self._waiting.get(each, 0) + 1 for each in new}
+        return any(self._waiting[each] & (self._waiting[each] - 1) == 0 for each in new)
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether trials have shown all."""
+        return not self._waiting
 
 
 def pairs_of(loss: Tensor) -> set[tuple[str, str]]:

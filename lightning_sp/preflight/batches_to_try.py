@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lightning_sp.preflight.earlier_step import EarlierStep
+
 # Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
 AGAIN = (3, 10, 100, 1_000, 10_000)
 # The first batches that are longer than all before are each tried; then those that are longer by a quarter.
@@ -22,6 +24,7 @@ class BatchesToTry:
         self._batch: Any = None
         self.last: Any = None  # of the step in progress, while a fit has a preflight
         self._of_new: Any = None  # whose step did what none before did
+        self._new_at: EarlierStep | None = None  # when it did, as `expect_comparison` was told
         self.seen_tokens: int | None = None  # of the longest whole batch whose step was run by shapes
         self._longest, self._records = sys.maxsize, 0
 
@@ -29,7 +32,7 @@ class BatchesToTry:
         """Begin a fit at an optimizer step, with a preflight or without."""
         self._first = self._expected = due
         self._tried_padding = self._not_compared = self.trained_untried = False
-        self.last = self._of_new = None
+        self.last = self._of_new = self._new_at = None
         self._first_step = 0
         self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
@@ -70,11 +73,16 @@ class BatchesToTry:
         else:
             self.expect_again(step)
 
-    def expect_comparison(self, step: int) -> None:
-        """Try the batch of the step in progress before an optimizer step, if this fit has a preflight and has tried its first."""
+    def expect_comparison(self, step: int, when: EarlierStep) -> None:
+        """Try the batch of the step in progress before an optimizer step, if this fit has a preflight and has tried its first.
+
+        Args:
+            step: before which.
+            when: the moment of the step in progress, in which its batch is tried.
+        """
         if self._expected and not self._first:
             self._again, self._not_compared = sorted({*self._again, step}), True
-            self._of_new = self.last
+            self._of_new, self._new_at = self.last, when
 
     def expect_changed(self, step: int, tokens: int, batch: Any) -> None:
         """Try a batch from an optimizer step on, for its step may do other things, if this fit has tried its first.
@@ -87,7 +95,7 @@ class BatchesToTry:
         if self._expected and not self._first:
             self._again = sorted({*self._again, step})
             if tokens > self.known_length:
-                self._longest, self._records, self._of_new = tokens, self._records + 1, batch
+                self._longest, self._records, self._of_new, self._new_at = tokens, self._records + 1, batch, None
 
     @property
     def lacks_comparison(self) -> bool:
@@ -119,10 +127,11 @@ class BatchesToTry:
             self._batch = batch
             self._tried_padding = self._tried_padding or padded
 
-    def tried(self, offered: Any) -> Any:
-        """Return the batch that is to be tried where one is offered: that one, or an earlier one once, of which that was asked for."""
+    def tried(self, offered: Any) -> tuple[Any, EarlierStep | None]:
+        """Return the batch that is to be tried where one is offered: that one, or an earlier one once, of which that was asked, with when."""
         kept, self._of_new = self._of_new, None
-        return offered if kept is None else kept
+        when, self._new_at = self._new_at, None
+        return (offered, None) if kept is None else (kept, when)
 
     def take(self, step: int) -> tuple[Any, int]:
         """Return the batch once, None where no preflight is due, and the optimizer steps before it, 0 for the first."""

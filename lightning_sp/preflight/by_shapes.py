@@ -48,15 +48,19 @@ class Called(NamedTuple):
     name: str
 
 
+# What a run calls, with the fractions of Python's that each call is given.
+Run = dict[Called, frozenset[float]]
+
+
 class Calls(NamedTuple):
     """What some runs called.
 
     Args:
-        runs: one set for each run.
+        runs: one for each run.
         failure: what ended them early, in words; None where all came to their end.
     """
 
-    runs: list[set[Called]]
+    runs: list[Run]
     failure: str | None
 
 
@@ -87,7 +91,7 @@ def calls_by_shapes(module: nn.Module, runs: Sequence[Callable[[], Any]], *, lim
     if found is None:
         return Calls([], f"it did not end within {limit_s:.0f} s")
     named, failure = pickle.loads(found)  # of our own process
-    return Calls([{Called(*each) for each in run} for run in named], failure)
+    return Calls([{Called(*each): frozenset(numbers) for each, numbers in run} for run in named], failure)
 
 
 def by_shape(batch: Any) -> Any:
@@ -97,7 +101,7 @@ def by_shape(batch: Any) -> Any:
 
 def _in_child(writer: int, module: nn.Module, runs: Sequence[Callable[[], Any]]) -> None:
     """Run, send what was called, and end the process: nothing of the parent's is closed, flushed or joined."""
-    called: list[set[Called]] = []
+    called: list[dict[Called, set[float]]] = []
     failure = None
     warnings.simplefilter("ignore")
     try:
@@ -115,7 +119,9 @@ def _in_child(writer: int, module: nn.Module, runs: Sequence[Callable[[], Any]])
         failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     try:
         with os.fdopen(writer, "wb") as pipe:
-            pipe.write(pickle.dumps(([[tuple(c) for c in run] for run in called], failure)))
+            pipe.write(
+                pickle.dumps(([[(tuple(call), found) for call, found in run.items()] for run in called], failure))
+            )
     finally:
         os._exit(0)
 
@@ -158,14 +164,15 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[Called] = set()
+        self.found: dict[Called, set[float]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it; a collective ends the run, for the other ranks run none."""
         if "c10d" in func.namespace:
             raise RuntimeError(f"it calls {func}")
         if func.namespace not in ("prim", "profiler"):
-            self.found.add(Called(*_line(), func.overloadpacket.__name__))
+            numbers = self.found.setdefault(Called(*_line(), func.overloadpacket.__name__), set())
+            numbers.update(each for each in (*args, *(kwargs or {}).values()) if type(each) is float and each == each)
         if (
             func in _NUMBERS
         ):  # any number will do, the same at every length: a loss that is kept, a finite one that is asked for

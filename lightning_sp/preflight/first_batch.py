@@ -22,6 +22,7 @@ from lightning_sp.data.batch.contents.without_sequence import holds_rows_alone
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
@@ -221,7 +222,7 @@ def _run_again(trial: Trial, after: int, read: Callable[[], None], counters: Seq
     except TrialFailedError:
         raise
     except SequenceParallelError as error:
-        if not has_16_bit_weights(trial.module):
+        if isinstance(error, LossDiffersError) or not has_16_bit_weights(trial.module):
             raise
         rank_zero_warn(str(error))
         return None

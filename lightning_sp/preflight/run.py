@@ -96,6 +96,7 @@ def run_preflight(
         others = None if trial.context.global_view else modules_of_other_tokens(calls_of_training(trial, whole))
         trial.context.unsharded.set(*(others or (None,)))
         sharded = with_sums_settled(trial, whole, _run_sharded(trial, whole))
+    _check_alike(trial, whole, sharded)
     found = _judged(trial, whole, sharded, started)
     trial.context.keeps_in_training |= any(comm.gather_objects(sharded.keeps, trial.control_group))
     if found is not None and not math.isnan(found.difference):

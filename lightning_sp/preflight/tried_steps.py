@@ -20,6 +20,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.batches_to_try import BatchesToTry
+from lightning_sp.preflight.earlier_step import say_what_was_not_shown, shown_again, step_in_progress
 from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches, NotComparedError
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.refusals import explained, first_sentence, is_of_communication, with_lines
@@ -277,18 +278,19 @@ class TriedSteps(CurrentSequence, ABC):
         if whole is None:
             return
         hook, before = "on_train_batch_start", self.sees_whole_sequences
-        batch, known = self._to_try.tried(whole), self._trial_options() | {"seen_tokens": self._to_try.seen_tokens}
+        known = self._trial_options() | {"seen_tokens": self._to_try.seen_tokens}
+        batch, then = self._to_try.tried(whole)
 
         def tried() -> TriedBatch:
             first = not after or self.sees_whole_sequences != before
             options = replace(self._shard_options, infer_sequences=self._infers and first)
             step = self._handed.tried(tried_training_step, hook, handed, batch_idx)
-            index = SimpleNamespace(batch_idx=batch_idx)
+            index = SimpleNamespace(batch_idx=batch_idx if then is None else then.batch_idx)
 
             def of_index(strategy: Any, shown: Any) -> Any:
                 return step(strategy, shown, *loops.batch_index(self._module, index.batch_idx))
 
-            with self._tried(of_index) as run:
+            with self._tried(of_index) as run, shown_again(self._module, then, schedules):
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
                 told = dict(known)
                 if first and reads_batch_index(self._module):
@@ -301,6 +303,7 @@ class TriedSteps(CurrentSequence, ABC):
             inferred, has_targets, seen_tokens = self._carried(tried, tried_after=False)
         except AttributesDifferError:  # in both views, or the global view refuses the step: a warning is left
             inferred, has_targets, seen_tokens = tried()
+        say_what_was_not_shown(then, are_shown=self._steps.operations_are_shown or self.sees_whole_sequences)
         self._to_try.note_length(self._info.longest, seen_tokens)
         if not has_targets:
             within = self._next_step > self._module.trainer.global_step
@@ -331,7 +334,8 @@ class TriedSteps(CurrentSequence, ABC):
     def _follow_operations(self) -> None:
         """Have the batch in progress tried before the next step where its loss is made of new operations. Every rank must call it."""
         if not self.sees_whole_sequences and self._steps.has_new_operations:
-            self._to_try.expect_comparison(self._module.trainer.global_step + 1)
+            trainer = self._module.trainer
+            self._to_try.expect_comparison(trainer.global_step + 1, step_in_progress(trainer))
 
     def _say_what_was_not_compared(self) -> None:
         """Warn where a fit ends with a step of new operations, which no step has followed in which they would be compared."""

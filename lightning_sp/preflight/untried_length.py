@@ -54,7 +54,8 @@ def check_untried_length(
     longest, most = max(lengths), max(tried)
     with together():  # other data-parallel groups may have batches of another length, or images
         if longest > most and placeholders(plain_entries(batch), options) is None:
-            references = sorted({*tried, *(most - most % each for each in _MULTIPLES if most >= each)})
+            multiples = (most - most % each for each in _MULTIPLES if most >= each)
+            references = sorted({*tried, *multiples, max(1, most // runner.context.mesh.layout.size)} - {0})
             extents = [(own.rows, *(min(each, tokens) for each in lengths)) for tokens in (*references, longest)]
             _look(runner, [_by_shape(batch, each, runner, run, options) for each in extents], most, longest)
 
@@ -70,9 +71,16 @@ def _look(runner: StepRunner, runs: Sequence[Callable[[], Any]], most: int, long
         )
         return
     *shorter, whole = found.runs
-    everywhere: set[Called] = set.intersection(*shorter)
+    everywhere = set.intersection(*map(set, shorter))
     anywhere: set[Called] = set().union(*shorter)
-    _judge([*(whole - anywhere), *(everywhere - whole)], most, longest, runner.context.mesh.layout.size)
+    # A number that goes with the length is another at each; one that has stayed and then changes was chosen by the length.
+    chosen = [
+        each
+        for each in everywhere & whole.keys()
+        if len({run[each] for run in shorter}) == 1 and whole[each] != shorter[0][each]
+    ]
+    size = runner.context.mesh.layout.size
+    _judge([*(whole.keys() - anywhere), *(everywhere - whole.keys()), *chosen], most, longest, size)
 
 
 def _by_shape(
@@ -102,7 +110,8 @@ def _judge(calls: Iterable[Called], most: int, longest: int, size: int) -> None:
 
 def _message(calls: Sequence[Called], most: int, longest: int, size: int) -> str:
     return (
-        f"preflight: at {longest:,} tokens training_step calls other functions of torch than at {most:,} ({_shown(calls)}): it branches on the "
+        f"preflight: at {longest:,} tokens training_step calls other functions of torch than at {most:,}, or with other numbers "
+        f"({_shown(calls)}): it branches on the "
         f"length, of which a rank sees {longest // size:,} tokens, and a trial on one device no more than {most:,}; use global_view=True, in "
         f"which the step sees the whole length, or a first batch of at least {size} rows, one of which is tried whole"
     )

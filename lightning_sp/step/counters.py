@@ -187,6 +187,27 @@ def counted_on(counters: Sequence[Counter], batches: int) -> Iterator[str]:
             owner.extend(values)
 
 
+@contextmanager
+def shown_as(owner: Any, name: Any, value: Any) -> Iterator[None]:
+    """Show one of `numbers_of` an owner as another, and put it back; one that is gone, or another list by now, stays as it is."""
+    now = numbers_of(owner)
+    if name not in now or now[name] == value or type(now[name]) is not type(value) or isinstance(owner, deque):
+        yield
+        return
+    counter, held = Counter(owner, name, 0), list(owner) if isinstance(owner, list) else None
+    try:
+        if held is not None:
+            del owner[value:]
+        else:
+            _show(counter, value)
+        yield
+    finally:
+        if held is not None:
+            owner[:] = held
+        else:
+            _show(counter, now[name])
+
+
 def _later(counter: Counter, value: Any, batches: int) -> Any:
     """Return what a counter shows so many batches later, of the same type."""
     found = type(value)(value + batches * counter.each)

@@ -8,7 +8,7 @@ any tensor in the global view  preflight compares
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,13 @@ def inner_gradients(context: SequenceContext, module: nn.Module) -> Iterator[Non
         of_step = _of_step(context, module, given)
         running = context.loss_step is not None or context.reference is not None
         within_backward = torch._C._current_graph_task_id() != -1
-        if in_progress or not running or within_backward or torch.compiler.is_compiling() or not (sharded or of_step):
-            return original(
-                outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched, materialize_grads
-            )  # fmt: skip
+        apart = in_progress or not running or within_backward or torch.compiler.is_compiling()
+        if apart or not (sharded or of_step):
+            # A backward frees what units have gathered, which the step's own has yet to go through.
+            with nullcontext() if apart else without_reduction(module):
+                return original(
+                    outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched, materialize_grads
+                )  # fmt: skip
         _check(sharded, create_graph, is_grads_batched)
         asked = _Asked(
             context=context, module=module, original=original, outputs=_list(outputs), seeds=_seeds(outputs, grad_outputs),

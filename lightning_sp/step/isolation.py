@@ -281,9 +281,17 @@ def is_file_of_user(module: str) -> bool:
 def _restore_tensor(value: Tensor, before: Tensor) -> None:
     with torch.no_grad():
         if value.shape == before.shape:
-            value.copy_(before)
+            _once(value).copy_(_once(before, like=value))
         else:
             value.data = before
+
+
+def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a tensor without what it repeats, or another one repeats: torch writes to no `expand`."""
+    for dim, stride in enumerate((tensor if like is None else like).stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _restore_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -186,7 +186,8 @@ class StepRunner:
 
     def _check_loss(self, step: Step, output: Any) -> None:
         if self.context.mesh.base.size() > 1:
-            self._loss_check.check(step, output, self.context.run_mesh, self.groups.world)
+            is_tried = self.context.trial_seed is not None
+            self._loss_check.check(step, output, self.context.run_mesh, self.groups.world, is_tried=is_tried)
 
     def check_sums(self) -> None:
         """Refuse a step of which it is not known over which rows its sums of cross entropies are; not one that is tried to find out."""
@@ -227,6 +228,11 @@ class StepRunner:
     def has_new_operations(self) -> bool:
         """Whether the last training loss is made of operations that none before was, and nothing has compared; the same on all ranks."""
         return self._loss_check.last_has_new_operations()
+
+    @property
+    def operations_are_shown(self) -> bool:
+        """Whether trials have shown all operations that this rank's losses were made of."""
+        return self._operations.are_shown
 
     @property
     def is_to_explain(self) -> bool:

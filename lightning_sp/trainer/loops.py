@@ -67,9 +67,11 @@ def is_update(trainer: Trainer) -> bool:
 
 def of_batch(trainer: Trainer) -> dict[str, bool]:
     """Return of the batch that comes next whether it begins an optimizer step, or an evaluation after one, and whether it is one of training."""
-    # The loop counts a batch when it has it: it tells of the one before.
-    begins = trainer.state.fn != TrainerFn.FITTING or is_update(trainer)
-    return {"begins": begins, "trains": trainer.training}
+    if trainer.state.fn != TrainerFn.FITTING:
+        return {"begins": True, "trains": trainer.training}
+    # The loop counts a batch when it has it, and so tells of the one before; that a batch is the last of an epoch it knows earlier.
+    counted = trainer.fit_loop.epoch_loop._accumulated_batches_reached()
+    return {"begins": counted if trainer.training else is_update(trainer), "trains": trainer.training}
 
 
 def clipping(trainer: Trainer) -> dict[str, Any]:

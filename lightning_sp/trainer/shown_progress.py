@@ -86,6 +86,8 @@ def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[st
 
 def _is_users(frame: FrameType | None) -> bool:
     """Return whether a frame is of the user's code, or of the module's own property that it has read."""
+    while frame is not None and frame.f_globals.get("__name__") == __name__:  # shown within a step that is shown again
+        frame = frame.f_back
     if frame is not None and frame.f_globals.get("__name__") == LightningModule.__module__:
         is_property = frame.f_code.co_name in ("global_step", "current_epoch")
         frame = frame.f_back if is_property else None

@@ -86,3 +86,8 @@ def test_float32_peak_follows_what_torch_may_use():
 def test_an_attention_without_heads_is_refused():
     with pytest.raises(SequenceParallelError, match=r"num_heads=0.*at least 1"):
         AttentionShape(num_layers=1, num_heads=0, head_dim=8)
+
+
+def test_each_matrix_of_a_module_that_has_several_counts():
+    attention = torch.nn.MultiheadAttention(8, 2, kdim=4, vdim=4)  # three of its own, and the output's
+    assert num_matrix_parameters(attention) == 8 * 8 + 2 * 8 * 4 + 8 * 8

@@ -15,6 +15,7 @@ import torch
 from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.checkpoint import latest_checkpoint, read_checkpoint_folder, remove_expired, save_checkpoint
 from lightning_sp.checkpoint import save as saving
+from lightning_sp.checkpoint.folders.address import Address
 from lightning_sp.checkpoint.folders.folder import MANIFEST, META, METADATA, local_path
 from tests.checkpoint import address_ranks as ranks
 from tests.checkpoint.test_expired import HOUR
@@ -214,3 +215,12 @@ def test_the_newest_at_an_address_is_found_and_old_ones_go():
         MEMORY.store[each].modified = MEMORY.store[each].modified.replace(year=2020)
     assert [each.rpartition("/")[2] for each in remove_expired("memory://newest", HOUR, keep=())] == ["a.ckpt"]
     assert objects("newest") == ["b.ckpt", "d.txt", "deep/c.ckpt"]
+
+
+def test_addresses_are_told_apart_and_a_folder_is_not_in_itself(monkeypatch):
+    folder = Address("memory://apart/runs")
+    assert folder == Address("memory://apart/runs/")
+    assert folder != Address("memory://apart/others")
+    # Some stores list a folder's own object beside what lies in it.
+    monkeypatch.setattr(folder._files, "ls", lambda key, detail: [f"{key}/", f"{key}/a", f"{key}/b/"])
+    assert [each.name for each in folder.iterdir()] == ["a", "b"]

@@ -41,6 +41,8 @@ def test_the_newest_complete_one_is_found(tmp_path):
     # A file of plain Lightning's, newer.
     torch.save({}, tmp_path / "plain.ckpt")
     assert latest_checkpoint(tmp_path) == tmp_path / "plain.ckpt"
+    (tmp_path / "z.ckpt").symlink_to(tmp_path / "plain.ckpt")  # save_last="link"
+    assert latest_checkpoint(tmp_path) == tmp_path / "plain.ckpt"
 
 
 def test_one_that_a_stopped_save_left_without_its_name_is_found(tmp_path):

@@ -224,6 +224,8 @@ DATA = (
         "mesh, options, changed = self.zigzag_mesh,",
         "mesh, options, changed = self.sequence_mesh,",
         "tests/data/batch/test_balanced_layout.py::test_a_batch_that_needs_none_has_not_the_layout_of_the_one_before",
+    ),
+    fault(
         "classes of rows taken for targets of tokens",
         "data/batch/contents/targets.py",
         "        if name in dims:\n",

@@ -8,6 +8,7 @@ PREFLIGHT_TEST = "tests/preflight/test_preflight.py"
 HIDDEN_TEST = "tests/preflight/test_hidden_terms.py"
 STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 
+NEW = "tests/preflight/test_new_operations.py"
 UNTRIED = "tests/preflight/test_untried_length.py"
 COUNTED = "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
@@ -22,8 +23,8 @@ PREFLIGHT = (
     fault(
         "what a step does at shorter lengths alone, not looked for",
         "preflight/untried_length.py",
-        "    _judge([*(whole - anywhere), *(everywhere - whole)]",
-        "    _judge([*(whole - anywhere)]",
+        "    _judge([*(whole.keys() - anywhere), *(everywhere - whole.keys()), ",
+        "    _judge([*(whole.keys() - anywhere), ",
         f"{UNTRIED}::test_a_step_that_branches_beyond_the_crops_goes_on_in_the_global_view[ring-below]",
     ),
     fault(
@@ -281,8 +282,8 @@ PREFLIGHT = (
     fault(
         "another batch tried than the one whose step was new",
         "preflight/batches_to_try.py",
-        "        return offered if kept is None else kept\n",
-        "        return offered\n",
+        "        return (offered, None) if kept is None else (kept, when)\n",
+        "        return offered, when\n",
         "tests/preflight/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[long]",
     ),
     fault(
@@ -386,8 +387,8 @@ PREFLIGHT = (
     fault(
         "a step's own count, shown as it is now",
         "step/counters.py",
-        "            _show(counter, value)\n        yield",
-        "            pass\n        yield",
+        "in zip(counters, later, strict=True):\n            _show(counter, value)\n",
+        "in zip(counters, later, strict=True):\n            pass\n",
         "tests/step/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[steps-0-steps=7]",
     ),
     fault(
@@ -501,5 +502,89 @@ PREFLIGHT = (
         "        if wide:\n",
         "        if False:\n",
         "tests/trainer/logged_numbers/test_watched_numbers.py::test_a_share_that_was_0_by_chance_is_named_once[{'ring_size': 2}]",
+    ),
+    fault(
+        "a weight tied in a step, which the next gather unties",
+        "parallelize/fsdp/added_parameters.py",
+        "        if isinstance(held, DTensor) and held is not parameter and not _is_gathering():\n",
+        "        if False:\n",
+        "tests/parallelize/fsdp/test_added_parameters.py::test_a_parameter_that_is_to_be_trained_and_was_not_sharded_is_refused",
+    ),
+    fault(
+        "a batch norm that trains from a step on, untried until the next trial",
+        "step/schedules.py",
+        "tuple(map(_mode, trainer.lightning_module.modules()))",
+        "()",
+        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[module-5]",
+    ),
+    fault(
+        "a batch of other entries, untried",
+        "step/schedules.py",
+        "(*self._read(trainer), (_BATCH, _structure(batch)))",
+        "self._read(trainer)",
+        "tests/preflight/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
+    ),
+    fault(
+        "losses of ranks that differ in a later trial, and agree in their mean",
+        "preflight/run.py",
+        "    _check_alike(trial, whole, sharded)\n",
+        "",
+        "tests/preflight/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
+    ),
+    fault(
+        "a step of every fifth tried as the one behind it",
+        "preflight/earlier_step.py",
+        "    with shown_progress(module, then.moment), schedules.as_before_last_step():\n",
+        "    with schedules.as_before_last_step():\n",
+        f"{NEW}::test_a_step_is_tried_as_it_was_though_the_next_one_would_not_do_so[read-6]",
+    ),
+    fault(
+        "a step that the last loss decides about, tried by the next one's",
+        "preflight/earlier_step.py",
+        "    with shown_progress(module, then.moment), schedules.as_before_last_step():\n",
+        "    with shown_progress(module, then.moment):\n",
+        f"{NEW}::test_a_step_is_tried_as_it_was_though_the_next_one_would_not_do_so[last loss-5]",
+    ),
+    fault(
+        "operations that no trial has shown, taken for compared",
+        "loss/operations.py",
+        "        return not self._waiting\n",
+        "        return True\n",
+        f"{NEW}::test_what_no_trial_shows_is_said_not_to_be_compared",
+    ),
+    fault(
+        "a scale chosen by a length beyond the crops",
+        "preflight/untried_length.py",
+        " and whole[each] != shorter[0][each]\n",
+        " and False\n",
+        f"{UNTRIED}::test_a_step_whose_numbers_are_chosen_by_a_length_beyond_the_crops_goes_on_in_the_global_view",
+    ),
+    fault(
+        "the last micro-batch of an epoch, taken for the first of a window",
+        "trainer/loops.py",
+        '"begins": counted if trainer.training else is_update(trainer)',
+        '"begins": is_update(trainer)',
+        "tests/trainer/test_loops.py::test_which_batch_begins_an_optimizer_step[5-True-True-fit-False]",
+    ),
+    fault(
+        "weights freed by a gradient that a step asks for, before its own backward",
+        "step/inner_gradients.py",
+        "            with nullcontext() if apart else without_reduction(module):\n",
+        "            with nullcontext():\n",
+        "tests/trainer/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices",
+    ),
+    fault(
+        "noise of a user's generator that is the same for each rank's tokens",
+        "global_view/rules/pointwise.py",
+        "isinstance(each, Generator) for each",
+        "False for each",
+        "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward[1-2-16]",
+    ),
+    fault(
+        "gradients that one rank scales in on_after_backward",
+        "step/agreement/agreed_writes.py",
+        "        act()\n        return own(*args)\n",
+        "        found = own(*args)\n        act()\n        return found\n",
+        "tests/step/agreement/test_agreed_writes.py::test_wherever_before_the_update_it_is[on_after_backward-gradient]",
     ),
 )

@@ -69,7 +69,7 @@ USERS = (
         "step/agreement/agreed_writes.py",
         "        if any(comm.gather_objects(acts_between, group)):\n",
         "        if comm.gather_objects(acts_between, group) is None:\n",
-        f"{WRITES}::test_wherever_before_the_update_it_is[on_after_backward]",
+        f"{WRITES}::test_wherever_before_the_update_it_is[on_after_backward-zero_grad]",
     ),
     fault(
         "a sum over the world that counts each rank of a sequence in the global view",

@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from tests.global_view.whole import Case, E, Whole
 
 
+def drawn_by_a_generator(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """Each token has numbers of its own, which one device draws from the user's generator."""
+    drawn = torch.Generator().manual_seed(9)
+    kept, noise = torch.empty_like(x).bernoulli_(0.5, generator=drawn), torch.zeros_like(x).normal_(generator=drawn)
+    return x * kept, x + noise, torch.normal(x.detach(), 0.5, generator=drawn) * x
+
+
 def integrals(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     at = torch.arange(x.shape[1], dtype=x.dtype) ** 2
     return (
@@ -133,6 +140,7 @@ def padding_left_out(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
 
 
 COMPOSED_CASES: dict[str, Case] = {
+    "numbers drawn by a generator": drawn_by_a_generator,
     "integrals": integrals,
     "joined and cut by name": joined_and_cut,
     "put in copies": put_in_copies,

@@ -23,3 +23,10 @@ def test_of_a_window_whose_first_micro_batch_has_none_the_others_are_said_to_be_
         "in the global view from optimizer step 1 on. The first micro-batch of the one before had no targets" in each
         for each in said
     )
+
+
+def test_a_batch_of_other_entries_is_tried_before_its_step(pools):
+    [plain] = pools(1).run(ranks.fit, 1, None, 1, True)
+    for found in pools(2).run(ranks.fit, 2, dict(ring_size=2), 1, True):
+        assert found["whole"]
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-10)

@@ -15,10 +15,15 @@ def test_pairs_name_what_a_loss_is_made_of():
     found = pairs_of(x.exp().sum())
     assert {("SumBackward0", "ExpBackward0"), ("ExpBackward0", "torch::autograd::AccumulateGrad")} == found
     seen = SeenOperations()
-    assert seen.add(x.exp().sum())
-    assert not seen.add(x.exp().sum())
-    assert seen.add(x.exp().exp().sum())  # no operation that was not there, in another order
-    assert not seen.add(x.exp().sum())
+    assert not seen.add(x.exp().sum())  # of a trial
+    assert not seen.add(x.exp().sum(), is_tried=False)
+    again = x.exp().exp().sum()  # no operation that was not there, in another order
+    assert [seen.add(again, is_tried=False) for _ in range(8)] == [True, True, False, True, False, False, False, True]
+    assert not seen.add(x.exp().sum(), is_tried=False)
+    assert not seen.are_shown
+    seen.add(again)
+    assert seen.are_shown
+    assert not seen.add(again, is_tried=False)
 
 
 @pytest.mark.parametrize("kind", ["sums", "long"])
@@ -26,6 +31,21 @@ def test_before_the_step_behind_one_of_new_operations_its_batch_is_tried(pools, 
     for found in pools(2).run(ranks.fit, kind, 7):
         assert "2 x 32 tokens after 5 optimizer steps gives another result" in found["error"]
         assert "cumulative sum" in found["error"]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("sixth", 6), ("read", 6), ("last loss", 5)])
+def test_a_step_is_tried_as_it_was_though_the_next_one_would_not_do_so(pools, kind, step):
+    for found in pools(2).run(ranks.fit, kind, 8):
+        assert f"2 x 32 tokens after {step} optimizer steps gives another result" in found["error"]
+        assert "cumulative sum" in found["error"]
+
+
+def test_what_no_trial_shows_is_said_not_to_be_compared(pools):
+    found, _ = pools(2).run(ranks.fit, "drawn", 8)
+    assert found["error"] == ""
+    assert [
+        "loss at optimizer step 4 was made of operations that none before was" in each for each in found["said"]
+    ] == [True]
 
 
 def test_what_is_carried_after_all_says_that_steps_before_were_not(pools):

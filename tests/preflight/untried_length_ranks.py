@@ -33,7 +33,9 @@ class Branching(nn.Module):
         x = self.embedding(ids)
         q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        if (ids.shape[1] > self.above) != self.less:
+        if self.above < 0:  # a number is another beyond that length, and no function
+            x = x + torch.tanh(self.far(x) * (0.5 if ids.shape[1] > -self.above else 2.0))
+        elif (ids.shape[1] > self.above) != self.less:
             x = x + torch.tanh(self.far(x))
         return self.head(x)
 
@@ -73,8 +75,8 @@ def fit(
     module = User(above, less)
     strategy: Any = "auto" if options is None else SequenceParallelStrategy(**options)
     trainer = pl.Trainer(
-        strategy=strategy, **trainer_of_ranks(world), logger=False, enable_checkpointing=False, max_epochs=1,
-        enable_progress_bar=False, enable_model_summary=False, precision="64-true", **more,
+        strategy=strategy, **trainer_of_ranks(world), logger=False, enable_checkpointing=False, **{"max_epochs": 1, **more},
+        enable_progress_bar=False, enable_model_summary=False, precision="64-true",
     )  # fmt: skip
     with patch.object(shared_crop, "LONGER_TOKENS", 64):
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
@@ -20,6 +20,7 @@ class Skipping(Plain):
         super().__init__(tiny_llama)
         self.kind, self.skipped, self.steps, self.batches = kind, 0, 0, 0
         self.weights = torch.ones(4 if kind == "index" else 8)
+        self.late = nn.Dropout(0.0).eval()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
@@ -32,6 +33,7 @@ class Skipping(Plain):
         skipped["batches"] = 4 if self.batches >= 7 else 0
         weight = self.weights[torch.tensor([self.steps])].mean()
         self.steps += self.kind in ("steps", "index")
+        skipped["module"] = 4 if self.late.training else 0
         targets[:, : skipped.get(self.kind, 0)] = -100
         return weight * F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
 
@@ -49,14 +51,15 @@ class OneBatch(Phases):
     """A phase of one batch, which begins and ends between two that are handed over."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        module.skipped = 4 if trainer.global_step == 5 else 0
+        module.skipped = 4 if trainer.global_step == 5 and module.kind == "hook" else 0
+        module.late.train(trainer.fit_loop.epoch_loop.global_step == 5)
 
 
 def fit(kind: str) -> dict[str, Any]:
     """Return what was refused, and after how many steps."""
     torch.manual_seed(3)
     epochs = 2 if kind in ("epoch", "index") else 1
-    callbacks = [OneBatch() if kind == "hook" else Phases()]
+    callbacks = [OneBatch() if kind in ("hook", "module") else Phases()]
     trainer, error = quiet_trainer(2, strategy={"ring_size": 2}, max_epochs=epochs, callbacks=callbacks), ""
     rows = TokenDataset(8 if epochs == 2 else 16)
     try:

@@ -64,6 +64,17 @@ def test_the_users_own_objects_are_put_back():
     assert float(big[0]) == 1.0, "too large to be copied"
 
 
+def test_tensors_that_repeat_their_memory_are_put_back():
+    module = Hoarder()
+    module.positions = {3: torch.arange(3).expand(2, 3), 1: torch.ones(1).expand(4)}
+    with isolated(module, torch.device("cpu")):
+        module.positions[3][0].add_(5)
+        module.positions[1] = torch.zeros(4)
+    assert module.positions[3].tolist() == [[0, 1, 2]] * 2
+    assert module.positions[3].stride() == (0, 1)
+    assert module.positions[1].tolist() == [1.0] * 4
+
+
 def test_modules_that_a_step_exchanges_are_put_back():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     before = list(module.named_children())

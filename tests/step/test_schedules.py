@@ -52,6 +52,47 @@ def test_what_stays_and_then_changes_is_told_once():
     assert not schedules.have_changed(trainer, object())
 
 
+def test_modules_that_a_hook_changes_and_batches_of_other_entries_are_told():
+    model, trainer, schedules = followed()
+    assert told(schedules, trainer, model, 4) == [False] * 4
+    model.layer.eval()
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.layer.register_forward_hook(lambda *_: None)
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.layer.forward = lambda x: x
+    schedules.have_changed(trainer, object())
+    model.layer = nn.Identity()
+    assert not schedules.have_changed_in_hooks(trainer)  # it did not stay
+    model, trainer, schedules = followed()
+    batches = [{"x": torch.zeros(2)}] * 4 + [{"x": torch.zeros(2), "y": 1}] * 3 + [{"x": torch.zeros(2).int(), "y": 1}]
+    found = [schedules.have_changed(trainer, dict(each)) for each in batches]
+    assert [index for index, each in enumerate(found) if each] == [4, 7]
+
+
+def test_a_step_is_shown_the_numbers_that_it_began_with():
+    model, trainer, schedules = followed()
+    model.seen_batches, model.table, model.tensor = [], {"loss": 1.0}, torch.zeros(())
+    schedules.start(trainer)
+    for number in range(3):
+        schedules.have_changed(trainer, object())
+        if number < 2:
+            model.seen, model.phase = model.seen + 1, f"phase {number}"
+            model.seen_batches.append(number)
+            model.table["loss"] /= 2
+            model.tensor += 1
+    late = model.seen, model.phase, list(model.seen_batches), dict(model.table), float(model.tensor)
+    with schedules.as_before_last_step():
+        shown = model.seen, model.phase, list(model.seen_batches), dict(model.table), float(model.tensor)
+    assert shown == (1, "phase 0", [0], {"loss": 0.5}, 1.0)
+    assert (
+        model.seen,
+        model.phase,
+        list(model.seen_batches),
+        dict(model.table),
+        float(model.tensor),
+    ) == late
+
+
 def test_many_changes_are_told_more_and_more_seldom():
     model, trainer, schedules = followed()
     found = []
@@ -99,7 +140,7 @@ def test_a_hook_at_a_batch_start_sets_a_phase_and_counts():
     assert schedules.take_counters() == [Counter(model, "seen", 1)]
 
 
-@pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5)])
+@pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5), ("module", 5)])
 def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
     for found in pools(2).run(ranks.fit, kind):
         assert f"after {step} optimizer steps gives another result on shards than whole" in found["error"]

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
+from lightning_sp.reductions import batch_sum
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import Plain, TokenDataset, _full, tiny_gpt
 
@@ -69,6 +70,16 @@ def of_weights(self: Any, batch: Any) -> Tensor:
     return sum(each * weight for each, weight in zip(losses, norms.mean() / norms, strict=True))
 
 
+def of_states_twice(self: Any, batch: Any) -> Tensor:
+    """GradNorm by hidden states: two heads, one of them the module's own; each is asked before the step's backward goes through it."""
+    x = self.table(batch["input_ids"]).unflatten(-1, (4, 8)).transpose(1, 2)
+    states = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+    losses = [loss_of(self.model.head(states), batch["shift_labels"]), loss_of(self.head(states), batch["input_ids"])]
+    found = [torch.autograd.grad(each, states, retain_graph=True)[0].detach() for each in losses]
+    seen = [batch_sum(each.square().sum(-1)).sqrt() for each in found]
+    return sum(each * weight for each, weight in zip(losses, seen, strict=True))
+
+
 def inner_step(self: Any, batch: Any) -> Tensor:
     """A head that is moved by half of the rows, and learns by the others through that: a second derivative."""
     half = len(batch["input_ids"]) // 2
@@ -113,7 +124,7 @@ def learned(self: Any, batch: Any) -> Tensor:
 
 
 STEPS = {f.__name__: f for f in (
-    freelb, fast_gradient, virtual, of_weights, inner_step, first_rows, first_order, teacher, learned,
+    freelb, fast_gradient, virtual, of_weights, of_states_twice, inner_step, first_rows, first_order, teacher, learned,
 )}  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from lightning_sp.global_view.call import (
     MOST_NUMBERS,
@@ -84,7 +84,8 @@ def pointwise(call: Call) -> Any:
         return NO_RULE
     local, placement = found
     draws = call.name in RANDOM and not _drops_nothing(call)
-    if draws and placement.storage.draws_whole:
+    # A generator of the user's is alike on all ranks: each would draw the same numbers for its own tokens.
+    if draws and (placement.storage.draws_whole or any(isinstance(each, Generator) for each in call.kwargs.values())):
         return _drawn_whole(call, placement, written)
     # Of the whole tensors that a step draws every rank needs the same numbers; of tokens that each has for itself, its own.
     with placement.storage.own_draws() if draws else nullcontext():

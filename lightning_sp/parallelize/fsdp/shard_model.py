@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.config import MemoryOptions, StrategyConfig, resolve_shard_size
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.added_parameters import refuse_lost_parameters
 from lightning_sp.parallelize.fsdp.dtensor.outside_weights import weights_read_outside, whole_outputs_of
 from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
@@ -227,7 +228,7 @@ def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
         SequenceParallelError: it uses one. Torch's own error, if there is one, speaks of DTensors.
     """
     try:
-        with weights_read_outside():
+        with weights_read_outside(), refuse_lost_parameters():
             output = whole_outputs_of(run())
     except SequenceParallelError:
         raise

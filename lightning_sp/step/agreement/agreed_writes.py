@@ -49,8 +49,15 @@ class AgreedWrites:
         reshard(root)
         self._shards = {user_name(name): each for name, each in root.named_parameters()}
         self._before = {name: num_writes(each) for name, each in self._shards.items()}
+        undo = [_called_before(plugin, self.note_gradients)]
         if any(comm.gather_objects(acts_between, group)):
-            self._undo = _called_after(plugin, lambda: self._compare(group))
+            undo.append(_called_after(plugin, lambda: self._compare(group)))
+
+        def undo_all() -> None:
+            for each in undo:
+                each()
+
+        self._undo = undo_all
 
     def end(self) -> None:
         """Give Lightning its own back, and forget the module."""
@@ -58,7 +65,7 @@ class AgreedWrites:
         self._undo, self._shards, self._before, self._gradients = _nothing, {}, {}, {}
 
     def note_gradients(self) -> None:
-        """Begin to count writes to the gradients that a backward has left: those of the backward itself differ from rank to rank."""
+        """Begin to count writes to the gradients that a backward has left, before any hook: those of the backward differ from rank to rank."""
         there = {name: each.grad for name, each in self._shards.items() if each.grad is not None}
         self._gradients = {name: (each, num_writes(each)) for name, each in there.items()}
 
@@ -92,6 +99,22 @@ class AgreedWrites:
         highest, lowest = comm.Largest(torch.tensor([own, -own]), group).arrived().tolist()
         if highest != -lowest:
             comm.refuse_writes(self.described(), group)
+
+
+def _called_before(plugin: Any, act: Callable[[], None]) -> Callable[[], None]:
+    """Call a function before the hooks behind a backward; return what undoes that."""
+    own = plugin.post_backward
+
+    def post_backward(*args: Any) -> Any:
+        act()
+        return own(*args)
+
+    plugin.post_backward = post_backward
+
+    def undo() -> None:
+        vars(plugin).pop("post_backward", None)
+
+    return undo
 
 
 def _called_after(plugin: Any, act: Callable[[], None]) -> Callable[[], None]:

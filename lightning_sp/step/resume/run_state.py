@@ -77,9 +77,8 @@ class RunState:
         return self.streams.dropout_source(rows, trainer.global_step, mesh, device)
 
     def end_backward(self, group: ProcessGroup | None) -> None:
-        """Read whether ranks are about to step alike; from here on gradients are the user's to write to. As `AgreedUpdate.check`."""
+        """Read whether ranks are about to step alike. As `AgreedUpdate.check`."""
         self.update.check(group)
-        self.writes.note_gradients()
 
     def store(
         self,

@@ -222,3 +222,15 @@ def test_units_too_large_for_the_limit_are_not_dealt():
     assert balanceable == sorted(balanceable)
     assert balanceable[0] is False
     assert balanceable[-1] is True
+
+
+def test_units_know_their_own_keys_and_the_documents_that_go_on():
+    everything = Units.cut(Pieces.of([AttentionMask(causal=False)], 16), 2, 1)
+    assert everything.own_keys.tolist() == [4] * 4
+    assert everything.first.tolist() == [0] * 4
+    # A window begins to move within the second unit: it is still one document that goes on there.
+    window = Units.cut(Pieces.of([AttentionMask(causal=True, window_size=(5, 0))], 16), 2, 1)
+    assert window.crossing.tolist() == [0, 1, 1, 1]
+    two = Units.cut(Pieces.of([documents([[8, 8]])], 16), 2, 1)
+    assert two.crossing.tolist() == [0, 1, 0, 1]
+    assert two.own_keys.tolist() == [4] * 4

@@ -124,6 +124,7 @@ def test_boundaries_from_positions_begin_a_document_wherever_the_position_does_n
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])
     assert boundaries_from_positions(position_ids).tolist() == [[0, 3, 5, 8], [0, 8, 8, 8]]
     assert boundaries_from_positions(position_ids[1:]) is None
+    assert boundaries_from_positions(torch.tensor([[0, 1, 5, 6]])).tolist() == [[0, 2, 4]]  # a leap, too
     assert boundaries_from_positions(torch.tensor([[7, 8, 9, 10]])) is None, "an offset begins no second document"
     assert boundaries_from_positions(torch.tensor([[0, 0, 0]])).tolist() == [[0, 1, 2, 3]]
 

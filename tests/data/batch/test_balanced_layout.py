@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
-from lightning_sp.attention.plan.balance import balance, imbalance
+from lightning_sp.attention.plan.balance import Balance, balance, imbalance
+from lightning_sp.context.masks import AttentionPattern
+from lightning_sp.data.batch import balanced_layout
+from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from tests.data.batch import balance_ranks
 from tests.trainer import scenarios
@@ -107,3 +110,26 @@ def test_predictions_and_gathering_by_hand_know_the_layout(pools):
         assert answer["layout"].assignment
         assert torch.equal(answer["seen"], answer["whole"])
         assert answer["again"]
+
+
+@pytest.mark.parametrize(
+    ("pays", "zigzag", "kept"), [(True, 0.5, True), (True, 0.04, False), (False, 0.5, False)], ids=str
+)
+def test_what_is_weighed_is_every_layer_and_auto_leaves_zigzag_where_it_pays(monkeypatch, pays, zigzag, kept):
+    degrees = SequenceLayout(2, 1)
+    other = SequenceLayout(2, 1, (((0, 2), (6, 8)), ((2, 6),)))
+    asked = []
+
+    def weighed(masks, layout, length, *, device):
+        asked.extend(masks)
+        return Balance(other, 0.0, zigzag, 0, 0, pays)
+
+    monkeypatch.setattr(balanced_layout, "balance", weighed)
+    patterns = (AttentionPattern(), AttentionPattern(hides_padding=True), AttentionPattern())
+    valid = torch.tensor([[0, 6]])
+    options = ShardOptions(balance="auto", attention=patterns)
+    found = balanced_layout.balanced_layout(boundaries_from_lengths([[5, 3]]), valid, degrees, 8, options)
+    assert found.layout == (other if kept else degrees)
+    assert asked[0] is asked[2]  # layers alike are one object, and count as often as they are
+    assert [each.valid is None for each in asked] == [True, False, True]
+    assert balanced_layout.balanced_layout(None, valid, degrees, 8, options) is None

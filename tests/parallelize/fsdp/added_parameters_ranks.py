@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import check_added
+from lightning_sp.parallelize import check_added, run_with_whole_parameters
 
 
 def _said(model):
@@ -34,4 +34,20 @@ def added():
     found.append(_said(model))
     model[1].weight, model.extra = kept, nn.Linear(3, 2)
     model.extra.weight.requires_grad_(False)
-    return [*found, _said(model)]
+    found.append(_said(model))
+    return [*found, _tied(model, nn.Linear(4, 3))]
+
+
+def _tied(model, other):
+    """Return what is said of a weight that a hook puts in another's place, and of one that a step puts there; elsewhere it may."""
+    model.extra = nn.Identity()
+    kept, model[0].weight = model[0].weight, model[1].weight
+    hooked = _said(model)
+    model[0].weight = kept
+    try:
+        run_with_whole_parameters(lambda: setattr(model[0], "weight", model[1].weight))
+        return hooked, "went on"
+    except SequenceParallelError as error:
+        run_with_whole_parameters(lambda: setattr(model[0], "weight", kept))
+        run_with_whole_parameters(lambda: setattr(other, "weight", model[1].weight))
+        return hooked, str(error)

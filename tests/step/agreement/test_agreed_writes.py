@@ -26,10 +26,16 @@ def test_a_write_of_one_rank_is_refused_before_the_update(pools, what):
         assert answer["steps"] == 1
 
 
-@pytest.mark.parametrize("where", ["training_step", "on_after_backward"])
-def test_wherever_before_the_update_it_is(pools, where):
-    for answer in pools(2).run(ranks.fit, where, "zero_grad", 2, LAYOUT):
-        assert answer["said"].startswith(NONE), answer
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        *(("training_step", each) for each in ("zero_grad", "weight's data")),
+        *(("on_after_backward", each) for each in ("zero_grad", "gradient", "gradient's data")),
+    ],
+)
+def test_wherever_before_the_update_it_is(pools, where, what):
+    for answer in pools(2).run(ranks.fit, where, what, 2, LAYOUT):
+        assert answer["said"].startswith(NONE if what not in WEIGHTS else NORM[:70]), answer
         assert answer["steps"] == 1
 
 

@@ -332,6 +332,13 @@ USERS = (
         "tests/preflight/evaluation/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
     ),
     fault(
+        "a dict put back by methods of its class, which a frozen configuration refuses",
+        "step/isolation.py",
+        "            kind.__setitem__(value, key, each)\n",
+        "            value.update({key: each})\n",
+        "tests/step/test_isolation.py::test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs",
+    ),
+    fault(
         "a trial that stays in the user's own objects",
         "step/isolation.py",
         "        is_object = is_object_of_user(value)\n",

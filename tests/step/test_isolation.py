@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import count, cycle
 from multiprocessing import Value
@@ -62,6 +62,52 @@ def test_the_users_own_objects_are_put_back():
         assert not hasattr(each, "late")
     assert not metric.update_called
     assert float(big[0]) == 1.0, "too large to be copied"
+
+
+class Frozen(OrderedDict):
+    """A library's configuration, as diffusers has it: its items are attributes, and cannot be written."""
+
+    def __init__(self, **items: object) -> None:
+        super().__init__(items)
+        self.__dict__.update(items)
+
+    def __setitem__(self, *_: object) -> None:
+        if "hidden" in self.__dict__:
+            raise TypeError("frozen")
+        super().__setitem__(*_)
+
+    def update(self, *_: object, **__: object) -> None:
+        raise TypeError("frozen")
+
+
+class Counted(dict):
+    """A user's dict whose update adds."""
+
+    def update(self, other: dict[str, int]) -> None:
+        for key, value in other.items():
+            self[key] = self.get(key, 0) + value
+
+
+class Stack(list):
+    """A list that refuses to lose what it holds."""
+
+    def clear(self) -> None:
+        raise TypeError("not cleared")
+
+
+def test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs(monkeypatch):
+    monkeypatch.setattr(Frozen, "__module__", "torch.library_of_others")
+    module = Hoarder()
+    module.config, module.counts, module.stack = Frozen(hidden=4, sizes=[1]), Counted(a=1), Stack([1])
+    with isolated(module, torch.device("cpu")):
+        module.config.sizes.append(2)
+        module.config.__dict__["late"] = True
+        dict.__setitem__(module.config, "hidden", 8)
+        module.counts.update({"a": 1, "b": 2})
+        module.stack.append(2)
+    assert (dict(module.config), vars(module.config)) == ({"hidden": 4, "sizes": [1]},) * 2
+    assert [*module.config] == ["hidden", "sizes"]
+    assert (module.counts, module.stack) == ({"a": 1}, [1])
 
 
 def test_modules_that_a_step_exchanges_are_put_back():

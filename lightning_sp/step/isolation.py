@@ -176,8 +176,8 @@ def _copies(iterator: Iterator[Any], copies: Copies) -> tuple[Iterator[Any], Ite
 
 
 def _slots(owner: Any) -> list[str]:
-    """Return the names of an object's attributes that are in no dict, where its class is the user's."""
-    kinds = [each for each in type(owner).__mro__ if is_class_of_user(each)]
+    """Return the names of an object's attributes that are in no dict, where its class is the user's: none of a class in C, which are read."""
+    kinds = [each for each in type(owner).__mro__ if "__slots__" in vars(each) and is_class_of_user(each)]
     return [name for each in kinds for name, value in vars(each).items() if isinstance(value, MemberDescriptorType)]
 
 

@@ -110,6 +110,14 @@ def test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs(monkeypa
     assert (module.counts, module.stack) == ({"a": 1}, [1])
 
 
+def test_a_function_in_c_that_a_module_holds_is_left_alone():
+    module = Hoarder()
+    module.judge = pytest.importorskip("pandas._libs.lib").is_scalar  # Cython's, whose attributes cannot be written
+    with isolated(module, torch.device("cpu")):
+        module.number += 1
+    assert module.number == 1
+
+
 def test_modules_that_a_step_exchanges_are_put_back():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     before = list(module.named_children())

@@ -79,14 +79,28 @@ def tried_query_heads(module: nn.Module) -> tuple[int | None, str]:
             _recorded_heads(target) as heads,
         ):
             args, kwargs = _trial_input(module, target)
-            named = [*target.named_parameters(), *target.named_buffers()]
-            state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
-            functional_call(target, state, args, kwargs)
+            functional_call(target, _made_up(target), args, kwargs, tie_weights=False)
     except Exception as error:  # whatever a user's forward raises on a made-up input: then the heads are not known
         return None, f"a forward of {type(target).__name__} without data failed: {type(error).__name__}: {error}"
     if not heads:
         return None, f"a forward of {type(target).__name__} made no call of F.scaled_dot_product_attention"
     return min(heads), ""
+
+
+def _made_up(module: nn.Module) -> dict[str, Tensor]:
+    """Return a tensor for each parameter and buffer, tied ones once; made in the fake mode that is active.
+
+    Of a module that stands in two places the first name alone: `functional_call` puts back what it found last, and would leave made-up
+    weights where it comes to a module a second time, as it does for tied weights of its own accord.
+    """
+    made: dict[int, Tensor] = {}
+    state = {}
+    for prefix, each in module.named_modules():
+        for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
+            if tensor is not None:
+                made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
+                state[f"{prefix}.{name}" if prefix else name] = made[id(tensor)]
+    return state
 
 
 @contextmanager

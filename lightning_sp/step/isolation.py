@@ -15,7 +15,7 @@ import itertools
 import random
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -176,8 +176,8 @@ def _copies(iterator: Iterator[Any], copies: Copies) -> tuple[Iterator[Any], Ite
 
 
 def _slots(owner: Any) -> list[str]:
-    """Return the names of an object's attributes that are in no dict, where its class is the user's."""
-    kinds = [each for each in type(owner).__mro__ if is_class_of_user(each)]
+    """Return the names of an object's attributes that are in no dict, where its class is the user's: none of a class in C, which are read."""
+    kinds = [each for each in type(owner).__mro__ if "__slots__" in vars(each) and is_class_of_user(each)]
     return [name for each in kinds for name, value in vars(each).items() if isinstance(value, MemberDescriptorType)]
 
 
@@ -210,7 +210,7 @@ def _remember_all(
             continue
         visited.add(id(value))
         is_object = is_object_of_user(value)
-        children = _remember_attributes(value, undo, copies) if is_object or _is_of_user(value) else []
+        children = _remember_attributes(value, undo, copies) if is_object or _has_attributes(value) else []
         children += _remember(value, undo, of_object=of_object)
         waiting += [(child, of_object or is_object) for child in children]
 
@@ -225,7 +225,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) 
             elif isinstance(value, np.ndarray) and value.flags.writeable and _bytes(value) <= MAX_BYTES:
                 undo.append(partial(np.copyto, value, value.copy()))
     elif isinstance(value, dict):
-        undo.append(partial(_restore_dict, value, dict(value)))
+        undo.append(partial(_restore_dict, value, dict(_kind(value).items(value))))
         children = list(value.values())
     elif isinstance(value, (list, deque)):
         undo.append(partial(_restore_sequence, value, list(value)))
@@ -260,9 +260,10 @@ def is_object_of_user(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "torchmetrics" or is_class_of_user(type(value))
 
 
-def _is_of_user(value: Any) -> bool:
-    """Return whether a list, dict or set may have attributes, too: it is of a class of the user's."""
-    return isinstance(value, (dict, list, set, deque)) and is_class_of_user(type(value))
+def _has_attributes(value: Any) -> bool:
+    """Return whether a list, dict or set may have attributes, too: it has some, or is of a class of the user's."""
+    kinds = (dict, list, set, deque)
+    return isinstance(value, kinds) and (bool(getattr(value, "__dict__", None)) or is_class_of_user(type(value)))
 
 
 def is_class_of_user(found: type) -> bool:
@@ -294,9 +295,17 @@ def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return tensor
 
 
+def _kind(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
 def _restore_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    value.clear()
-    value.update(before)
+    """Put the items back by Python's own methods: those of a class may refuse, as of a frozen configuration, or count."""
+    kind = _kind(value)
+    if [*map(id, kind.keys(value)), *map(id, kind.values(value))] != [*map(id, before), *map(id, before.values())]:
+        kind.clear(value)
+        for key, each in before.items():
+            kind.__setitem__(value, key, each)
 
 
 def _remove_new(hooks: dict[int, Any], before: set[int]) -> None:
@@ -305,13 +314,14 @@ def _remove_new(hooks: dict[int, Any], before: set[int]) -> None:
 
 
 def _restore_set(value: set[Any], before: set[Any]) -> None:
-    value.clear()
-    value.update(before)
+    set.clear(value)
+    set.update(value, before)
 
 
 def _restore_sequence(value: list[Any] | deque[Any], before: list[Any]) -> None:
-    value.clear()
-    value.extend(before)
+    kind: Any = list if isinstance(value, list) else deque
+    kind.clear(value)
+    kind.extend(value, before)
 
 
 def _no_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -339,6 +339,27 @@ USERS = (
         "tests/preflight/evaluation/test_evaluation.py::test_a_monitored_number_of_a_shard_is_refused_on_all_ranks",
     ),
     fault(
+        "a dict put back by methods of its class, which a frozen configuration refuses",
+        "step/isolation.py",
+        "            kind.__setitem__(value, key, each)\n",
+        "            value.update({key: each})\n",
+        "tests/step/test_isolation.py::test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs",
+    ),
+    fault(
+        "attributes of a function in C that are written, which it refuses",
+        "step/isolation.py",
+        'if "__slots__" in vars(each) and is_class_of_user(each)]',
+        "if is_class_of_user(each)]",
+        "tests/step/test_isolation.py::test_a_function_in_c_that_a_module_holds_is_left_alone",
+    ),
+    fault(
+        "made-up weights left in a module that stands in two places",
+        "rewrite/query_heads.py",
+        "            functional_call(target, _made_up(target), args, kwargs, tie_weights=False)\n",
+        "            functional_call(target, _made_up(target), args, kwargs)\n",
+        "tests/rewrite/test_query_heads.py::test_a_forward_without_data_leaves_what_stands_in_two_places",
+    ),
+    fault(
         "a trial that stays in the user's own objects",
         "step/isolation.py",
         "        is_object = is_object_of_user(value)\n",

@@ -50,6 +50,29 @@ def test_heads_that_no_attribute_names_are_found_by_a_forward_without_data(devic
     assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
 
 
+class Twice(Anonymous):
+    """A part that stands in two places, and a weight that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(24, 24), nn.Linear(24, 11, bias=False)
+        self.again, self.head.weight = self.first, self.embedding.weight
+
+    def forward(self, input_ids, labels=None):
+        return self.head(self.first(super().forward(input_ids)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_forward_without_data_leaves_what_stands_in_two_places(device):
+    with torch.device(device):
+        model = Twice()
+    before = {name: id(weight) for name, weight in model.named_parameters()}
+    assert tried_query_heads(model) == (6, "")
+    assert {name: id(weight) for name, weight in model.named_parameters()} == before
+    assert model.again.weight is model.first.weight
+    assert model.head.weight is model.embedding.weight
+
+
 def test_the_example_input_of_lightning_is_used():
     class Module(Wrapper):
         def forward(self, sequence):

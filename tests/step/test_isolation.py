@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import count, cycle
 from multiprocessing import Value
@@ -73,6 +73,60 @@ def test_tensors_that_repeat_their_memory_are_put_back():
     assert module.positions[3].tolist() == [[0, 1, 2]] * 2
     assert module.positions[3].stride() == (0, 1)
     assert module.positions[1].tolist() == [1.0] * 4
+
+
+class Frozen(OrderedDict):
+    """A library's configuration, as diffusers has it: its items are attributes, and cannot be written."""
+
+    def __init__(self, **items: object) -> None:
+        super().__init__(items)
+        self.__dict__.update(items)
+
+    def __setitem__(self, *_: object) -> None:
+        if "hidden" in self.__dict__:
+            raise TypeError("frozen")
+        super().__setitem__(*_)
+
+    def update(self, *_: object, **__: object) -> None:
+        raise TypeError("frozen")
+
+
+class Counted(dict):
+    """A user's dict whose update adds."""
+
+    def update(self, other: dict[str, int]) -> None:
+        for key, value in other.items():
+            self[key] = self.get(key, 0) + value
+
+
+class Stack(list):
+    """A list that refuses to lose what it holds."""
+
+    def clear(self) -> None:
+        raise TypeError("not cleared")
+
+
+def test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs(monkeypatch):
+    monkeypatch.setattr(Frozen, "__module__", "torch.library_of_others")
+    module = Hoarder()
+    module.config, module.counts, module.stack = Frozen(hidden=4, sizes=[1]), Counted(a=1), Stack([1])
+    with isolated(module, torch.device("cpu")):
+        module.config.sizes.append(2)
+        module.config.__dict__["late"] = True
+        dict.__setitem__(module.config, "hidden", 8)
+        module.counts.update({"a": 1, "b": 2})
+        module.stack.append(2)
+    assert (dict(module.config), vars(module.config)) == ({"hidden": 4, "sizes": [1]},) * 2
+    assert [*module.config] == ["hidden", "sizes"]
+    assert (module.counts, module.stack) == ({"a": 1}, [1])
+
+
+def test_a_function_in_c_that_a_module_holds_is_left_alone():
+    module = Hoarder()
+    module.judge = pytest.importorskip("pandas._libs.lib").is_scalar  # Cython's, whose attributes cannot be written
+    with isolated(module, torch.device("cpu")):
+        module.number += 1
+    assert module.number == 1
 
 
 def test_modules_that_a_step_exchanges_are_put_back():

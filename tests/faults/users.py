@@ -357,7 +357,7 @@ USERS = (
         "rewrite/query_heads.py",
         "            functional_call(target, _made_up(target), args, kwargs, tie_weights=False)\n",
         "            functional_call(target, _made_up(target), args, kwargs)\n",
-        "tests/rewrite/test_query_heads.py::test_a_forward_without_data_leaves_what_stands_in_two_places",
+        "tests/rewrite/test_query_heads.py::test_a_forward_without_data_leaves_what_stands_in_two_places[cpu]",
     ),
     fault(
         "a trial that stays in the user's own objects",

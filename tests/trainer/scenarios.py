@@ -269,7 +269,7 @@ def fit_with(world: int, strategy: dict[str, Any], change: str) -> None:
             {"input_ids": TokenDataset(4)[i]["input_ids"], "labels": TokenDataset(4)[i]["input_ids"]} for i in range(4)
         ]
     if change == "mask of pairs":
-        data = [{**TokenDataset(4)[i], "attention_mask": torch.ones(32, 32)} for i in range(4)]
+        data = [{**TokenDataset(4)[i], "attention_mask": torch.ones(32, 8)} for i in range(4)]
     if change in ("restarting positions", "jumping positions"):
         positions = moved_positions(32, change.split()[0])
         data = [{**TokenDataset(4)[i], "position_ids": positions} for i in range(4)]

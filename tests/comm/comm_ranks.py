@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from datetime import timedelta
@@ -17,7 +16,7 @@ from lightning_sp import comm
 from lightning_sp.comm.cpu.all_pairs import all_pairs_all_gather
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
-from lightning_sp.testing import free_port
+from tests.worlds import make_next_world
 
 
 def agreement(errors):
@@ -109,12 +108,10 @@ def groups_alive():
     alive = [weakref.ref(group) for group in first]
     first = base = None
     dist.barrier()
-    port = comm.broadcast_object(free_port(), None)
     dist.destroy_process_group()
     gc.collect()
     left = sum(each() is not None for each in alive)
-    os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the pool ends it
+    make_next_world("second")  # the pool ends it
     return same, left
 
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +27,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.attention.ranks.attention_ranks import sharded
 from tests.attention.ranks.operator_ranks import local_inputs, local_results
+from tests.worlds import make_next_world
 
 CLONE_NEWUTS = 0x04000000  # sched.h
 
@@ -133,13 +133,12 @@ def shared_files():
     return held + sum(f"{shared_memory.FOLDER}/#" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def two_worlds(port):
+def two_worlds():
     """Return the files held in a world, after it, and in a second one of the same process; and whether the law held in both."""
     counts, same = [shared_files()], []
     for world in range(2):
         if world:
-            os.environ["MASTER_PORT"] = str(port)
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            make_next_world("second")
         mesh = new_mesh(2)
         for _ in range(2):
             found, expected = attend(mesh, 64, "shared_memory"), attend(mesh, 64, "network")
@@ -150,19 +149,17 @@ def two_worlds(port):
         dist.destroy_process_group()
         gc.collect()
         counts.append(shared_files())
-    os.environ["MASTER_PORT"] = str(port + 1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the pool ends it
+    make_next_world("third")  # the pool ends it
     return counts, all(same)
 
 
-def outlived_by_its_store(port):
+def outlived_by_its_store():
     """Return whether the law holds in a second world by shared memory, where one rank lets go of the first one's store only then."""
     attend(new_mesh(2), 64, "shared_memory")
     store = dist.distributed_c10d._get_default_store() if dist.get_rank() == 1 else None
     dist.barrier()
     dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    make_next_world("second", timeout_s=10)
     mesh = new_mesh(2)
     del store
     gc.collect()

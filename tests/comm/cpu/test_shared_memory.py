@@ -16,7 +16,7 @@ import torch
 from benchmarks.instruments.traffic import ulysses_sent_elements
 from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.testing import RankPool, assert_sharded_equals_unsharded, free_port, run_ranks
+from lightning_sp.testing import RankPool, assert_sharded_equals_unsharded, run_ranks
 from tests.attention.ranks.attention_ranks import whole
 from tests.attention.ranks.operator_ranks import local_results, traffic
 from tests.comm.cpu import shared_memory_ranks as ranks
@@ -175,14 +175,14 @@ def test_ranks_that_cannot_share_memory_are_found_once_and_by_all(how, words):
 
 
 def test_it_goes_with_its_process_group_and_comes_with_the_next():
-    for counts, same in run_ranks(ranks.two_worlds, 4, free_port()):
+    for counts, same in run_ranks(ranks.two_worlds, 4):
         assert same
         # Two ranks' files, open, kept by the mapping, and mapped.
         assert counts == [0, 6, 0, 6, 0]
 
 
 def test_a_store_held_beyond_its_world_takes_nothing_from_the_next_one():
-    assert run_ranks(ranks.outlived_by_its_store, 2, free_port(), timeout_s=10) == [(True, True)] * 2
+    assert run_ranks(ranks.outlived_by_its_store, 2, timeout_s=10) == [(True, True)] * 2
 
 
 def test_nothing_is_left_when_all_ranks_are_killed(folder, tmp_path):

@@ -124,11 +124,11 @@ PENALTIES = {f.__name__: f for f in (
 
 
 class Penalised(Plain):
-    """A language model whose loss has a penalty on its weights, before its forward or behind it."""
+    """A language model whose loss has penalties on its weights ("l1 + norms"), before its forward or behind it."""
 
     def __init__(self, penalty: str, first: bool) -> None:
         super().__init__(tiny_gpt)
-        self.penalty, self.first = PENALTIES[penalty], first
+        self.penalties, self.first = [PENALTIES[name] for name in penalty.split(" + ")], first
         torch.manual_seed(3)
         self.model = tiny_gpt()
         self.model.unused = torch.nn.Linear(5, 3)  # in no forward: its gradient is the penalty's alone
@@ -149,11 +149,14 @@ class Penalised(Plain):
     def logits(self, batch: Any) -> Tensor:
         return self.own(self.model(batch["input_ids"], batch["position_ids"]))
 
+    def penalty(self) -> Any:
+        return sum(each(self) for each in self.penalties)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.scale_of_batch = 0.1 * (1 + batch_idx)
-        penalty = self.penalty(self) if self.first else None
+        penalty = self.penalty() if self.first else None
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
-        penalty = self.penalty(self) if penalty is None else penalty
+        penalty = self.penalty() if penalty is None else penalty
         self.log("penalty", penalty)
         loss = loss + penalty
         self.log("train_loss", loss)

@@ -30,21 +30,22 @@ def hold(pools, strategy, world, cases, micro=2):
             same(actual, expected, case)
 
 
-CASES = [dict(penalty=name) for name in ranks.PENALTIES]
-FEW = [
-    dict(penalty=name)
-    for name in ("l1", "l2_in_place", "norms", "ewc", "ewc_of_shards", "orthogonality", "of_this_data")
-]
+EACH = [dict(penalty=name) for name in ranks.PENALTIES]
+# Added up, so that one fit tries several: each alone is slow.
+NAMES = list(ranks.PENALTIES)
+SUMS = [dict(penalty=" + ".join(NAMES[i::3])) for i in range(3)]
+FEW = "l1 + l2_in_place + norms + ewc + ewc_of_shards + orthogonality + of_this_data"
 
 
 def test_a_penalty_is_one_devices(pools):
-    hold(pools, dict(ring_size=2), 2, [*CASES, dict(penalty="l2", first=True)])
+    hold(pools, dict(ring_size=2), 2, [*SUMS, dict(penalty="l2", first=True)])
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
         dict(ring_size=2, global_view=True),
+        pytest.param(dict(ring_size=2), marks=pytest.mark.slow),
         pytest.param(dict(ulysses_size=2), marks=pytest.mark.slow),
         pytest.param(dict(ulysses_size=2, preflight=False, activation_checkpointing="full"), marks=pytest.mark.slow),
         pytest.param(dict(data_parallel_size=2), marks=pytest.mark.slow),
@@ -53,7 +54,7 @@ def test_a_penalty_is_one_devices(pools):
     ids=str,
 )
 def test_it_is_in_other_layouts(pools, strategy):
-    hold(pools, strategy, 2, CASES if strategy.get("global_view") is None else FEW)
+    hold(pools, strategy, 2, EACH if strategy.get("global_view") is None else [dict(penalty=FEW)])
 
 
 @pytest.mark.parametrize(
@@ -69,5 +70,4 @@ def test_it_is_in_other_layouts(pools, strategy):
 def test_it_is_beside_accumulation_and_clipping(pools, strategy):
     """The penalty's gradient is there before FSDP2 has reduced the last micro-batch's, and counts once."""
     options = dict(accumulate_grad_batches=2, gradient_clip_val=0.5, size=16)
-    cases = [dict(**case, **options, first=first) for first in (False, True) for case in FEW]
-    hold(pools, strategy, 4, cases)
+    hold(pools, strategy, 4, [dict(penalty=FEW, **options, first=first) for first in (False, True)])

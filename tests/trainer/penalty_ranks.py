@@ -131,7 +131,8 @@ class Penalised(Plain):
         self.penalties, self.first = [PENALTIES[name] for name in penalty.split(" + ")], first
         torch.manual_seed(3)
         self.model = tiny_gpt()
-        self.model.unused = torch.nn.Linear(5, 3)  # in no forward: its gradient is the penalty's alone
+        # In no forward: their gradients are the penalty's alone, of the root's unit and of a block's, whose backward ends before.
+        self.model.unused, self.model.layers[0].unused = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
         self.own = torch.nn.Linear(61, 61)
         for (
             p

@@ -63,6 +63,8 @@ _BETWEEN = (
         )
     ),
     threading.__file__,
+    # Asks of each collective whether the global view carries it.
+    os.path.join(_PACKAGE, "global_view", "user_functions", "collectives.py"),
 )
 
 Line = tuple[str, int, str]  # file, number, function

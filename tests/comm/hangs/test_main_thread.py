@@ -12,6 +12,7 @@ import torch
 
 from lightning_sp.comm.hangs import main_thread
 from lightning_sp.comm.hangs.main_thread import MainThread, place_of, place_of_error, user_threads
+from lightning_sp.global_view.user_functions import collectives
 
 TORCH, PACKAGE = (
     os.path.dirname(torch.__file__),
@@ -106,11 +107,14 @@ def test_the_place_is_the_line_of_this_file(worker):
         # A mode of torch's that sees each call.
         ([(C10D, 9, "all_reduce"), (f"{PACKAGE}/parallelize/meta_device.py", 3, "__torch_function__"), (f"{TORCH}/overrides.py", 5, "handle"),
           (C10D, 9, "all_reduce"), ("/me/t.py", 8, "norm")], "all_reduce, called in /me/t.py:8 in norm"),
+        # What is asked of each collective that a user calls.
+        ([(C10D, 9, "all_reduce"), (collectives.__file__, 3, "collective"), ("/me/t.py", 8, "norm")],
+          "all_reduce, called in /me/t.py:8 in norm"),
         # A file that is written, in a checkpoint of torch's, is no wait for ranks.
         ([(f"{TORCH}/distributed/checkpoint/filesystem.py", 1, "write"), ("/me/t.py", 8, "save")], ""),
         ([("/me/t.py", 8, "sleep"), (C10D, 9, "barrier")], ""),
     ],
-    ids=["torch", "comm", "functional", "mode", "file", "hook"],
+    ids=["torch", "comm", "functional", "mode", "asked", "file", "hook"],
 )  # fmt: skip
 def test_a_collective_is_known_by_the_innermost_lines(stack, collective):
     place = place_of(stack)

@@ -200,8 +200,8 @@ GLOBAL_VIEW = (
     fault(
         "joined rows taken for tokens in their order",
         "global_view/exchange/movement.py",
-        "shown = (ahead * own.length + token) * own.inner + within",
-        "shown = (token * own.outer + ahead) * own.inner + within",
+        "shown = (ahead * length + token) * inner + within",
+        "shown = (token * outer + ahead) * inner + within",
         f"{RULES}[1-2-16]",
     ),
     fault(
@@ -470,5 +470,19 @@ GLOBAL_VIEW = (
         "        comm.agree(error, self.context.run_mesh.sequence_group)\n",
         "        comm.agree(error)\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[vilt_questions]",
+    ),
+    fault(
+        "tokens as channels of a convolution, of this rank alone",
+        "global_view/rules/along_sequence/convolutions.py",
+        "    total = comm.sum_over_ranks(local, own.storage.group)\n",
+        "    total = local\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "padding among the channels of a convolution",
+        "global_view/rules/along_sequence/convolutions.py",
+        "call.function(own.without_padding(x.local, 0), part",
+        "call.function(x.local, part",
+        f"{RULES}[2-1-13]",
     ),
 )

@@ -145,21 +145,31 @@ def as_tokens(x: SequenceTensor) -> SequenceTensor:
 
     Each number of the dim is a token of a storage of its own, where it is. Nothing moves.
     """
-    own, storage = x.placement, x.placement.storage
+    own = x.placement
     if own.outer * own.inner == 1 or isinstance(x.local, DeferredTensor):
         return x
-    key = ("as tokens", own.outer, own.length, own.inner)
+    storage = counted_through(own.storage, own.outer, own.length, own.inner)
+    return SequenceTensor(x.local, replace(own, storage=storage, length=own.shown, outer=1, inner=1))
+
+
+def counted_through(storage: Storage, outer: int, length: int, inner: int) -> Storage:
+    """Return what holds each number of a dim as a token: of `outer` sequences one after the other, of `inner` numbers for each of their tokens.
+
+    Nothing moves: each is where its token is in `storage`.
+    """
+    key = ("as tokens", outer, length, inner)
     if key not in storage.plans:
-        ahead, within = torch.arange(own.outer)[:, None, None], torch.arange(own.inner)
-        behind = own.shown  # padding lies behind all that is shown, each place once
+        ahead, within = torch.arange(outer)[:, None, None], torch.arange(inner)
+        behind = outer * length * inner  # padding lies behind all that is shown, each place once
         places = []
         for rank in range(storage.layout.size):
             token = storage.positions_of(rank)[None, :, None]
-            shown = (ahead * own.length + token) * own.inner + within
-            padding = behind + (ahead * (storage.capacity - own.length) + token - own.length) * own.inner + within
-            places.append(torch.where(token < own.length, shown, padding).flatten())
+            shown = (ahead * length + token) * inner + within
+            padding = behind + (ahead * (storage.capacity - length) + token - length) * inner + within
+            places.append(torch.where(token < length, shown, padding).flatten())
         storage.plans[key] = storage.of_places(torch.stack(places))
-    return SequenceTensor(x.local, replace(own, storage=storage.plans[key], length=own.shown, outer=1, inner=1))
+    found: Storage = storage.plans[key]
+    return found
 
 
 def in_order(x: SequenceTensor) -> SequenceTensor:

@@ -20,7 +20,7 @@ from lightning_sp.global_view.call import (
     placed,
     writes,
 )
-from lightning_sp.global_view.exchange.movement import brought
+from lightning_sp.global_view.exchange.movement import as_tokens, brought
 from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.rules.attention.scores import scores_of, times_values
 from lightning_sp.global_view.rules.attention.written_attention import Scores, refusal
@@ -75,6 +75,12 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     if of_rows and b.numel() <= MOST_NUMBERS:
         return matmul(a, b.whole())  # numbers of each token for all others, times what these have
     contracted = own.dim == a.dim() - 1 and other.dim == max(0, b.dim() - 2)
+    if own.shown == other.shown and (own.outer, own.inner) != (
+        other.outer,
+        other.inner,
+    ):  # rows' tokens in one dim, counted through in one
+        a, b = as_tokens(a), as_tokens(b)
+        own = a.placement
     b = brought(b, own.storage)
     other = b.placement
     if contracted and own.same_tokens(other):

@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.copied_views import CopiedView, memory_of
-from lightning_sp.global_view.exchange.movement import as_tokens, brought
+from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.exchange.movement import as_tokens, brought, counted_through
 from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.rules import blocks
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -27,11 +28,32 @@ def viewed(x: SequenceTensor, given: Sequence[int]) -> Any:
     shape = _resolved(given, x.numel())
     placement = None if blocks.is_one_block(x, given) else _placement_in(x, shape)
     if placement is None:
-        found = blocks.in_blocks(x, shape)
+        found = _in_rows(x, shape)
+        found = blocks.in_blocks(x, shape) if found is NO_RULE else found
         return _of_single_numbers(x, shape) if found is NO_RULE else found
     local = list(shape)
     local[placement.dim] = placement.held
     return blocks.joined(SequenceTensor(x.local.reshape(local), placement))
+
+
+def _in_rows(x: SequenceTensor, shape: Sequence[int]) -> Any:
+    """View tokens that were counted through all rows as rows of the batch's sequence, each where that has it; NO_RULE where none are."""
+    own, root = x.placement, x.placement.storage.root
+    if root is None or own.storage.block or own.outer * own.inner > 1 or isinstance(x.local, DeferredTensor):
+        return NO_RULE
+    length, before, behind = root.sequence.length, math.prod(x.shape[: own.dim]), math.prod(x.shape[own.dim + 1 :])
+    for dim, size in enumerate(shape):
+        ahead = math.prod(shape[:dim])
+        if (
+            size == length
+            and math.prod(shape[dim + 1 :]) == behind
+            and ahead * length == before * own.length != before * length
+        ):
+            rows = brought(x, counted_through(root, own.length // length, length, 1))
+            return SequenceTensor(
+                rows.local.reshape(*shape[:dim], -1, *shape[dim + 1 :]), Placement(storage=root, dim=dim, length=length)
+            )
+    return NO_RULE
 
 
 def _of_single_numbers(x: SequenceTensor, shape: Sequence[int]) -> Any:

@@ -1,6 +1,7 @@
 """Convolutions: over the sequence the sum over the kernel's places of tokens that are moved by them, each times its weight.
 
-Other dims of an image are convolved as they are. Where the sequence numbers the images all is local.
+Other dims of an image are convolved as they are. Where the sequence numbers the images all is local. Where it numbers the channels, as in a
+gate over tokens, each rank convolves its own, and the sum over the ranks is whole on each.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sp import comm
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.exchange.movement import moved
+from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -29,7 +32,9 @@ def convolution(call: Call) -> Any:
     own = x.placement
     if own.dim == 0:
         return placed(call.on_locals(), own) if own.inner == 1 else NO_RULE
-    if own.dim == 1 or own.outer * own.inner > 1:
+    if own.dim == 1:
+        return _of_channels(call, x, weight, bias)
+    if own.outer * own.inner > 1:
         return NO_RULE
     at = own.dim - 2
     strides, dilations = _each(stride, 1, spatial), _each(dilation, 1, spatial)
@@ -61,6 +66,22 @@ def convolution(call: Call) -> Any:
         return result
 
     return _summed(x, places, key, tap, bias)
+
+
+def _of_channels(call: Call, x: SequenceTensor, weight: Tensor, bias: Any) -> Any:
+    """Convolve where tokens are the channels that are mixed. Shapes: (B, L, ...), (C, L, ...) -> (B, C, ...) whole.
+
+    Communicates: one all_reduce of the result, one of its cotangent.
+    """
+    own = x.placement
+    if weight.shape[1] != own.shown:
+        return NO_RULE  # in groups
+    own.storage.note_reduction()
+    options = {name: call.argument(i, name) for i, name in enumerate(_NAMES) if i > 2}
+    given = {name: value for name, value in options.items() if value is not None}
+    local = call.function(own.without_padding(x.local, 0), part_of(weight, own), **given)
+    total = comm.sum_over_ranks(local, own.storage.group)
+    return total if bias is None else total + bias.view(1, -1, *[1] * (total.dim() - 2))
 
 
 def transposed(call: Call) -> Any:

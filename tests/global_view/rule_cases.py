@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.global_view.composed_cases import COMPOSED_CASES
 from tests.global_view.line_cases import LINE_CASES
 from tests.global_view.more_cases import MORE_CASES
+from tests.global_view.paper_cases import PAPER_CASES
 from tests.global_view.token_cases import TOKEN_CASES
 from tests.global_view.view_cases import VIEW_CASES
 from tests.global_view.whole import Case, E, H, V, Whole
-from tests.global_view.written_cases import WRITTEN_CASES
 
 
 def heads(x: Tensor, w: Whole) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +175,7 @@ CASES: dict[str, Case] = {
     **MORE_CASES,
     **LINE_CASES,
     **TOKEN_CASES,
-    **WRITTEN_CASES,
+    **PAPER_CASES,
     **VIEW_CASES,
     **COMPOSED_CASES,
     "logarithm of what padding would be": lambda x, ids, mask, w: F.linear(x[:, 1:].abs().log(), w.weight),

@@ -382,25 +382,3 @@ def scores_under_autocast(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
         made = low.float().relu().square()
     bits = [torch.finfo(each.dtype).bits for each in (scores, weights, out)]
     return x * bits[0], x * bits[1], x * bits[2], made.double().sum(-1)[..., None] * x
-
-
-@case
-def experts_of_a_capacity(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
-    """GShard: places by a cumulative sum over all rows' tokens, dispatched and combined by products with zeros and ones."""
-    flat = x.reshape(-1, E)
-    weight, expert = flat[:, :4].softmax(-1).max(-1)
-    taken = F.one_hot(expert, 4).to(x.dtype)
-    place = (taken.cumsum(0) - 1) * taken
-    kept = (place < 6).to(x.dtype) * taken
-    sent = kept[..., None] * F.one_hot(place.sum(-1).long().clamp(max=5), 6).to(x.dtype)[:, None]
-    given = torch.einsum("nec,nd->ecd", sent, flat)
-    back = torch.einsum("nec,ecd->nd", sent * weight[:, None, None], given.tanh())
-    return given, back.view(x.shape)
-
-
-@case
-def convolved_features(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
-    """Tokens as channels, mixed by a convolution over features: gMLP's gate, of kernel 1 there."""
-    s = x.shape[1]
-    w = torch.linspace(-1, 1, s * s * 3, dtype=x.dtype).view(s, s, 3)
-    return F.conv1d(x, w[..., :1], x[0, :, 0]), F.conv1d(x, w[:5], padding=1), x * F.conv1d(x, w, padding="same")

@@ -37,23 +37,24 @@ def viewed(x: SequenceTensor, given: Sequence[int]) -> Any:
 
 
 def _in_rows(x: SequenceTensor, shape: Sequence[int]) -> Any:
-    """View tokens that were counted through all rows as rows of the batch's sequence, each where that has it; NO_RULE where none are."""
+    """View what was counted through all rows as rows of the batch's sequence, each where its token is; NO_RULE where they are none.
+
+    Shapes: (..., rows * L * inner, ...) -> (..., rows, L, inner, ...).
+    """
     own, root = x.placement, x.placement.storage.root
     if root is None or own.storage.block or own.outer * own.inner > 1 or isinstance(x.local, DeferredTensor):
         return NO_RULE
     length, before, behind = root.sequence.length, math.prod(x.shape[: own.dim]), math.prod(x.shape[own.dim + 1 :])
+    found = []
     for dim, size in enumerate(shape):
-        ahead = math.prod(shape[:dim])
-        if (
-            size == length
-            and math.prod(shape[dim + 1 :]) == behind
-            and ahead * length == before * own.length != before * length
-        ):
-            rows = brought(x, counted_through(root, own.length // length, length, 1))
-            return SequenceTensor(
-                rows.local.reshape(*shape[:dim], -1, *shape[dim + 1 :]), Placement(storage=root, dim=dim, length=length)
-            )
-    return NO_RULE
+        ahead, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        if size == length and ahead % before == 0 and after % behind == 0 and own.length > length:
+            found.append((after // behind, ahead // before, dim))
+    if not found:
+        return NO_RULE
+    inner, rows, dim = min(found)
+    local = brought(x, counted_through(root, rows, length, inner)).local
+    return placed(local.reshape(*shape[:dim], -1, *shape[dim + 1 :]), Placement(storage=root, dim=dim, length=length))
 
 
 def _of_single_numbers(x: SequenceTensor, shape: Sequence[int]) -> Any:

@@ -96,6 +96,7 @@ from lightning_sp.rewrite import (
 )
 from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
 from lightning_sp.rewrite.rebind import BoundNames
+from lightning_sp.rewrite.synced_batch_norm import SyncedBatchNorm
 from lightning_sp.step.inner_gradients import inner_gradients
 
 
@@ -305,6 +306,8 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
         WholeGeneration(context, module),
     ]
+    if getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "_layer_sync", None) is not None:
+        entered.append(SyncedBatchNorm(context, names))
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (
         [

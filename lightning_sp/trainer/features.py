@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -83,10 +84,10 @@ def _check_plugins(trainer: Trainer, config: StrategyConfig) -> None:
             f"the plugin {type(io).__name__} would write no checkpoint: with save_distributed_checkpoint=True each of {trainer.world_size} "
             "ranks writes its own part; SequenceParallelStrategy(save_distributed_checkpoint=False) hands it whole checkpoints"
         )
-    if layer_sync is not None:
+    if layer_sync is not None and type(layer_sync) is not TorchSyncBatchNorm:
         raise SequenceParallelError(
-            f"sync_batchnorm=True, or the plugin {type(layer_sync).__name__}: batch norm over {trainer.world_size} ranks' tokens, padding among "
-            "them, is not one device's; use a norm over features (LayerNorm, RMSNorm), or freeze the statistics with eval()"
+            f"the plugin {type(layer_sync).__name__} is not asked: it would replace layers by ones that know nothing of "
+            f"{trainer.world_size} ranks' parts of a sequence; sync_batchnorm=True has batch norm over all data-parallel groups"
         )
     if isinstance(strategy.precision_plugin, (FSDPPrecision, DeepSpeedPrecision)):
         raise SequenceParallelError(

@@ -26,8 +26,7 @@ HONOURED = {
     **{name: dict(callback=name) for name in ("timer, lambda, summary, spikes", "accumulation of one, gradients")},
 }
 REFUSED = {
-    "sync_batchnorm": (dict(sync_batchnorm=True), "sync_batchnorm=True, or the plugin TorchSyncBatchNorm: batch norm over 2"),
-    "layers": (dict(plugin="layers"), "the plugin Layers: batch norm over 2 ranks"),
+    "layers": (dict(plugin="layers"), "the plugin Layers is not asked: it would replace layers by ones that know nothing of 2 ranks"),
     "fsdp precision": (dict(plugin="fsdp precision", precision=None), "FSDPPrecision is for another strategy"),
     "io": (dict(plugin="io"), "the plugin Plugged would write no checkpoint: with save_distributed_checkpoint=True each of 2"),
     "async": (dict(plugin="async"), "the plugin AsyncCheckpointIO would write no checkpoint"),

@@ -42,7 +42,9 @@ class Stem(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def run(strategy: dict[str, Any] | None, world: int, micro: int, has_tokens: bool, length: int = 13) -> dict[str, Any]:
+def run(
+    strategy: dict[str, Any] | None, world: int, micro: int, has_tokens: bool, length: int = 13, synced: bool = True
+) -> dict[str, Any]:
     """Fit two steps of a global batch of four; return weights and statistics, or the refusal."""
     drawn = torch.Generator().manual_seed(2)
     shapes = ((length, 6), (length,)) if has_tokens else ((6, length), ())
@@ -52,7 +54,7 @@ def run(strategy: dict[str, Any] | None, world: int, micro: int, has_tokens: boo
         for _ in range(8)
     ]
     module = Stem(has_tokens)
-    trainer = trainer_of(strategy, world, sync_batchnorm=strategy is not None)
+    trainer = trainer_of(strategy, world, sync_batchnorm=synced and strategy is not None)
     try:
         trainer.fit(module, DataLoader(rows, batch_size=micro))  # type: ignore[arg-type]
     except SequenceParallelError as error:

@@ -35,3 +35,9 @@ def test_a_part_of_a_sequence_is_refused(pools):
         assert found["error"].startswith(
             "sync_batchnorm=True: batch norm of (2, 8, 8) on a rank's part of the sequence"
         )
+
+
+def test_it_is_the_remedy_of_statistics_that_differ(pools):
+    for found in pools(4).run(ranks.run, dict(data_parallel_size=2, ring_size=2), 4, 2, True, 13, False):
+        assert "buffers different on shards than whole" in found["error"]
+        assert "Trainer(sync_batchnorm=True) has batch norm's over all ranks" in found["error"]

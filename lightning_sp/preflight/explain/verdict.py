@@ -158,11 +158,13 @@ def judge_buffers(found: Mapping[str, Difference], crop: str, tolerance: float) 
         f"{name}: ||sharded - whole|| = {error:.3e}, ||change|| = {scale:.3e}"
         for name, (error, scale) in list(wrong.items())[:3]
     )
+    of_norm = any(name.endswith("running_var") for name in wrong)
+    remedy = "Trainer(sync_batchnorm=True) has batch norm's over all ranks; " if of_norm else ""
     raise SequenceParallelError(
         f"preflight: training_step on {crop} leaves {len(wrong)} of {len(found)} buffers different on shards than whole (allowed: "
         f"{tolerance:.0e} of the change): {numbers}. They are updated from this rank's tokens alone (a running statistic, a router's balance, "
-        "a count of tokens), and would differ between ranks; average the update over all ranks before it is applied, or keep what training "
-        "does not read in a torchmetrics metric. preflight=False switches this check off"
+        f"a count of tokens), and would differ between ranks; {remedy}average the update over all ranks before it is applied, or keep what "
+        "training does not read in a torchmetrics metric. preflight=False switches this check off"
     )
 
 

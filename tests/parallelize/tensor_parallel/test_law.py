@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.parallelize.tensor_parallel import tensor_parallel_ranks, vocabulary_ranks
+from tests.parallelize.tensor_parallel import packed_ranks, tensor_parallel_ranks, vocabulary_ranks
 from tests.trainer import optimizer_ranks
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -169,6 +169,9 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
         "tied",
         "qwen3",
         "lora",
+        "packed",
+        "packed lora",
+        pytest.param("lora of gathered", marks=pytest.mark.slow),
         pytest.param("gpt", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),
         pytest.param("olmo2", marks=pytest.mark.slow),
@@ -176,9 +179,37 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
     ],
 )
 def test_models_of_other_forms(pools: Any, name: str) -> None:
-    """Biases, a shared table, norms of each head, layers that gather, LoRA."""
+    """Biases, a shared table, norms of each head, layers for several things, layers that gather, LoRA around each."""
     [found] = hold(pools, name, [TENSOR])
     assert found["split"]
+
+
+PACKED_GPT2 = {
+    "attn.c_attn": "packed_colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt2", dict(tensor_parallel_plan=PACKED_GPT2)),
+        ("packed", dict(ring_size=2)),
+        ("packed", dict(data_parallel_size=2)),
+        ("phi3", dict(ulysses_size=2)),
+        ("phi3", dict(data_parallel_size=2, shard_size=1)),
+        ("phi3 of four", dict(tensor_parallel_size=4)),
+    ],
+)
+def test_layers_for_several_things_beside_each_other_degree(pools: Any, name: str, layout: dict[str, Any]) -> None:
+    hold(pools, name, [{**TENSOR, **layout}])
+
+
+def test_each_rank_has_its_share_of_each_part_and_keeps_no_copy_of_it(pools: Any) -> None:
+    for size in (2, 4):
+        for errors in pools(size).run(packed_ranks.errors, size):
+            for what, error in errors.items():
+                assert error < 1e-12, what
 
 
 @pytest.mark.slow

@@ -1,0 +1,368 @@
+"""Which parts a layer for several things has, by a trial: nothing is taken from names alone, and nothing is guessed.
+
+The module around it runs on made-up numbers, once as one device does and once for each rank with that rank's share of each part:
+
+    z, made up -> module's own cuts, views, attention, activation -> u              u: what the layer behind takes
+    z of a rank ->                  the same                     -> u of a rank     equal to its part of u, for every rank, or it is no split
+
+Parts that may be: two halves (gate, up); one as wide as u and two that share the rest (q, k, v: grouped heads, too); one, whose rows are in the
+order of heads already. What a module reads of its own numbers of heads and features is divided, if the trial needs it: heads first, then widths.
+The layers themselves do not run, so weights may be anywhere, and of any kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from lightning_sp.parallelize.tensor_parallel.packed import own_attributes
+from lightning_sp.parallelize.tensor_parallel.plan import SplitLayer
+from lightning_sp.parameter_names import shown, user_name
+
+# Attributes that count heads, and those that are widths.
+_HEADS = re.compile(r"head", re.IGNORECASE)
+_NO_COUNT = re.compile(r"dim|size|group|idx|index|per_", re.IGNORECASE)
+_WIDTHS = re.compile(r"size|dim|embd|hidden|width|features|d_model", re.IGNORECASE)
+_OF_A_HEAD = re.compile(r"(head_(dim|size))|(.*_per_.*)", re.IGNORECASE)
+# Whether there is a mask, and which, is for the model to say: kernels of other devices do not run here.
+_IMPLEMENTATION = "_attn_implementation_internal"
+_ROWS, _TOKENS, _SEED = 2, 5, 3
+# Of the largest number: modules compute softmax and rotations in float32. What is split wrongly differs by about all of it.
+_ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class PackedParts:
+    """How a layer for several things is split.
+
+    Args:
+        parts: how many outputs each thing has, in order.
+        own: attributes that the module around it has on a rank: numbers of heads and widths by name, those of its config by "config.name".
+        whole: why it cannot be split; empty if it can.
+    """
+
+    parts: tuple[int, ...] = ()
+    own: tuple[tuple[str, int], ...] = ()
+    whole: str = ""
+
+
+class _Reached(Exception):  # noqa: N818 - no error
+    """Leaves a forward where what it was run for is known."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__("reached")
+        self.found = found
+
+
+def packed_parts(root: nn.Module, layers: Iterable[SplitLayer], layer: SplitLayer, size: int) -> PackedParts:
+    """Return how a layer for several things is split, or why it is not. Equal on all ranks; nothing of the model is changed.
+
+    Args:
+        root: the LightningModule, whole; weights may be without memory.
+        layers: of the plan.
+        layer: one of them.
+        size: ranks.
+    """
+    inside, behind = root.get_submodule(layer.inside), _behind(layers, layer)
+    if behind is None:
+        return PackedParts(
+            whole=f"no single layer of the plan in {user_name(layer.inside)} takes what becomes of its outputs"
+        )
+    outer = {layer.module, behind.module}
+    named = {each.module for each in layers}
+    if others := [name for name, each in _inner(inside, outer) if each not in named and each._parameters]:
+        return PackedParts(
+            whole=f"{user_name(layer.inside)} has weights besides, of which a rank's share is not known: {shown(others)}"
+        )
+    if (widths := _widths(layer.module)) is None or (taken := _widths(behind.module)) is None:
+        return PackedParts(
+            whole=f"{user_name(layer.name)} or the layer behind it is no nn.Linear, Conv1D or LoRA of one"
+        )
+    inputs, outputs = widths
+    try:
+        args, kwargs = _arguments(root, layer.inside, inputs)
+    except Exception as error:  # whatever a model raises on made-up tokens
+        return PackedParts(whole=f"what {user_name(layer.inside)} is called with is not known: {_line(error)}")
+    with _made_up(inside, outer):
+        trial = _Trial(inside, layer.module, behind.module, args, kwargs)
+        return _tried(trial, user_name(layer.inside), (outputs, taken[0]), size)
+
+
+def _behind(layers: Iterable[SplitLayer], layer: SplitLayer) -> SplitLayer | None:
+    found = [
+        each for each in layers if each.inside == layer.inside and each.style in ("rowwise", "rowwise_split_input")
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _inner(inside: nn.Module, outer: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in one, and itself, but for some and what is in them."""
+    left = {each for module in outer for each in module.modules()}
+    yield from ((name or "its own", each) for name, each in inside.named_modules() if each not in left)
+
+
+def _widths(layer: nn.Module) -> tuple[int, int] | None:
+    """Return the numbers of inputs and outputs of a linear layer, which may have LoRA around it; None of what is none."""
+    base: Any = getattr(layer, "base_layer", layer)
+    if not isinstance(base, nn.Linear) and type(base).__name__ != "Conv1D":
+        return None
+    outputs, inputs = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
+    return int(inputs), int(outputs)
+
+
+def _tried(trial: _Trial, name: str, widths: tuple[int, int], size: int) -> PackedParts:
+    """Try all parts that may be, with as few divided numbers as will do."""
+    outputs, taken = widths
+    shared = (outputs - taken) // 2
+    may_be = [
+        *([(taken, taken)] if outputs == 2 * taken else []),
+        *([(taken, shared, shared)] if outputs > taken and (outputs - taken) % 2 == 0 else []),
+        (outputs,),
+    ]
+    divided = [parts for parts in may_be if all(each % size == 0 for each in parts)]
+    if not divided or taken % size:
+        return PackedParts(whole=f"tensor_parallel_size={size} does not divide its parts {may_be[0]}")
+    try:
+        [whole] = trial.run(outputs, [torch.arange(outputs)], {})
+        if trial.draws(outputs, whole):
+            return PackedParts(whole=f"{name} has dropout, and ranks that split weights draw alike: set it to 0")
+    except Exception as error:  # whatever a forward raises on made-up numbers
+        return PackedParts(whole=f"the forward of {name} failed on made-up numbers: {_line(error)}")
+    said: list[str] = []
+    for own in _own_numbers(trial.inside, {taken, shared}, size):
+        for parts in divided:
+            try:
+                of_ranks = trial.run(outputs, [share(parts, rank, size) for rank in range(size)], own)
+            except Exception as error:
+                said.append(f"fails: {_line(error)}")
+                continue
+            if _same(of_ranks, whole):
+                return PackedParts(parts, tuple(own.items()))
+            said.append("gives other numbers")
+    return PackedParts(
+        whole=f"on a rank's share of each of {divided[0]} outputs, tried on made-up numbers, the forward of {name} {said[-len(divided)]}"
+    )
+
+
+def share(parts: tuple[int, ...], rank: int, size: int) -> Tensor:
+    """Return which outputs a rank has: its share of each part. Shapes: (sum(parts) / size,)."""
+    every = torch.split(torch.arange(sum(parts)), list(parts))
+    return torch.cat([part.chunk(size)[rank] for part in every])
+
+
+def _same(of_ranks: list[Tensor], whole: Tensor) -> bool:
+    if {each.shape for each in of_ranks} != {whole.chunk(len(of_ranks), -1)[0].shape}:
+        return False
+    return bool((torch.cat(of_ranks, -1) - whole).abs().max() <= _ROUNDING * whole.abs().max())
+
+
+def _own_numbers(inside: nn.Module, widths: set[int], size: int) -> Iterator[dict[str, int]]:
+    """Yield what a rank's attributes may be: the model's; with its own numbers of heads; of features, too."""
+    yield {}
+    config = vars(inside).get("config")
+    values = {**vars(inside), **{f"config.{name}": value for name, value in getattr(config, "__dict__", {}).items()}}
+    heads = _divided(values, size, lambda name, _: bool(_HEADS.search(name)) and not _NO_COUNT.search(name))
+    yield heads
+    yield heads | _divided(
+        vars(inside),
+        size,
+        lambda name, value: value in widths and bool(_WIDTHS.search(name)) and not _OF_A_HEAD.fullmatch(name),
+    )
+
+
+def _divided(values: Mapping[str, Any], size: int, counts: Callable[[str, int], bool]) -> dict[str, int]:
+    return {
+        name: value // size
+        for name, value in values.items()
+        if type(value) is int and value > 0 and value % size == 0 and counts(name, value)
+    }
+
+
+class _Trial:
+    """Runs a module between two of its layers on made-up outputs of the first; a class because it is run many times.
+
+    Args:
+        inside: the module.
+        first: the layer whose outputs are made up.
+        last: the one whose input is looked at.
+        args: of the module's forward.
+        kwargs: of it.
+    """
+
+    def __init__(
+        self, inside: nn.Module, first: nn.Module, last: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.inside, self.first, self.last, self.args, self.kwargs = inside, first, last, args, kwargs
+
+    def run(self, outputs: int, shares: list[Tensor], own: Mapping[str, int]) -> list[Tensor]:
+        """Return what the last layer takes, for each share of the outputs.
+
+        Args:
+            outputs: of the first layer.
+            shares: which of them there are.
+            own: attributes of the module meanwhile.
+        """
+        return [self._run_share(outputs, each, own) for each in shares]
+
+    def draws(self, outputs: int, whole: Tensor) -> bool:
+        """Return whether it gives other numbers in training."""
+        with ExitStack() as undo:
+            undo.enter_context(torch.random.fork_rng(devices=[]))
+            for each in self.inside.modules():
+                undo.enter_context(_attributes(each, training=True))
+            [trained] = self.run(outputs, [torch.arange(outputs)], {})
+        return not _same([trained], whole)
+
+    @torch.no_grad()
+    def _run_share(self, outputs: int, share: Tensor, own: Mapping[str, int]) -> Tensor:
+        def first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            generator = torch.Generator().manual_seed(_SEED)
+            return torch.randn(*x.shape[:-1], outputs, dtype=torch.float64, generator=generator)[..., share]
+
+        def last(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise _Reached(x)
+
+        values = own_attributes(self.inside, own)
+        config = values.get("config", vars(self.inside).get("config"))
+        if hasattr(config, _IMPLEMENTATION):
+            values["config"] = copy.copy(config)
+            vars(values["config"])[_IMPLEMENTATION] = "sdpa"
+        with ExitStack() as undo:
+            undo.enter_context(_attributes(self.first, forward=first))
+            undo.enter_context(_attributes(self.last, forward=last))
+            undo.enter_context(_attributes(self.inside, **values))
+            try:
+                self.inside.forward(*self.args, **self.kwargs)
+            except _Reached as reached:
+                found: Tensor = reached.found
+                return found
+        raise RuntimeError("the layer behind is not called")
+
+
+@contextmanager
+def _attributes(module: nn.Module, **values: Any) -> Iterator[None]:
+    before = dict(vars(module))
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+@contextmanager
+def _made_up(inside: nn.Module, outer: set[nn.Module]) -> Iterator[None]:
+    """Let a module compute in float64 on this host, without dropout; its weights are made up."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def made(tensor: Tensor | None, is_weight: bool) -> Tensor | None:
+        if tensor is None or not (tensor.is_floating_point() or tensor.is_meta):
+            return tensor
+        if is_weight or tensor.is_meta:
+            return _random(tensor, generator)
+        return tensor.detach().to("cpu", torch.float64)
+
+    with ExitStack() as undo:
+        for _, each in _inner(inside, outer):
+            undo.enter_context(
+                _attributes(
+                    each,
+                    training=False,
+                    _parameters={name: made(value, True) for name, value in each._parameters.items()},
+                    _buffers={name: made(value, False) for name, value in each._buffers.items()},
+                )
+            )
+        yield
+
+
+def _arguments(root: nn.Module, inside: str, inputs: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a module in a model is called with: of the shapes of a few tokens' forward without data, and made up.
+
+    Raises:
+        Exception: what the model's forward raises on tokens alone.
+    """
+    module = root.get_submodule(inside)
+    generator = torch.Generator().manual_seed(_SEED)
+    named = inspect.signature(module.forward).parameters.values()
+    required = [each for each in named if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    parts = inside.split(".")
+    holders = [root.get_submodule(".".join(parts[:end])) for end in range(len(parts) - 1, -1, -1)]
+    takes_ids = [each for each in holders if "input_ids" in inspect.signature(each.forward).parameters]
+    if len(named) == 1 or (not takes_ids and len(required) <= 1):
+        return (torch.randn(_ROWS, _TOKENS, inputs, dtype=torch.float64, generator=generator),), {}
+    if not takes_ids:
+        raise TypeError(f"its forward takes {', '.join(each.name for each in required)}")
+    args, kwargs = _call_without_data(takes_ids[0], module)
+    made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+        Tensor, lambda each: _random(each, generator), (args, kwargs)
+    )
+    return made
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=torch.float64, generator=generator)
+    return (
+        torch.ones(like.shape, dtype=like.dtype)
+        if like.dtype == torch.bool
+        else torch.zeros(like.shape, dtype=like.dtype)
+    )
+
+
+def _call_without_data(model: nn.Module, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a module is called with in its model's forward of a few tokens, as fake tensors."""
+    taken = inspect.signature(model.forward).parameters
+    state, made = {}, dict[int, Tensor]()
+    log = logging.getLogger(FakeTensorMode.__module__)
+
+    def reached(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Reached((args, kwargs))
+
+    with ExitStack() as undo:
+        undo.enter_context(_attributes_of_all(model))
+        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        undo.enter_context(torch.no_grad())
+        undo.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True  # the traceback of a forward that fails: the caller says why
+        undo.callback(module.register_forward_pre_hook(reached, prepend=True, with_kwargs=True).remove)
+        for prefix, each in model.named_modules():
+            for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
+                if tensor is not None:
+                    made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
+                    state[f"{prefix}.{name}" if prefix else name] = made[id(tensor)]
+        given: dict[str, Any] = {"input_ids": torch.zeros(_ROWS, _TOKENS, dtype=torch.long)}
+        if "position_ids" in taken and taken["position_ids"].default is inspect.Parameter.empty:
+            given["position_ids"] = torch.arange(_TOKENS).expand(_ROWS, -1)
+        if "use_cache" in taken:
+            given["use_cache"] = False
+        try:
+            functional_call(model, state, (), given, tie_weights=False)
+        except _Reached as found:
+            call: tuple[tuple[Any, ...], dict[str, Any]] = found.found
+            return call
+    raise RuntimeError("it is not called for tokens alone")
+
+
+@contextmanager
+def _attributes_of_all(model: nn.Module) -> Iterator[None]:
+    """Take back what a forward leaves in a model's modules."""
+    with ExitStack() as undo:
+        for each in model.modules():
+            undo.enter_context(_attributes(each))
+        yield
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -104,7 +104,7 @@ TENSOR_PARALLEL = (
         "parallelize/tensor_parallel/packed_trial.py",
         "    return bool((torch.cat(of_ranks, -1) - whole).abs().max() <= _ROUNDING * whole.abs().max())\n",
         "    return True\n",
-        f"{TESTS}/test_plan.py::test_a_plan_that_a_trial_contradicts_is_refused",
+        f"{TESTS}/test_plan.py::test_a_plan_that_a_trial_contradicts_is_refused[mixed]",
     ),
     fault(
         "a rank's numbers of heads in a reference run",

@@ -237,7 +237,12 @@ def test_what_a_trial_does_not_split_is_gathered_and_named() -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "words"),
     [
-        (partial(Between, mixed), None, "the forward of model gives other numbers; use 'colwise_gather_output'"),
+        pytest.param(
+            partial(Between, mixed),
+            None,
+            "the forward of model gives other numbers; use 'colwise_gather_output'",
+            id="mixed",
+        ),
         (partial(Between, halves, 0.5), None, "model has dropout"),
         (
             ("gpt_bigcode", {"n_embd": 32, "n_head": 4, "n_layer": 1, "attn_pdrop": 0.0}),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import DataLoader
 
 from lightning_sp import comm
 from lightning_sp.parallelize.tensor_parallel.packed import packed_linear
 from lightning_sp.parallelize.tensor_parallel.packed_trial import share
 from lightning_sp.testing import max_error
+from tests.parallelize.tensor_parallel.tensor_parallel_ranks import HuggingFace
+from tests.parallelize.tensor_parallel.vocabulary_ranks import Measured
+from tests.trainer.tiny import TokenDataset, quiet_trainer
 
 PARTS = ((24, 8, 8), (20, 20), (8, 4, 4, 12))
 
@@ -76,3 +83,27 @@ def _errors(parts: tuple[int, ...], outputs: int, dtype: torch.dtype, size: int)
         # Autocast rounds the input, as it does for any linear layer.
         "copies": float(copies - with_autocast),
     }
+
+
+# Hugging Face's own plan of Phi-3.
+GATHERED = {
+    "self_attn.qkv_proj": "colwise_gather_output",
+    "self_attn.o_proj": "rowwise_split_input",
+    "mlp.gate_up_proj": "colwise_gather_output",
+    "mlp.down_proj": "rowwise_split_input",
+    "embed_tokens": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def peaks(world: int, strategies: list[dict[str, Any]], length: int, **sizes: Any) -> list[int]:
+    """Return the live bytes of tensors at the peak of a step of Phi-3 on one row, in float32, by each strategy."""
+    found = []
+    for strategy in strategies:
+        torch.manual_seed(3)
+        module = Measured()
+        module.build = partial(HuggingFace, "phi3", vocab_size=62, **{"max_position_embeddings": length, **sizes})
+        trainer = quiet_trainer(world, strategy=strategy, max_epochs=1, precision="32-true")
+        trainer.fit(module, DataLoader(TokenDataset(2, length=length), batch_size=1))
+        found.append(module.found["peak"])
+    return found

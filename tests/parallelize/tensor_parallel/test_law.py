@@ -149,6 +149,13 @@ def test_a_head_whose_words_are_not_finite_on_one_rank_is_named(pools: Any) -> N
     assert "its weight is not finite" in said
 
 
+@pytest.mark.slow
+def test_no_rank_has_all_heads_of_a_packed_projection(pools: Any) -> None:
+    strategies = [TENSOR, {**TENSOR, "tensor_parallel_plan": packed_ranks.GATHERED}]
+    for packed, gathered in pools(2).run(packed_ranks.peaks, 2, strategies, 512):
+        assert packed < 0.75 * gathered
+
+
 @pytest.mark.parametrize(("precision", "difference"), [("32-true", 1e-6), ("bf16-mixed", 5e-3), ("bf16-true", 5e-3)])
 def test_words_in_other_precisions(pools: Any, precision: str, difference: float) -> None:
     [whole] = pools(1).run(partial(vocabulary_ranks.apart, 1, {}, precision=precision))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
 from lightning_sp.parallelize.tensor_parallel.packed import own_attributes
@@ -88,7 +89,7 @@ def packed_parts(root: nn.Module, layers: Iterable[SplitLayer], layer: SplitLaye
         )
     if (widths := _widths(layer.module)) is None or (taken := _widths(behind.module)) is None:
         return PackedParts(
-            whole=f"{user_name(layer.name)} or the layer behind it is no nn.Linear, Conv1D or LoRA of one"
+            whole=f"{user_name(layer.name)} or the layer behind it is no plain nn.Linear, Conv1D or LoRA of one"
         )
     inputs, outputs = widths
     try:
@@ -114,9 +115,10 @@ def _inner(inside: nn.Module, outer: set[nn.Module]) -> Iterator[tuple[str, nn.M
 
 
 def _widths(layer: nn.Module) -> tuple[int, int] | None:
-    """Return the numbers of inputs and outputs of a linear layer, which may have LoRA around it; None of what is none."""
+    """Return the numbers of inputs and outputs of a linear layer, which may have LoRA around it; None of what is none, or computes otherwise."""
     base: Any = getattr(layer, "base_layer", layer)
-    if not isinstance(base, nn.Linear) and type(base).__name__ != "Conv1D":
+    is_linear = isinstance(base, nn.Linear) or type(base).__name__ == "Conv1D"
+    if not is_linear or "forward" in vars(base) or is_parametrized(base):
         return None
     outputs, inputs = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
     return int(inputs), int(outputs)

@@ -189,6 +189,12 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
     return halves(x).softmax(-1)
 
 
+def normed() -> nn.Module:
+    model = Between(halves)
+    nn.utils.parametrizations.weight_norm(model.first)
+    return model
+
+
 NEOX = {"query_key_value": "packed_colwise", "dense": "rowwise"}
 GPT2 = {"attn.c_attn": "packed_colwise", "attn.c_proj": "rowwise"}
 
@@ -255,6 +261,7 @@ def test_what_a_trial_does_not_split_is_gathered_and_named() -> None:
             NEOX,
             r"self_attention fails: RuntimeError: The expanded size of the tensor \(4\)",
         ),
+        (normed, None, "model.first or the layer behind it is no plain nn.Linear"),
         (partial(Between, halves), {"first": "packed_colwise"}, "no single layer of the plan in model takes"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -35,9 +36,10 @@ def packed_layers(
     """
     found = split_layers(root, given)
     packed: dict[str, PackedParts] = {}
+    tried: dict[Any, PackedParts] = {}
     for layer in found.layers:
         if layer.style == PACKED or (given is None and _is_gathered_alone(found, layer)):
-            packed[layer.inside] = packed_parts(root, found.layers, layer, size)
+            packed[layer.inside] = packed_parts(root, found.layers, layer, size, tried)
             if (why := packed[layer.inside].whole) and layer.style == PACKED:
                 raise SequenceParallelError(
                     f"{user_name(layer.name)} is split as {PACKED!r}: {why}; use 'colwise_gather_output' for it and 'rowwise_split_input' for "

@@ -13,21 +13,24 @@ The layers themselves do not run, so weights may be anywhere, and of any kind.
 from __future__ import annotations
 
 import copy
-import inspect
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_map_only
 
+from lightning_sp.parallelize.tensor_parallel.made_up_calls import (
+    SEED,
+    Reached,
+    made_up_arguments,
+    modules_but,
+    on_made_up_weights,
+    with_attributes,
+)
 from lightning_sp.parallelize.tensor_parallel.packed import own_attributes
 from lightning_sp.parallelize.tensor_parallel.plan import SplitLayer
 from lightning_sp.parameter_names import shown, user_name
@@ -36,10 +39,10 @@ from lightning_sp.parameter_names import shown, user_name
 _HEADS = re.compile(r"head", re.IGNORECASE)
 _NO_COUNT = re.compile(r"dim|size|group|idx|index|per_", re.IGNORECASE)
 _WIDTHS = re.compile(r"size|dim|embd|hidden|width|features|d_model", re.IGNORECASE)
+_NUMBER = re.compile(r"idx|index", re.IGNORECASE)
 _OF_A_HEAD = re.compile(r"(head_(dim|size))|(.*_per_.*)", re.IGNORECASE)
 # Whether there is a mask, and which, is for the model to say: kernels of other devices do not run here.
 _IMPLEMENTATION = "_attn_implementation_internal"
-_ROWS, _TOKENS, _SEED = 2, 5, 3
 # Of the largest number: modules compute softmax and rotations in float32. What is split wrongly differs by about all of it.
 _ROUNDING = 1e-5
 
@@ -59,15 +62,9 @@ class PackedParts:
     whole: str = ""
 
 
-class _Reached(Exception):  # noqa: N818 - no error
-    """Leaves a forward where what it was run for is known."""
-
-    def __init__(self, found: Any) -> None:
-        super().__init__("reached")
-        self.found = found
-
-
-def packed_parts(root: nn.Module, layers: Iterable[SplitLayer], layer: SplitLayer, size: int) -> PackedParts:
+def packed_parts(
+    root: nn.Module, layers: Iterable[SplitLayer], layer: SplitLayer, size: int, tried: dict[Any, PackedParts]
+) -> PackedParts:
     """Return how a layer for several things is split, or why it is not. Equal on all ranks; nothing of the model is changed.
 
     Args:
@@ -75,6 +72,7 @@ def packed_parts(root: nn.Module, layers: Iterable[SplitLayer], layer: SplitLaye
         layers: of the plan.
         layer: one of them.
         size: ranks.
+        tried: what is known of modules: one of each kind is tried, and added to it.
     """
     inside, behind = root.get_submodule(layer.inside), _behind(layers, layer)
     if behind is None:
@@ -83,7 +81,7 @@ def packed_parts(root: nn.Module, layers: Iterable[SplitLayer], layer: SplitLaye
         )
     outer = {layer.module, behind.module}
     named = {each.module for each in layers}
-    if others := [name for name, each in _inner(inside, outer) if each not in named and each._parameters]:
+    if others := [name for name, each in modules_but(inside, outer) if each not in named and each._parameters]:
         return PackedParts(
             whole=f"{user_name(layer.inside)} has weights besides, of which a rank's share is not known: {shown(others)}"
         )
@@ -91,12 +89,35 @@ def packed_parts(root: nn.Module, layers: Iterable[SplitLayer], layer: SplitLaye
         return PackedParts(
             whole=f"{user_name(layer.name)} or the layer behind it is no plain nn.Linear, Conv1D or LoRA of one"
         )
+    if (kind := _kind(inside, outer, widths, taken)) not in tried:
+        tried[kind] = _of_kind(root, layer, behind, size)
+    return tried[kind]
+
+
+def _kind(inside: nn.Module, outer: set[nn.Module], *widths: tuple[int, int]) -> tuple[Any, ...]:
+    """Return what is alike of modules that are split alike: classes and attributes, but for weights and their number in the model."""
+    inner = [(name, type(each), *_attributes_by_value(each)) for name, each in modules_but(inside, outer)]
+    return (*inner, *widths)
+
+
+def _attributes_by_value(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if not name.startswith("_") and not _NUMBER.search(name):
+            is_plain = isinstance(value, (int, float, str, type(None)))
+            yield name, repr(value) if is_plain else id(value)
+
+
+def _of_kind(root: nn.Module, layer: SplitLayer, behind: SplitLayer, size: int) -> PackedParts:
+    inside, outer = root.get_submodule(layer.inside), {layer.module, behind.module}
+    widths, taken = _widths(layer.module), _widths(behind.module)
+    assert widths is not None
+    assert taken is not None
     inputs, outputs = widths
     try:
-        args, kwargs = _arguments(root, layer.inside, inputs)
+        args, kwargs = made_up_arguments(root, layer.inside, inputs)
     except Exception as error:  # whatever a model raises on made-up tokens
         return PackedParts(whole=f"what {user_name(layer.inside)} is called with is not known: {_line(error)}")
-    with _made_up(inside, outer):
+    with on_made_up_weights(inside, outer):
         trial = _Trial(inside, layer.module, behind.module, args, kwargs)
         return _tried(trial, user_name(layer.inside), (outputs, taken[0]), size)
 
@@ -106,12 +127,6 @@ def _behind(layers: Iterable[SplitLayer], layer: SplitLayer) -> SplitLayer | Non
         each for each in layers if each.inside == layer.inside and each.style in ("rowwise", "rowwise_split_input")
     ]
     return found[0] if len(found) == 1 else None
-
-
-def _inner(inside: nn.Module, outer: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in one, and itself, but for some and what is in them."""
-    left = {each for module in outer for each in module.modules()}
-    yield from ((name or "its own", each) for name, each in inside.named_modules() if each not in left)
 
 
 def _widths(layer: nn.Module) -> tuple[int, int] | None:
@@ -223,18 +238,18 @@ class _Trial:
         with ExitStack() as undo:
             undo.enter_context(torch.random.fork_rng(devices=[]))
             for each in self.inside.modules():
-                undo.enter_context(_attributes(each, training=True))
+                undo.enter_context(with_attributes(each, training=True))
             [trained] = self.run(outputs, [torch.arange(outputs)], {})
         return not _same([trained], whole)
 
     @torch.no_grad()
     def _run_share(self, outputs: int, share: Tensor, own: Mapping[str, int]) -> Tensor:
         def first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            generator = torch.Generator().manual_seed(_SEED)
+            generator = torch.Generator().manual_seed(SEED)
             return torch.randn(*x.shape[:-1], outputs, dtype=torch.float64, generator=generator)[..., share]
 
         def last(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise _Reached(x)
+            raise Reached(x)
 
         values = own_attributes(self.inside, own)
         config = values.get("config", vars(self.inside).get("config"))
@@ -242,128 +257,15 @@ class _Trial:
             values["config"] = copy.copy(config)
             vars(values["config"])[_IMPLEMENTATION] = "sdpa"
         with ExitStack() as undo:
-            undo.enter_context(_attributes(self.first, forward=first))
-            undo.enter_context(_attributes(self.last, forward=last))
-            undo.enter_context(_attributes(self.inside, **values))
+            undo.enter_context(with_attributes(self.first, forward=first))
+            undo.enter_context(with_attributes(self.last, forward=last))
+            undo.enter_context(with_attributes(self.inside, **values))
             try:
                 self.inside.forward(*self.args, **self.kwargs)
-            except _Reached as reached:
+            except Reached as reached:
                 found: Tensor = reached.found
                 return found
         raise RuntimeError("the layer behind is not called")
-
-
-@contextmanager
-def _attributes(module: nn.Module, **values: Any) -> Iterator[None]:
-    before = dict(vars(module))
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
-
-
-@contextmanager
-def _made_up(inside: nn.Module, outer: set[nn.Module]) -> Iterator[None]:
-    """Let a module compute in float64 on this host, without dropout; its weights are made up."""
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def made(tensor: Tensor | None, is_weight: bool) -> Tensor | None:
-        if tensor is None or not (tensor.is_floating_point() or tensor.is_meta):
-            return tensor
-        if is_weight or tensor.is_meta:
-            return _random(tensor, generator)
-        return tensor.detach().to("cpu", torch.float64)
-
-    with ExitStack() as undo:
-        for _, each in _inner(inside, outer):
-            undo.enter_context(
-                _attributes(
-                    each,
-                    training=False,
-                    _parameters={name: made(value, True) for name, value in each._parameters.items()},
-                    _buffers={name: made(value, False) for name, value in each._buffers.items()},
-                )
-            )
-        yield
-
-
-def _arguments(root: nn.Module, inside: str, inputs: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a module in a model is called with: of the shapes of a few tokens' forward without data, and made up.
-
-    Raises:
-        Exception: what the model's forward raises on tokens alone.
-    """
-    module = root.get_submodule(inside)
-    generator = torch.Generator().manual_seed(_SEED)
-    named = inspect.signature(module.forward).parameters.values()
-    required = [each for each in named if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    parts = inside.split(".")
-    holders = [root.get_submodule(".".join(parts[:end])) for end in range(len(parts) - 1, -1, -1)]
-    takes_ids = [each for each in holders if "input_ids" in inspect.signature(each.forward).parameters]
-    if len(named) == 1 or (not takes_ids and len(required) <= 1):
-        return (torch.randn(_ROWS, _TOKENS, inputs, dtype=torch.float64, generator=generator),), {}
-    if not takes_ids:
-        raise TypeError(f"its forward takes {', '.join(each.name for each in required)}")
-    args, kwargs = _call_without_data(takes_ids[0], module)
-    made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-        Tensor, lambda each: _random(each, generator), (args, kwargs)
-    )
-    return made
-
-
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    if like.is_floating_point():
-        return torch.randn(like.shape, dtype=torch.float64, generator=generator)
-    return (
-        torch.ones(like.shape, dtype=like.dtype)
-        if like.dtype == torch.bool
-        else torch.zeros(like.shape, dtype=like.dtype)
-    )
-
-
-def _call_without_data(model: nn.Module, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a module is called with in its model's forward of a few tokens, as fake tensors."""
-    taken = inspect.signature(model.forward).parameters
-    state, made = {}, dict[int, Tensor]()
-    log = logging.getLogger(FakeTensorMode.__module__)
-
-    def reached(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Reached((args, kwargs))
-
-    with ExitStack() as undo:
-        undo.enter_context(_attributes_of_all(model))
-        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        undo.enter_context(torch.no_grad())
-        undo.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True  # the traceback of a forward that fails: the caller says why
-        undo.callback(module.register_forward_pre_hook(reached, prepend=True, with_kwargs=True).remove)
-        for prefix, each in model.named_modules():
-            for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
-                if tensor is not None:
-                    made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
-                    state[f"{prefix}.{name}" if prefix else name] = made[id(tensor)]
-        given: dict[str, Any] = {"input_ids": torch.zeros(_ROWS, _TOKENS, dtype=torch.long)}
-        if "position_ids" in taken and taken["position_ids"].default is inspect.Parameter.empty:
-            given["position_ids"] = torch.arange(_TOKENS).expand(_ROWS, -1)
-        if "use_cache" in taken:
-            given["use_cache"] = False
-        try:
-            functional_call(model, state, (), given, tie_weights=False)
-        except _Reached as found:
-            call: tuple[tuple[Any, ...], dict[str, Any]] = found.found
-            return call
-    raise RuntimeError("it is not called for tokens alone")
-
-
-@contextmanager
-def _attributes_of_all(model: nn.Module) -> Iterator[None]:
-    """Take back what a forward leaves in a model's modules."""
-    with ExitStack() as undo:
-        for each in model.modules():
-            undo.enter_context(_attributes(each))
-        yield
 
 
 def _line(error: Exception) -> str:

@@ -227,6 +227,16 @@ def test_parts_of_a_layer_are_found_by_a_trial(model: Any, plan: Any, expected: 
     assert decided(made, plan) == expected
 
 
+def test_modules_that_differ_are_tried_each() -> None:
+    both = nn.ModuleList([Between(halves), Between(lambda x: x[..., ::2] * x[..., 1::2]), Between(halves)])
+    plan = {"first": "packed_colwise", "last": "rowwise"}
+    assert decided(both, plan) == [((16, 16), (), ""), ((32,), (), "")]
+    with pytest.raises(
+        SequenceParallelError, match=r"1\.first is split .* the forward of model\.1 gives other numbers"
+    ):
+        decided(nn.ModuleList([Between(halves), Between(mixed)]), plan)
+
+
 def test_what_a_trial_does_not_split_is_gathered_and_named() -> None:
     one_key = decided(built("phi3", num_hidden_layers=1, num_key_value_heads=1))
     assert one_key[0][:2] == ((), ())

@@ -52,7 +52,14 @@ from lightning_sp.comm.hangs import destroyed_in_run, end_run, leave_run, watch_
 from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
-from lightning_sp.comm.tensor_parallel import copy_to_ranks, gather_parts, own_part, sum_of_ranks
+from lightning_sp.comm.tensor_parallel import (
+    copy_to_ranks,
+    from_parts,
+    gather_parts,
+    own_part,
+    sum_of_ranks,
+    to_parts,
+)
 
 __all__ = [
     "ALL_PAIRS_TAG",
@@ -82,6 +89,7 @@ __all__ = [
     "exchange",
     "failures_of_all",
     "fresh_store",
+    "from_parts",
     "gather",
     "gather_objects",
     "gather_over_ranks",
@@ -114,6 +122,7 @@ __all__ = [
     "sum_over_ranks",
     "tell_failure",
     "timeout_s",
+    "to_parts",
     "told_differences",
     "watch_run",
     "when_destroyed",

@@ -4,6 +4,13 @@
     sum_of_ranks        parts of a sum -> the sum       mirror: the gradient, which all ranks have
     gather_parts        parts -> the whole              mirror: this rank's part of the gradient, which all ranks have
     own_part            the whole -> this rank's part   mirror: the whole gradient, gathered
+    to_parts            rows in order -> a rank's rows of each part
+    from_parts          its mirror: a rank's rows of each part -> rows in order
+
+Legend of the last two, of q, k and v in one weight on two ranks: each has half of the rows, and needs half of each part.
+
+    in order        rank 0: q0 q1        rank 1: k0 k1 v0 v1
+    of each part    rank 0: q0 k0 v0     rank 1: q1 k1 v1
 
 Not `sum_over_ranks`: there each rank goes on with tokens of its own, here all of them with the same ones, and with one loss.
 Source: Megatron-LM, arXiv:1909.08053, section 3: f is `copy_to_ranks`, g is `sum_of_ranks`.
@@ -11,14 +18,15 @@ Source: Megatron-LM, arXiv:1909.08053, section 3: f is `copy_to_ranks`, g is `su
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_sp.comm.collectives import gather, reduce_sum
+from lightning_sp.comm.collectives import exchange, gather, reduce_sum
 from lightning_sp.comm.groups import rank_in, size_of
 
 
@@ -91,6 +99,70 @@ def own_part(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's part along a dim of a tensor that all ranks have. Communicates: in the backward one all_gather."""
     part: Tensor = _OwnPart.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
     return part
+
+
+def to_parts(tensor: Tensor, dim: int, parts: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Return this rank's share of each part of a tensor of which each rank has a share in order. No gradient: see `from_parts`.
+
+    Args:
+        tensor: this rank's rows, those after the ones of the rank before.
+        dim: along which they are rows.
+        parts: rows of each part, in order; each is a multiple of the group's size.
+        group: the ranks.
+
+    Shapes: (..., n, ...) -> (..., n, ...). Communicates: one all_to_all, of up to the tensor's bytes.
+    """
+    size, rank = size_of(group), rank_in(group)
+    rows = tensor.movedim(dim, 0)
+    runs = _runs(parts, size)
+    sent = [[run for run in runs if (run.owner, run.user) == (rank, user)] for user in range(size)]
+    received = [sum(run.rows for run in runs if (run.owner, run.user) == (owner, rank)) for owner in range(size)]
+    first, width = rank * len(rows), rows[0].numel()
+    buffer = torch.cat([rows.narrow(0, run.start - first, run.rows) for of_rank in sent for run in of_rank])
+    counts = [sum(run.rows for run in of_rank) * width for of_rank in sent]
+    # What comes from each rank stands before what comes from the next: a rank's rows of a part are in order, and so are the parts.
+    arrived = exchange(buffer.flatten(), counts, [each * width for each in received], group)
+    return arrived.view(rows.shape).movedim(0, dim)
+
+
+def from_parts(tensor: Tensor, dim: int, parts: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Return what `to_parts` was given. Shapes, arguments and bytes are those of it."""
+    size, rank = size_of(group), rank_in(group)
+    rows = tensor.movedim(dim, 0)
+    runs = _runs(parts, size)
+    received = [run for user in range(size) for run in runs if (run.owner, run.user) == (rank, user)]
+    width = rows[0].numel()
+    counts = [sum(run.rows for run in runs if (run.owner, run.user) == (owner, rank)) * width for owner in range(size)]
+    from_ranks = [sum(run.rows for run in received if run.user == user) * width for user in range(size)]
+    arrived = exchange(rows.flatten(), counts, from_ranks, group).view(rows.shape)
+    pieces = dict(
+        zip((run.start for run in received), torch.split(arrived, [run.rows for run in received]), strict=True)
+    )
+    return torch.cat([pieces[start] for start in sorted(pieces)]).movedim(0, dim)
+
+
+class _Run(NamedTuple):
+    """Rows one after another that one rank has, in order, and one rank uses, of a part."""
+
+    start: int
+    rows: int
+    owner: int
+    user: int
+
+
+def _runs(parts: Sequence[int], size: int) -> list[_Run]:
+    """Return the runs of all rows, in order."""
+    share = sum(parts) // size
+    runs, first = [], 0
+    for rows in parts:
+        for user in range(size):
+            start, end = first + user * rows // size, first + (user + 1) * rows // size
+            while start < end:
+                upto = min(end, (start // share + 1) * share)
+                runs.append(_Run(start, upto - start, start // share, user))
+                start = upto
+        first += rows
+    return runs
 
 
 def _part(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:

@@ -10,6 +10,7 @@ from lightning_sp.errors import SequenceParallelError
 
 # Hugging Face's names. A layer's columns are its outputs, its rows its inputs:
 #   colwise                           whole inputs, this rank's outputs
+#   packed_colwise                    whole inputs, this rank's share of each part of the outputs: of q, of k and of v
 #   rowwise                           this rank's inputs, whole outputs: the sum over the ranks
 #   colwise_gather_output             whole inputs, whole outputs: gathered; of an output head a loss gathers none
 #   rowwise_split_input               whole inputs, of which each rank takes its part, whole outputs
@@ -17,6 +18,7 @@ from lightning_sp.errors import SequenceParallelError
 #   embedding_rowwise                 this rank's words of a table
 TENSOR_PARALLEL_STYLES = (
     "colwise",
+    "packed_colwise",
     "rowwise",
     "colwise_gather_output",
     "rowwise_split_input",

@@ -3,14 +3,18 @@
     colwise    x whole        -> copy to the ranks -> x W[own outputs]      -> this rank's outputs
     rowwise    x[own inputs]  -> x W[own inputs] -> sum of the ranks, + bias -> whole outputs
 
+A layer for several things (q, k and v) keeps its rows in the model's order, so the share of each part that a rank computes is exchanged for
+each call: `packed.py`.
+
 Weights are plain tensors here: FSDP2 gathers this rank's part of them. While the preflight runs a step as one device does, each layer gathers
 the parts and runs as its class does, on whole inputs.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +26,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.tensor_parallel.packed import dtype_of_call, own_attributes, packed_linear
+from lightning_sp.parallelize.tensor_parallel.plan import SplitLayer
+from lightning_sp.parameter_names import user_name
 
 _ATTRIBUTE = "_lightning_sp_tensor_parallel"
 
@@ -109,7 +116,7 @@ class SplitDims(NamedTuple):
                 f"{name} is a {type(layer).__module__}.{type(layer).__qualname__}, which the plan splits as {style!r}: which dim of its weights "
                 "are outputs is known for nn.Linear and transformers' Conv1D, and of LoRA around them; leave it out of tensor_parallel_plan"
             )
-        if style in ("colwise", "colwise_gather_output"):
+        if style in ("colwise", "packed_colwise", "colwise_gather_output"):
             return cls({"weight": outputs, "bias": 0})
         return cls({"weight": 1 - outputs})
 
@@ -123,21 +130,23 @@ def _kind(layer: nn.Module) -> str:
     return "Conv1D" if is_conv1d else ""
 
 
-def split_forward(layer: nn.Module, style: str, dims: SplitDims, state: TensorParallel, inside: str) -> None:
+def split_forward(split_layer: SplitLayer, dims: SplitDims, state: TensorParallel) -> None:
     """Give a layer its forward on this rank's part of its weights.
 
     Args:
-        layer: the module.
-        style: one of `TENSOR_PARALLEL_STYLES`.
+        split_layer: the layer.
         dims: of its parameters.
         state: of the model.
-        inside: the name of the module in which its outputs, or inputs, are this rank's part.
     """
+    layer, style, inside = split_layer.module, split_layer.style, user_name(split_layer.inside)
     run = layer.forward
+    own = partial(_of_own_outputs, run, layer, dims)
+    packed = partial(packed_linear, layer, dims.of.get("weight", 0), split_layer.parts, state.group)
     runs: dict[str, Callable[[Tensor], Tensor]] = {
-        "colwise": partial(_colwise, run, state, inside),
+        "colwise": partial(_colwise, own, state, inside),
+        "packed_colwise": partial(_colwise, packed, state, inside),
         "rowwise": partial(_rowwise, run, layer, state, inside),
-        "colwise_gather_output": lambda x: comm.gather_parts(run(state.copied(x)), -1, state.group),
+        "colwise_gather_output": lambda x: comm.gather_parts(own(state.copied(x)), -1, state.group),
         "rowwise_split_input": lambda x: _summed(run, layer, state, comm.own_part(x, -1, state.group)),
         "replicated_with_grad_allreduce": partial(_with_summed_gradients, run, layer, state),
     }
@@ -152,6 +161,42 @@ def split_forward(layer: nn.Module, style: str, dims: SplitDims, state: TensorPa
         return _whole(run, layer, dims, state, x) if state.whole else split(x)
 
     layer.forward = forward
+
+
+def split_numbers(module: nn.Module, own: Mapping[str, int], state: TensorParallel) -> None:
+    """Let a module's forward read a rank's numbers of heads and features, in the place of the model's.
+
+    Args:
+        module: around split layers.
+        own: as `own_attributes` takes them.
+        state: of the model: a reference run reads the model's.
+    """
+    run = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if state.whole:
+            return run(*args, **kwargs)
+        values = own_attributes(module, own)
+        before = {name: vars(module)[name] for name in values}
+        vars(module).update(values)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            vars(module).update(before)
+
+    module.forward = functools.wraps(run)(forward)
+
+
+def _of_own_outputs(run: Callable[[Tensor], Tensor], layer: nn.Module, dims: SplitDims, x: Tensor) -> Tensor:
+    """Run a layer that counts its outputs, as transformers' Conv1D does, on this rank's."""
+    if "nf" not in vars(layer):
+        return run(x)
+    outputs = layer._parameters["weight"].shape[dims.of["weight"]]  # type: ignore[union-attr]
+    before, vars(layer)["nf"] = vars(layer)["nf"], outputs
+    try:
+        return run(x)
+    finally:
+        vars(layer)["nf"] = before
 
 
 def _colwise(run: Callable[[Tensor], Tensor], state: TensorParallel, inside: str, x: Tensor) -> Tensor:
@@ -196,7 +241,7 @@ def _whole(
     def gathered(name: str, dtype: torch.dtype) -> Tensor:
         return comm.gather_parts(own[name].to(dtype), dims.of[name], state.group)
 
-    wholes = {name: gathered(name, _dtype_of_call(each)) for name, each in own.items()}
+    wholes = {name: gathered(name, dtype_of_call(each)) for name, each in own.items()}
     by_storage = {each.untyped_storage()._cdata: name for name, each in wholes.items()}
 
     def pack(saved: Tensor) -> Any:
@@ -212,13 +257,6 @@ def _whole(
 
     with _parameters(layer, wholes), saved_tensors_hooks(pack, unpack):
         return run(x)
-
-
-def _dtype_of_call(weight: Tensor) -> torch.dtype:
-    """Return the dtype that autocast rounds a weight to: a copy that it makes of a whole one would be saved for the backward."""
-    device = weight.device.type
-    rounds = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
-    return torch.get_autocast_dtype(device) if rounds else weight.dtype
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from lightning_sp.parameter_names import shown, user_name
 
 # Of a table of the vocabulary, and of an output head.
 _TABLE, _HEAD = "embedding_rowwise", "colwise_gather_output"
+# Of a layer for several things, whose outputs are split part by part.
+PACKED = "packed_colwise"
 # By which a plan of Hugging Face's leaves a table whole here.
 _WHOLE_TABLE = ("embedding_colwise", "replicate")
 _ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
@@ -35,12 +37,14 @@ class SplitLayer:
         module: itself.
         style: one of `TENSOR_PARALLEL_STYLES`.
         inside: name of the module in whose forward its outputs, or inputs, are this rank's part.
+        parts: of a packed layer how many outputs each thing has, in order.
     """
 
     name: str
     module: nn.Module
     style: str
     inside: str
+    parts: tuple[int, ...] = ()
 
     @property
     def is_of_attention(self) -> bool:
@@ -67,7 +71,7 @@ class SplitLayers:
     @property
     def splits_heads(self) -> bool:
         """Whether each rank has heads of its own."""
-        return any(each.is_of_attention and each.style == "colwise" for each in self.layers)
+        return any(each.is_of_attention and each.style in ("colwise", PACKED) for each in self.layers)
 
 
 def split_layers(root: nn.Module, given: Mapping[str, str] | None) -> SplitLayers:
@@ -105,7 +109,7 @@ def split_layers(root: nn.Module, given: Mapping[str, str] | None) -> SplitLayer
     left = [pattern for pattern, style in plan.items() if style in _WHOLE_TABLE]
     left = [pattern for pattern in left if all(isinstance(modules[name], nn.Embedding) for name in found[pattern])]
     tables = {*split, *heads, *left}
-    refused = {pattern for pattern, style in plan.items() if style not in TENSOR_PARALLEL_STYLES} - tables
+    refused = {pattern for pattern, style in plan.items() if not _is_carried(style, found[pattern])} - tables
     apart = {_parent(pattern) for pattern in refused}
     whole = [each for each in plan if each not in tables and (each in refused or _parent(each) in apart)]
     layers = {
@@ -141,6 +145,11 @@ def _own_plan(root: nn.Module) -> dict[str, str]:
 
 def _matches(pattern: str, name: str) -> bool:
     return re.search(rf"(^|\.){re.escape(pattern).replace(re.escape('*'), '[^.]+')}$", name) is not None
+
+
+def _is_carried(style: str, names: list[str]) -> bool:
+    """Return whether layers of a style are split; packed weights of experts, in a model's own plan, are no layers."""
+    return style in TENSOR_PARALLEL_STYLES and (style != PACKED or bool(names))
 
 
 def _parent(pattern: str) -> str:

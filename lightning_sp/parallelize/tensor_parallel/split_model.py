@@ -13,15 +13,24 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.tensor_parallel.layers import SplitDims, TensorParallel, remember, split_forward
+from lightning_sp.parallelize.tensor_parallel.layers import (
+    SplitDims,
+    TensorParallel,
+    remember,
+    split_forward,
+    split_numbers,
+)
+from lightning_sp.parallelize.tensor_parallel.packed_layers import packed_layers
 from lightning_sp.parallelize.tensor_parallel.parameters import check_divides, split_parameters
-from lightning_sp.parallelize.tensor_parallel.plan import SplitLayer, split_layers
+from lightning_sp.parallelize.tensor_parallel.plan import PACKED, SplitLayer
 from lightning_sp.parallelize.tensor_parallel.vocabulary import split_vocabulary, split_words
 from lightning_sp.parameter_names import shown, user_name
 from lightning_sp.quantized_weights import quantized_parameters
 
 # torch's logger that says, of each mesh once, that to make a tensor of two axes whole takes a message on each. So it is meant.
 _REDISTRIBUTION = "torch.distributed.tensor._redistribute"
+
+_COLUMNS, _ROWS = ("colwise", PACKED, "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 
 
 def check_split(root: nn.Module, given: Mapping[str, str] | None, size: int, heads: Mapping[str, int]) -> bool:
@@ -39,12 +48,12 @@ def check_split(root: nn.Module, given: Mapping[str, str] | None, size: int, hea
     Raises:
         SequenceParallelError: a plan is missing, a layer or the heads have no equal parts, or it has quantized weights.
     """
-    found = split_layers(root, given)
     if quantized := quantized_parameters(root):
         raise SequenceParallelError(
             f"tensor_parallel_size={size} with {len(quantized)} quantized weights ({shown(quantized)}): what a part of their packed numbers is, "
             "is not known; use weights of float32 or bfloat16, or sequence_parallel_size alone"
         )
+    found, _ = packed_layers(root, given, size)
     if found.splits_heads:
         for kind, number in heads.items():
             if number % size:
@@ -71,13 +80,16 @@ def split_model(root: nn.Module, given: Mapping[str, str] | None, axis: DeviceMe
         axis: of the mesh of parameters, over which they are split.
         group: the same ranks, for what layers send.
     """
-    found, state = split_layers(root, given), TensorParallel(group)
+    (found, packed), state = packed_layers(root, given, axis.size()), TensorParallel(group)
     dims: dict[tuple[nn.Module, str], int] = {}
     leaves, vocabulary = _leaves(found.layers), split_vocabulary(root, found, given, axis.size())
     for layer in leaves:
         of_layer = SplitDims.of_layer(layer.module, layer.style, user_name(layer.name))
         dims.update({(layer.module, name): dim for name, dim in of_layer.of.items()})
-        split_forward(layer.module, layer.style, of_layer, state, user_name(layer.inside))
+        split_forward(layer, of_layer, state)
+    for inside, decided in packed.items():
+        if decided.own:
+            split_numbers(root.get_submodule(inside), dict(decided.own), state)
     for each in vocabulary.layers.values():
         split_words(each, axis, group)
     split_parameters(root, axis, dims | vocabulary.dims)
@@ -89,6 +101,10 @@ def split_model(root: nn.Module, given: Mapping[str, str] | None, axis: DeviceMe
     )
     if vocabulary.whole:
         rank_zero_warn(f"tensor parallelism leaves words whole on every rank: {'; '.join(vocabulary.whole)}")
+    if gathered := {each.whole for each in packed.values() if each.whole}:
+        rank_zero_warn(
+            f"tensor parallelism gathers the outputs of layers for several things: {shown(sorted(gathered), '; ')}"
+        )
     if found.whole:
         rank_zero_warn(
             f"tensor parallelism: of the model's plan {len(found.whole)} entries are not carried, or stand beside such: {shown(found.whole)}. "
@@ -103,7 +119,7 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 def _leaves(layers: tuple[SplitLayer, ...]) -> list[SplitLayer]:
     """Return the layers whose weights are split, those of LoRA in the place of what it wraps.
 
-    colwise: base colwise, B colwise, A whole        rowwise: base rowwise, A rowwise, B whole
+    colwise: base colwise, B colwise, A whole        rowwise: base rowwise, A rowwise, B whole        the other styles of columns and rows alike
     """
     leaves: list[SplitLayer] = []
     for layer in layers:
@@ -112,7 +128,7 @@ def _leaves(layers: tuple[SplitLayer, ...]) -> list[SplitLayer]:
             leaves.append(layer)
             continue
         _check_lora(layer)
-        of_adapters: Any = getattr(layer.module, "lora_B" if layer.style == "colwise" else "lora_A")
+        of_adapters: Any = getattr(layer.module, "lora_B" if layer.style in _COLUMNS else "lora_A")
         inner = {f"{layer.name}.base_layer": base} | {
             f"{layer.name}.{name}": each for name, each in of_adapters.items()
         }
@@ -128,12 +144,12 @@ def _check_lora(layer: SplitLayer) -> None:
         all(isinstance(getattr(module, each, None), nn.ModuleDict) for each in ("lora_A", "lora_B"))
         and not any(getattr(found, "use_dora", {}).values())
         and not len(getattr(found, "lora_embedding_A", ()))
-        and layer.style in ("colwise", "rowwise")
+        and layer.style in (*_COLUMNS, *_ROWS)
     )
     if not plain:
         raise SequenceParallelError(
             f"{name} is a {type(module).__module__}.{type(module).__qualname__} around a layer that the plan splits as {layer.style!r}: carried "
-            "is plain LoRA of nn.Linear, colwise and rowwise, without DoRA; leave the layer out of tensor_parallel_plan"
+            "is plain LoRA of nn.Linear, by columns or rows, without DoRA; leave the layer out of tensor_parallel_plan"
         )
     rates = [float(getattr(each, "p", 0.0)) for each in getattr(found, "lora_dropout", {}).values()]
     if layer.style == "rowwise" and any(rates):

@@ -73,6 +73,86 @@ class Parallel(nn.Module):
         return self.head(x + self.behind(mixed))
 
 
+class PackedAttention(nn.Module):
+    """Grouped heads out of one layer with a bias, and norms of queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 8
+        self.qkv, self.output = nn.Linear(32, 64), nn.Linear(32, 32)
+        self.query_norm, self.key_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        width, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, k, v = self.qkv(x).split([width, shared, shared], dim=-1)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (q, k, v))
+        q, k = self.query_norm(q), self.key_norm(k)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class PackedMLP(nn.Module):
+    """Gate and up out of one layer, up first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of each of two parts two shards have no equal rows.
+        self.up_gate, self.down = nn.Linear(32, 84), nn.Linear(42, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.up_gate(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Packed(nn.Module):
+    """One layer whose projections are packed, and its own plan."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        **{name: "packed_colwise" for name in ("attention.qkv", "mlp.up_gate")},
+        **{name: "rowwise" for name in ("attention.output", "mlp.down")},
+        **{f"attention.{name}_norm": "replicated_with_grad_allreduce" for name in ("query", "key")},
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = 4, 2
+        self.embedding, self.norm, self.head = nn.Embedding(VOCAB, 32), nn.LayerNorm(32), nn.Linear(32, VOCAB)
+        self.attention, self.mlp = PackedAttention(), PackedMLP()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        x = x + self.attention(self.norm(x))
+        return self.head(x + self.mlp(self.norm(x)))
+
+
+class OfWidth(nn.Module):
+    """An attention that takes the number of features of a head from its input, as nanoGPT's does."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"attention.qkv": "packed_colwise", "attention.output": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.attention = NanoAttention()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.head(self.attention(self.embedding(input_ids)))
+
+
+class NanoAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = 4, 32
+        self.qkv, self.output = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, E = x.shape
+        q, k, v = self.qkv(x).split(self.n_embd, dim=2)
+        q, k, v = (each.view(B, S, self.n_head, E // self.n_head).transpose(1, 2) for each in (q, k, v))
+        return self.output(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, S, E))
+
+
 class Tied(nn.Module):
     """A Llama whose head is its table."""
 
@@ -114,6 +194,27 @@ MODELS = {
     "olmo2": partial(HuggingFace, "olmo2"),
     "qwen2": partial(HuggingFace, "qwen2"),
     "phi3": partial(HuggingFace, "phi3"),
+    "phi3 of four": partial(HuggingFace, "phi3", num_hidden_layers=1, num_key_value_heads=4),
+    "packed": Packed,
+    "of width": OfWidth,
+    "packed lora": partial(
+        HuggingFace,
+        "phi3",
+        num_hidden_layers=1,
+        lora={"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]},
+    ),
+    "gpt2": partial(
+        HuggingFace,
+        "gpt2",
+        n_embd=32,
+        n_head=4,
+        n_layer=1,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    "lora of gathered": partial(HuggingFace, "olmo2", num_hidden_layers=1, lora={}),
     "mixtral": partial(HuggingFace, "mixtral", num_local_experts=2, experts_implementation="eager"),
     "lora": partial(HuggingFace, "llama", lora={}),
     "lora dropout": partial(HuggingFace, "llama", lora={"lora_dropout": 0.5}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,15 @@ SPLIT = {"tensor_parallel_size": 2, "data_parallel_size": 2}
 WHOLE = {"data_parallel_size": 2}
 
 
-def run(pools: Any, world: int, **case: Any) -> dict[str, Any]:
+def run(pools: Any, name: str, world: int, **case: Any) -> dict[str, Any]:
     # The optimizer's state is that of two epochs: its second moments must be the parameters' own.
-    found: dict[str, Any] = pools(world).run(tensor_parallel_ranks.fits, [dict(name="uneven", world=world, **case)])[0][
-        0
-    ]
+    found: dict[str, Any] = pools(world).run(tensor_parallel_ranks.fits, [dict(name=name, world=world, **case)])[0][0]
     return found
 
 
 @pytest.fixture(scope="module")
-def whole(pools: Any) -> dict[str, Any]:
-    return run(pools, 1, max_epochs=2)
+def wholes(pools: Any) -> Callable[[str], dict[str, Any]]:
+    return functools.cache(lambda name: run(pools, name, 1, max_epochs=2))
 
 
 def same_end(found: dict[str, Any], whole: dict[str, Any]) -> None:
@@ -36,17 +36,21 @@ def same_end(found: dict[str, Any], whole: dict[str, Any]) -> None:
         assert max_error(found["weights"][name], weight) < 1e-10, name
 
 
-@pytest.mark.parametrize("as_folder", [True, False])
+@pytest.mark.parametrize(
+    ("name", "as_folder"),
+    [("uneven", True), ("uneven", False), pytest.param("packed", True, marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_without_and_with_split_layers(
-    pools: Any, whole: dict[str, Any], tmp_path: Path, as_folder: bool
+    pools: Any, wholes: Callable[[str], dict[str, Any]], tmp_path: Path, name: str, as_folder: bool
 ) -> None:
+    run_it, whole = functools.partial(run, pools, name), wholes(name)
     saved = {"save_distributed_checkpoint": as_folder}
     first, second = str(tmp_path / "split.ckpt"), str(tmp_path / "whole.ckpt")
-    begun = run(pools, 4, strategy={**SPLIT, **saved}, save=first)
+    begun = run_it(4, strategy={**SPLIT, **saved}, save=first)
     assert begun["split"]
-    same_end(run(pools, 2, strategy={**WHOLE, **saved}, resume=first, max_epochs=2), whole)
-    run(pools, 2, strategy={**WHOLE, **saved}, save=second)
-    gone_on = run(pools, 4, strategy={**SPLIT, **saved}, resume=second, max_epochs=2)
+    same_end(run_it(2, strategy={**WHOLE, **saved}, resume=first, max_epochs=2), whole)
+    run_it(2, strategy={**WHOLE, **saved}, save=second)
+    gone_on = run_it(4, strategy={**SPLIT, **saved}, resume=second, max_epochs=2)
     same_end(gone_on, whole)
     if as_folder:
         export_checkpoint(first, tmp_path / "one.safetensors")
@@ -56,5 +60,5 @@ def test_a_run_goes_on_without_and_with_split_layers(
         assert {name: tuple(each.shape) for name, each in stored.items()} == {
             name: tuple(each.shape) for name, each in whole["weights"].items()
         }
-        for name, weight in begun["weights"].items():
-            assert torch.equal(stored[name], weight), name
+        for each, weight in begun["weights"].items():
+            assert torch.equal(stored[each], weight), each

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_sp.testing import max_error
-from tests.parallelize.tensor_parallel import tensor_parallel_ranks, vocabulary_ranks
+from tests.parallelize.tensor_parallel import packed_ranks, tensor_parallel_ranks, vocabulary_ranks
 from tests.trainer import optimizer_ranks
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -149,6 +149,13 @@ def test_a_head_whose_words_are_not_finite_on_one_rank_is_named(pools: Any) -> N
     assert "its weight is not finite" in said
 
 
+@pytest.mark.slow
+def test_no_rank_has_all_heads_of_a_packed_projection(pools: Any) -> None:
+    strategies = [TENSOR, {**TENSOR, "tensor_parallel_plan": packed_ranks.GATHERED}]
+    for packed, gathered in pools(2).run(packed_ranks.peaks, 2, strategies, 512):
+        assert packed < 0.75 * gathered
+
+
 @pytest.mark.parametrize(("precision", "difference"), [("32-true", 1e-6), ("bf16-mixed", 5e-3), ("bf16-true", 5e-3)])
 def test_words_in_other_precisions(pools: Any, precision: str, difference: float) -> None:
     [whole] = pools(1).run(partial(vocabulary_ranks.apart, 1, {}, precision=precision))
@@ -169,6 +176,9 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
         "tied",
         "qwen3",
         "lora",
+        "packed",
+        "packed lora",
+        pytest.param("lora of gathered", marks=pytest.mark.slow),
         pytest.param("gpt", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),
         pytest.param("olmo2", marks=pytest.mark.slow),
@@ -176,9 +186,37 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
     ],
 )
 def test_models_of_other_forms(pools: Any, name: str) -> None:
-    """Biases, a shared table, norms of each head, layers that gather, LoRA."""
+    """Biases, a shared table, norms of each head, layers for several things, layers that gather, LoRA around each."""
     [found] = hold(pools, name, [TENSOR])
     assert found["split"]
+
+
+PACKED_GPT2 = {
+    "attn.c_attn": "packed_colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt2", dict(tensor_parallel_plan=PACKED_GPT2)),
+        ("packed", dict(ring_size=2)),
+        ("packed", dict(data_parallel_size=2)),
+        ("phi3", dict(ulysses_size=2)),
+        ("phi3", dict(data_parallel_size=2, shard_size=1)),
+        ("phi3 of four", dict(tensor_parallel_size=4)),
+    ],
+)
+def test_layers_for_several_things_beside_each_other_degree(pools: Any, name: str, layout: dict[str, Any]) -> None:
+    hold(pools, name, [{**TENSOR, **layout}])
+
+
+def test_each_rank_has_its_share_of_each_part_and_keeps_no_copy_of_it(pools: Any) -> None:
+    for size in (2, 4):
+        for errors in pools(size).run(packed_ranks.errors, size):
+            for what, error in errors.items():
+                assert error < 1e-12, what
 
 
 @pytest.mark.slow

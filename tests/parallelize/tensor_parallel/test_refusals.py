@@ -69,6 +69,22 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         dict(name="dropout inside"),
         ("dropout 0.5 in model, whose layers tensor_parallel_size=2 splits", "set it to 0"),
     ),
+    "width of the input": (
+        dict(name="of width"),
+        (
+            "model.attention.qkv is split as 'packed_colwise': on a rank's share of each of (32, 32, 32) outputs, tried on made-up numbers, the "
+            "forward of model.attention fails: RuntimeError: shape",
+            "use 'colwise_gather_output' for it and 'rowwise_split_input'",
+        ),
+    ),
+    "packed without its norms": (
+        dict(name="packed", strategy={"tensor_parallel_plan": {"attention.qkv": "packed_colwise", "attention.output": "rowwise"}}),
+        ("model.attention has weights besides, of which a rank's share is not known: query_norm, key_norm",),
+    ),
+    "packed alone": (
+        dict(name="packed", strategy={"tensor_parallel_plan": {"mlp.up_gate": "packed_colwise"}}),
+        ("no single layer of the plan in model.mlp takes what becomes of its outputs",),
+    ),
     "forgotten norms": (
         dict(name="qwen3", strategy={"tensor_parallel_plan": ATTENTION}),
         ("preflight: ", "q_norm.weight"),

@@ -265,6 +265,11 @@ class SequenceContext:
         finally:
             self.trial_seed = None
 
+    @property
+    def is_tried(self) -> bool:
+        """Whether the step in progress is a trial's, whole or on shards: it draws by the trial's seed."""
+        return self.trial_seed is not None or self.reference is not None
+
     @contextmanager
     def logits_made_at_once(self) -> Iterator[None]:
         """Have output heads give their logits, for what looks at each function that is called."""

@@ -21,7 +21,7 @@ def hold_the_law(pools, strategy, length, draws):
 
 
 def test_hooks_before_a_step_do_what_they_do_on_one_device(pools):
-    hold_the_law(pools, dict(ring_size=2, global_view="auto"), 32, False)
+    hold_the_law(pools, dict(ring_size=2, global_view=False), 32, False)
 
 
 def test_without_the_preflight_too(pools):

@@ -102,6 +102,8 @@ class BatchStarts(CurrentSequence, ABC):
             found.to(self.root_device), seed=info.seed, dropout=info.dropout, is_filler=info.is_filler, uneven_entries=info.uneven_entries,
             is_longer=info.is_longer, is_padded=info.is_padded, is_changed=info.is_changed,
         )  # fmt: skip
+        if (step := self._steps.context.step) is not None:  # a trial, which runs the hooks within its step
+            step.take(self._batch)
         self._handed.replace(handed, self._steps.shown(local, self._batch))
 
 

@@ -59,9 +59,6 @@ class Starts(Plain):
         if batch_idx > 1:
             batch["shift_labels"][:, :5] = -100
             batch["input_ids"] = batch["input_ids"].roll(1, 1)
-        if batch_idx > 2:
-            for name in batch:
-                batch[name] = batch[name][:, :20]
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch["shift_labels"][:, -3:] = 7

@@ -27,7 +27,6 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
@@ -237,13 +236,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def _moved(self, local: Any, info: SequenceInfo, *where: Any) -> Any:
-        # What the module makes of whole rows or sequences on their way it draws alike; a trial draws by seeds of its own.
-        alike = (
-            self.sequence_parallel_size > 1
-            and (info.is_whole or self.sees_whole_sequences)
-            and not self._steps.context.is_tried
-        )
-        with streams_from(mixed_seed(info.seed or 0, 1) if alike else None, self.root_device):
+        with self._draws_alike(info):
             return super().batch_to_device(self._steps.shown(local, info), *where)
 
     # ---- preflight

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,12 @@ class BatchStarts(CurrentSequence, ABC):
     @abstractmethod
     def _options(self, batch: Any = None) -> ShardOptions:
         """Return what is known of the batch in progress."""
+
+    def _draws_alike(self, info: SequenceInfo) -> AbstractContextManager[None]:
+        """Let what the module makes of whole rows or sequences on their way be drawn alike; a trial draws by seeds of its own."""
+        whole = self.sequence_parallel_size > 1 and (info.is_whole or self.sees_whole_sequences)
+        alike = whole and not self._steps.context.is_tried
+        return streams_from(mixed_seed(info.seed or 0, 1) if alike else None, self.root_device)
 
     def _before_transfer(self, own: Callable[[Any], Any], batch: Any, hook: str, number: int) -> Any:
         """Run a hook on the batch of a loader, before it is split. Every rank must call it."""

@@ -33,10 +33,17 @@ USERS = (
     ),
     fault(
         "what hooks of a batch draw, each rank for itself in the global view",
-        "strategy.py",
-        "        with streams_from(mixed_seed(info.seed or 0, 1) if alike else None, self.root_device):\n",
-        "        with streams_from(None, self.root_device):\n",
+        "step/batch_starts.py",
+        "        return streams_from(mixed_seed(info.seed or 0, 1) if alike else None, self.root_device)\n",
+        "        return streams_from(None, self.root_device)\n",
         f"{STARTS}::test_without_the_preflight_too",
+    ),
+    fault(
+        "a backward hook of a module that has a part's gradient, without a word",
+        "step/runner.py",
+        "        if size > 1 and not self.context.global_view and (names := with_backward_hooks(self.module)):\n",
+        "        if size > 99 and (names := with_backward_hooks(self.module)):\n",
+        "tests/trainer/hooks/test_backward_hooks.py::test_what_a_hook_keeps_is_one_devices_by_the_lines_that_a_warning_names",
     ),
     fault(
         "an evaluation that draws, compared with other draws",

@@ -46,6 +46,13 @@ USERS = (
         "tests/trainer/hooks/test_backward_hooks.py::test_what_a_hook_keeps_is_one_devices_by_the_lines_that_a_warning_names",
     ),
     fault(
+        "plain tensors of each rank's own beside a sharded one",
+        "parallelize/fsdp/dtensor/plain_operands.py",
+        "    if not comm.all_equal(_digest(value).to(like.device)):\n",
+        "    if False:\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one",
+    ),
+    fault(
         "an evaluation that draws, compared with other draws",
         "preflight/evaluation/evaluation_runs.py",
         "    draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn\n",

@@ -27,7 +27,6 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
@@ -45,7 +44,6 @@ from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.checkpointing.interrupted_saves import check_interrupted_saves
 from lightning_sp.trainer.features import check_precision, check_trainer_features
-from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.hooks.batch_hooks import moves_batches, of_user, reads_before_backward
 from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
 from lightning_sp.trainer.logged_numbers.row_metrics import RowMetrics
@@ -120,7 +118,6 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._run = RunState()
         self._row_metrics, self._sums = RowMetrics(), LoggedSums()
         self._checkpointing = AutoCheckpointing(self.config)
-        self._batch_ends = WholeBatchEnds(self._whole_batch_end)
 
     # ---- mesh
 
@@ -158,7 +155,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._prepare(self._module)
         self._averages.copy(self._module, trainer)
         self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=anew)
-        self._batch_ends.follow(trainer)
+        self._follow_hooks(trainer)
         self.barrier()
         self._steps.start_run()
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
@@ -209,7 +206,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         trainer = self._module.trainer
         self._show_as_known()
         local = self._carried(partial(self._sharded, batch))
-        if whole := self._info.is_whole and self.sequence_parallel_size > 1:
+        if self._info.is_whole and self.sequence_parallel_size > 1:
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
         else:
             self._offer(batch)
@@ -217,9 +214,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
             self._first_evaluations.offer(batch, evaluated, padded=self._info.is_padded)
         self._evaluated.advance(trainer, dataloader_idx)
         self._before_hooks()
-        # What the module makes of whole rows on their way it draws alike.
-        with streams_from(mixed_seed(self._info.seed or 0, 1) if whole else None, self.root_device):
-            local = self._handed.note(self._moved(local, self._info, device, dataloader_idx))
+        local = self._handed.note(self._moved(local, self._info, device, dataloader_idx))
         if self._info.balance is not None:
             self._log_once(self._info.balance.describe(), topic="balance")
         return local
@@ -241,7 +236,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def _moved(self, local: Any, info: SequenceInfo, *where: Any) -> Any:
-        return super().batch_to_device(self._steps.shown(local, info), *where)
+        with self._draws_alike(info):
+            return super().batch_to_device(self._steps.shown(local, info), *where)
 
     # ---- preflight
 
@@ -391,7 +387,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def teardown(self) -> None:
         self._interceptions.close()
-        self._batch_ends.release()
+        self._release_hooks()
         if self._runner is not None:  # else the module may have no Trainer yet
             self._runner.close()
             self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)

@@ -68,7 +68,12 @@ class Step:
     masks: dict[tuple[int, int, bool], AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
-        numbered = list(enumerate(self.batch.sequences))
+        self.take(self.batch)
+
+    def take(self, batch: SequenceInfo) -> None:
+        """Go on with another batch, before attention has been called: a hook has cut it, say."""
+        self.batch = batch
+        numbered = list(enumerate(batch.sequences))
         self.masks = {
             (i, j, causal): build_mask(queries, keys, causal=causal)
             for i, queries in numbered
@@ -264,6 +269,11 @@ class SequenceContext:
             yield
         finally:
             self.trial_seed = None
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the step in progress is a trial's, whole or on shards: it draws by the trial's seed."""
+        return self.trial_seed is not None or self.reference is not None
 
     @contextmanager
     def logits_made_at_once(self) -> Iterator[None]:

@@ -59,7 +59,13 @@ from lightning_sp.parallelize.initial_weights import (
 )
 from lightning_sp.parallelize.live_saves import refuse_live_saves
 from lightning_sp.parallelize.meta_device import MetaDevice
-from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters, undistributed
+from lightning_sp.parallelize.supported_parameters import (
+    check_hooks,
+    check_optimized,
+    check_parameters,
+    undistributed,
+    with_backward_hooks,
+)
 from lightning_sp.parallelize.tensor_parallel import (
     check_split,
     gather_plain_parts,
@@ -132,6 +138,7 @@ __all__ = [
     "whole_bytes_elsewhere",
     "whole_parameters",
     "whole_state",
+    "with_backward_hooks",
     "with_whole_weights",
     "without_checkpoints",
     "without_gradient_sync",

@@ -106,6 +106,17 @@ def check_hooks(root: nn.Module, *kinds: str) -> None:
             )
 
 
+def with_backward_hooks(root: nn.Module) -> list[str]:
+    """Return the names of modules with backward hooks of the user's: torch hands them gradients of what the module has computed."""
+    libraries = ("torch", "lightning", "lightning_sp")
+    return [
+        user_name(name) or type(module).__name__
+        for name, module in root.named_modules()
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+        if str(getattr(hook, "__module__", "")).partition(".")[0] not in libraries
+    ]
+
+
 def check_optimized(root: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Refuse what an optimizer steps beside the shards of the model: its gradient is a rank's own. Equal on all ranks.
 

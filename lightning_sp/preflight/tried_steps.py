@@ -27,14 +27,13 @@ from lightning_sp.preflight.refusals import explained, first_sentence, is_of_com
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.preflight.views import Views
+from lightning_sp.step.batch_starts import BatchStarts
 from lightning_sp.step.counters import Counter, reads_batch_index
-from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.isolation import snapshot
 from lightning_sp.step.prepare import interceptions, shard_options
 from lightning_sp.step.schedules import Schedules
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.hooks.batch_hooks import HandedBatch, acts_at_batch_start, of_user
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
@@ -42,11 +41,8 @@ from lightning_sp.trainer.optimizers.manual_optimization import tried_training_s
 _Found = TypeVar("_Found")
 
 
-class TriedSteps(CurrentSequence, ABC):
+class TriedSteps(BatchStarts, ABC):
     """What a run learns by trying; the strategy says when, and how a batch is sharded and moved."""
-
-    root_device: torch.device
-    _batch_ends: WholeBatchEnds
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -39,6 +39,7 @@ from lightning_sp.parallelize import (
     reshard,
     run_with_whole_parameters,
     used_parameters,
+    with_backward_hooks,
 )
 from lightning_sp.rewrite import WholeAttention
 from lightning_sp.step.isolation import isolated
@@ -78,6 +79,7 @@ class StepRunner:
         self._loss_check = LossCheck(self._operations)
         self._was_finite = True
         self._root_unit = RootUnit(module)
+        self._looks_at_hooks = True
         self._of_whole_rows = ExitStack()  # of a step in progress that holds no sequence
 
     def shown(self, batch: Any, info: SequenceInfo) -> Any:
@@ -136,6 +138,7 @@ class StepRunner:
         """
         if not self._attention_reached:
             check_hooks(self.module, "_backward_hooks")  # those that were registered after the model was sharded
+        self._tell_of_backward_hooks(batch)
         before = random_state() if is_measured(self.module) else {}
         try:
             return self._train(batch, run)
@@ -145,6 +148,19 @@ class StepRunner:
         self.end_without_backward()
         restore_random_state(before)
         return self._train(batch, run)
+
+    def _tell_of_backward_hooks(self, batch: SequenceInfo) -> None:
+        """Warn of modules whose backward hooks have this rank's part: at a first step, and behind each trial, for hooks may be new there."""
+        if (tried := self.context.is_tried) or not self._looks_at_hooks or batch.is_whole:
+            self._looks_at_hooks |= tried
+            return
+        self._looks_at_hooks, size = False, batch.layout.size
+        if size > 1 and not self.context.global_view and (names := with_backward_hooks(self.module)):
+            rank_zero_warn(
+                f"{len(names)} backward hooks of modules ({', '.join(names[:3])}) have the gradients of this rank's part of the tokens, "
+                f"which are {size} times as large, for the ranks' are averaged: what they keep of them is not one device's. "
+                f"self.trainer.strategy.unshard(gradient) / {size} in the hook, on every rank, is the whole (rows, tokens, ...) of its rows"
+            )
 
     def _train(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         step = self._begin(batch, None)

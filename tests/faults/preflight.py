@@ -116,7 +116,7 @@ PREFLIGHT = (
         "trainer/hooks/batch_hooks.py",
         "        return partial(_after_hooks, step, hook, indices) if self.is_changed(batch) else step\n",
         "        return step\n",
-        STOPPED,
+        "tests/trainer/hooks/test_batch_starts.py::test_hooks_before_a_step_do_what_they_do_on_one_device",
     ),
     fault(
         "what an evaluation keeps in attributes, not compared",

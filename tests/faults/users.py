@@ -21,7 +21,44 @@ UPDATE = (
     "tests/step/agreement/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
 )
 
+STARTS = "tests/trainer/hooks/test_batch_starts.py"
+
 USERS = (
+    fault(
+        "a hook at a batch's start that is handed a part",
+        "step/batch_starts.py",
+        "            shown = whole_batch(self._handed.instead_of(handed), info, self.unshard)\n",
+        "            return own(handed)\n            shown = handed\n",
+        f"{STARTS}::test_hooks_before_a_step_do_what_they_do_on_one_device",
+    ),
+    fault(
+        "what hooks of a batch draw, each rank for itself in the global view",
+        "step/batch_starts.py",
+        "        return streams_from(mixed_seed(info.seed or 0, 1) if alike else None, self.root_device)\n",
+        "        return streams_from(None, self.root_device)\n",
+        f"{STARTS}::test_without_the_preflight_too",
+    ),
+    fault(
+        "a backward hook of a module that has a part's gradient, without a word",
+        "step/runner.py",
+        "        if size > 1 and not self.context.global_view and (names := with_backward_hooks(self.module)):\n",
+        "        if size > 99 and (names := with_backward_hooks(self.module)):\n",
+        "tests/trainer/hooks/test_backward_hooks.py::test_what_a_hook_keeps_is_one_devices_by_the_lines_that_a_warning_names",
+    ),
+    fault(
+        "plain tensors of each rank's own beside a sharded one",
+        "parallelize/fsdp/dtensor/plain_operands.py",
+        "    if not comm.all_equal(_digest(value).to(like.device)):\n",
+        "    if False:\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one",
+    ),
+    fault(
+        "an evaluation that draws, compared with other draws",
+        "preflight/evaluation/evaluation_runs.py",
+        "    draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn\n",
+        "    draws = runner.context.logits_made_at_once()\n",
+        "tests/preflight/evaluation/test_evaluation.py::test_a_step_that_draws_goes_on_in_the_global_view",
+    ),
     fault(
         "an error of Lightning's launcher that another one hides",
         "strategy.py",

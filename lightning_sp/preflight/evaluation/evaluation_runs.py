@@ -121,7 +121,8 @@ def run_part(
     mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
     _, sharded = both_runs(own, own, options, mesh, runner.device)
     before = KeptValues(module)
-    with together(), isolated(module, runner.device), recorded_numbers(module) as found:
+    draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn
+    with together(), isolated(module, runner.device), draws, recorded_numbers(module) as found:
         output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
         found.attributes(module, world, evaluates=True)

@@ -1,4 +1,4 @@
-"""`on_train_batch_start` and its kin that change the batch: they have this rank's shard, so a trial must run them too.
+"""`on_train_batch_start` and its kin that change the batch: a trial must run them too.
 
 Elsewhere such hooks are not run in a trial, for what callbacks count and time cannot be put back.
 """
@@ -34,12 +34,12 @@ class HandedBatch:
 
     def __init__(self) -> None:
         self._entries: dict[Any, tuple[Any, int]] = {}
-        self._instead: tuple[Any, Any] | None = None
+        self._instead: list[tuple[Any, Any]] = []
 
     def note(self, batch: Any) -> Any:
         """Remember a batch before its hooks, and return it."""
         self._entries = _entries(batch)
-        self._instead = None
+        self._instead = []
         return batch
 
     def replace(self, handed: Any, batch: Any) -> None:
@@ -51,7 +51,11 @@ class HandedBatch:
             handed[:] = batch
         elif hasattr(handed, "__dict__") and not isinstance(handed, (Tensor, tuple)):
             vars(handed).update(vars(batch))
-        self._instead = handed, batch
+        self._instead = [each for each in self._instead if each[0] is not handed] + [(handed, batch)]
+
+    def instead_of(self, handed: Any) -> Any:
+        """Return the batch that the step gets in the place of the one that its hooks are handed: itself, if there is no other."""
+        return next((batch for each, batch in self._instead if each is handed), handed)
 
     @staticmethod
     def after_hooks(strategy: Any, hook: str, batch: Any, indices: tuple[int, ...]) -> Any:
@@ -60,8 +64,7 @@ class HandedBatch:
 
     def of_step(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what a step is called with, its batch first: that which is in the place of the one handed, if there is one."""
-        handed, batch = self._instead or (None, None)
-        return (batch, *args[1:]) if self._instead is not None and args and args[0] is handed else args
+        return (self.instead_of(args[0]), *args[1:]) if args else args
 
     def tried(self, step: Callable[..., Any], hook: str, batch: Any, *indices: int) -> Callable[..., Any]:
         """Return what a trial runs for a step: after the hooks, if they have changed the batch.
@@ -76,6 +79,8 @@ class HandedBatch:
 
     def is_changed(self, batch: Any) -> bool:
         """Return whether hooks have changed the batch that they were handed."""
+        if self.instead_of(batch) is not batch:
+            return True
         before, now = self._entries, _entries(batch)
         return before.keys() != now.keys() or any(
             now[name][0] is not value or now[name][1] != version for name, (value, version) in before.items()
@@ -134,4 +139,5 @@ def _after_hooks(
     for callback in of_user(module.trainer):
         getattr(callback, hook)(module.trainer, module, batch, *indices)
     getattr(module, hook)(batch, *indices)
-    return step(strategy, batch, *others)
+    handed: HandedBatch = strategy._handed  # type: ignore[attr-defined]
+    return step(strategy, handed.instead_of(batch), *others)

@@ -51,7 +51,7 @@ class Shown(Plain):
     def on_validation_batch_start(
         self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if "masked" in self.kinds:  # by position, of a shard
+        if "masked" in self.kinds:
             batch["shift_labels"] = batch["shift_labels"].clone()
             batch["shift_labels"][:, -3:] = -100
 
@@ -86,6 +86,10 @@ class Shown(Plain):
             self.log("greatest", loss, sync_dist=True, reduce_fx=torch.max)
         if "entropy" in self.kinds:
             self.log("entropy", -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean())
+        if "draws" in self.kinds:  # a masked share of the tokens, as in masked language modelling
+            chosen = torch.rand(batch["shift_labels"].shape) < 0.5
+            losses = F.cross_entropy(logits, targets, reduction="none").view_as(chosen)
+            self.log("of_chosen", (losses * chosen).sum() / chosen.sum())
         if "summed" in self.kinds:
             self.log("summed", loss, sync_dist=True, reduce_fx="sum")
         if "padded" in self.kinds:  # a metric that knows no ignored targets counts our padding

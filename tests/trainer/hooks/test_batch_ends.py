@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
-from lightning_sp.trainer.hooks.batch_end_hooks import _reads
+from lightning_sp.trainer.hooks.replaced_hooks import reads_argument
 from tests.trainer.hooks import batch_end_ranks as ranks
 
 
@@ -69,7 +69,7 @@ class Hooks:
 def test_which_arguments_a_hook_reads_is_seen_in_its_code():
     hooks = Hooks()
     found = {
-        name: (_reads(getattr(hooks, name), 0), _reads(getattr(hooks, name), 1))
+        name: (reads_argument(getattr(hooks, name), 0), reads_argument(getattr(hooks, name), 1))
         for name in vars(Hooks)
         if "_" not in name[:2]
     }
@@ -77,6 +77,6 @@ def test_which_arguments_a_hook_reads_is_seen_in_its_code():
         "ignores": (False, False), "ignores_named": (False, False), "reads_batch": (False, True), "hands_on": (True, True),
         "closes_over": (True, False),
     }  # fmt: skip
-    assert _reads(lambda trainer, module, *args: args, 2)
-    assert not _reads(lambda *_: None, 2)
-    assert _reads(print, 0)
+    assert reads_argument(lambda trainer, module, *args: args, 2)
+    assert not reads_argument(lambda *_: None, 2)
+    assert reads_argument(print, 0)

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
+from lightning_sp.parallelize.fsdp.dtensor.plain_operands import beside_plain
+
 _ATEN = torch.ops.aten
 PART_OPS = (
     _ATEN.select.int,
@@ -93,6 +95,8 @@ def writing_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
+    original = beside_plain(original)
+
     @wraps(original)
     def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

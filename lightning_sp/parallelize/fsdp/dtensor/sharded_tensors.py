@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.dtensor.plain_operands import BESIDE, beside_plain
 from lightning_sp.parallelize.fsdp.dtensor.sharded_parts import (
     PART_OPS,
     RANDOM_OPS,
@@ -76,6 +77,8 @@ def _use_latest() -> None:
 def _methods() -> Iterator[tuple[str, Any]]:
     """Yield what a DTensor's methods are during a run; torch's class has none of its own by these names."""
     yield from writing_methods()
+    for name in BESIDE:
+        yield name, beside_plain(getattr(torch.Tensor, name))
     for name in _NUMBERS:
         yield name, _whole_number(getattr(torch.Tensor, name))
 

@@ -163,3 +163,40 @@ def drawn() -> list[bool]:
             torch.manual_seed(7)
             found.append(torch.equal(draw(module.weight).full_tensor(), one))
     return found
+
+
+def beside_plain() -> tuple[dict[str, bool], str, bool]:
+    """Let plain tensors meet a sharded weight; which results are one device's, a refusal, and whether torch's own come back afterwards."""
+    linear = _sharded()
+    weight: Any = linear.weight.detach()
+    g = torch.Generator().manual_seed(5)
+    noise, mask = torch.randn(5, 3, generator=g, dtype=torch.float64), torch.rand(5, 3, generator=g) > 0.5
+    row = torch.arange(1.0, 4.0, dtype=torch.float64)
+    cases: dict[str, Any] = {
+        "add_": lambda w: w.clone().add_(noise, alpha=2),
+        "mul_ of a row": lambda w: w.clone().mul_(row),
+        "lerp_": lambda w: w.clone().lerp_(noise, 0.1),
+        "copy_": lambda w: w.clone().copy_(noise),
+        "masked_fill_": lambda w: w.clone().masked_fill_(mask, 0.0),
+        "clamp_": lambda w: w.clone().clamp_(min=-noise.abs()),
+        "*": lambda w: w * mask,
+        "-": lambda w: noise - w + row,
+        ">": lambda w: (w > noise).double(),
+        "where": lambda w: w.where(mask, noise),
+        "+=": lambda w: w.clone().__iadd__(noise),
+    }
+    same = {}
+    whole = weight.full_tensor()
+    with used_as_whole(linear):
+        for name, run in cases.items():
+            same[name] = torch.equal(run(weight).full_tensor(), run(whole))
+        refusal = ""
+        try:
+            weight.add_(noise + torch.distributed.get_rank())
+        except SequenceParallelError as error:
+            refusal = str(error)
+    try:
+        weight.add_(noise)
+    except RuntimeError:
+        return same, refusal, True
+    return same, refusal, False

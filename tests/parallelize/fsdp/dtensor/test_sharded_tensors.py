@@ -33,3 +33,13 @@ def test_a_write_to_a_part_reaches_the_whole(pools):
 
 def test_random_numbers_are_those_of_the_whole(pools):
     assert pools(2).run(ranks.drawn) == [[True] * 4] * 2
+
+
+def test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one(pools):
+    for same, refusal, restored in pools(2).run(ranks.beside_plain):
+        assert [name for name, is_same in same.items() if not is_same] == []
+        assert len(same) == 11
+        assert refusal.startswith(
+            "a tensor of shape (5, 3) that differs between ranks meets a sharded one of shape (5, 3)"
+        )
+        assert restored, "outside of a run torch's own is back"

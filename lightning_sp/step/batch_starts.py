@@ -1,0 +1,122 @@
+"""Hooks before a step, run as on one device: on whole batches, with numbers that the ranks of a sequence draw alike.
+
+on_train_batch_start(self, batch, i): batch["labels"][:, :4] = -100        the sequence's first 4, on the rank that has them
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.batch_structure import entries_of
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.streams import mixed_seed, streams_from
+from lightning_sp.data.batch.digest import digest
+from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.sharding import shard_batch
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.step.current_sequence import CurrentSequence
+from lightning_sp.step.results.batch_ends import whole_batch
+from lightning_sp.step.resume.run_state import RunState
+from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
+from lightning_sp.trainer.hooks.batch_hooks import HandedBatch
+from lightning_sp.trainer.hooks.batch_start_hooks import WholeBatchStarts
+
+_DIM = 1  # of a sequence that a hook adds, behind its rows
+
+
+class BatchStarts(CurrentSequence, ABC):
+    """The part of the strategy that runs users' hooks around a step."""
+
+    root_device: torch.device
+    _handed: HandedBatch
+    _run: RunState
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._batch_starts = WholeBatchStarts(self._at_batch_start, self._before_transfer)
+        self._batch_ends = WholeBatchEnds(self._whole_batch_end)
+
+    def _follow_hooks(self, trainer: Any) -> None:
+        """Run users' hooks around a batch as on one device until `_release_hooks`."""
+        self._batch_starts.follow(trainer)
+        self._batch_ends.follow(trainer)
+
+    def _release_hooks(self) -> None:
+        self._batch_starts.release()
+        self._batch_ends.release()
+
+    @abstractmethod
+    def _options(self, batch: Any = None) -> ShardOptions:
+        """Return what is known of the batch in progress."""
+
+    def _draws_alike(self, info: SequenceInfo) -> AbstractContextManager[None]:
+        """Let what the module makes of whole rows or sequences on their way be drawn alike; a trial draws by seeds of its own."""
+        whole = self.sequence_parallel_size > 1 and (info.is_whole or self.sees_whole_sequences)
+        alike = whole and not self._steps.context.is_tried
+        return streams_from(mixed_seed(info.seed or 0, 1) if alike else None, self.root_device)
+
+    def _before_transfer(self, own: Callable[[Any], Any], batch: Any, hook: str, number: int) -> Any:
+        """Run a hook on the batch of a loader, before it is split. Every rank must call it."""
+        if self.sequence_parallel_size == 1 or not self.config.shard_batch:
+            return own(batch)
+        trainer = self._module.trainer
+        seed = self._run.streams.alike(f"{hook} {number} {trainer.state.stage}", trainer.global_step, self.zigzag_mesh)
+        with streams_from(seed, self.root_device):
+            return own(batch)
+
+    def _at_batch_start(self, own: Callable[[Any], Any], handed: Any, hook: str, number: int) -> Any:
+        """Run a hook that reads the batch of the step that comes on all of it, and split what it changes. Every rank must call it."""
+        info, context = self._batch, self._steps.context
+        if info is None or self.sequence_parallel_size == 1 or not self.config.shard_batch:
+            return own(handed)
+        # A trial draws by seeds of its own, to find out what is drawn.
+        seed = None if context.is_tried else mixed_seed(info.seed or 0, 2, number)
+        with streams_from(seed, self.root_device):
+            if self.sees_whole_sequences or info.is_whole or context.reference is not None:
+                return own(handed)
+            shown = whole_batch(self._handed.instead_of(handed), info, self.unshard)
+            noted = HandedBatch()
+            noted.note(shown)
+            found = own(shown)
+        changes = [digest(shown) if noted.is_changed(shown) else None]
+        if any(each != changes[0] for each in comm.gather_objects(changes[0], self._groups.sequence)):
+            raise SequenceParallelError(
+                f"{hook} leaves another batch on each of the {self.sequence_parallel_size} ranks of a sequence: they would compute parts of "
+                "different sequences; change it on all of them alike, by a generator with one seed or torch's own, not by a rank or a clock"
+            )
+        if changes[0] is not None:
+            try:
+                self._split_anew(shown, handed, info)
+            except SequenceParallelError as error:
+                fix = "use global_view=True, in which such a hook has the step's own batch"
+                raise SequenceParallelError(f"{hook} leaves a batch that cannot be split: {error}; {fix}") from error
+        return found
+
+    def _split_anew(self, shown: Any, handed: Any, info: SequenceInfo) -> None:
+        """Give the step its part of a whole batch in the place of the one that is handed on."""
+        options, mesh = self._options(), self.zigzag_mesh
+        options = replace(options, inferred_dims={**options.inferred_dims, **_added(shown, info)})
+        local, found = shard_batch(shown, mesh.layout, mesh.sequence_rank, options)
+        self._batch = replace(
+            found.to(self.root_device), seed=info.seed, dropout=info.dropout, is_filler=info.is_filler, uneven_entries=info.uneven_entries,
+            is_longer=info.is_longer, is_padded=info.is_padded, is_changed=info.is_changed,
+        )  # fmt: skip
+        if (step := self._steps.context.step) is not None:  # a trial, which runs the hooks within its step
+            step.take(self._batch)
+        self._handed.replace(handed, self._steps.shown(local, self._batch))
+
+
+def _added(batch: Any, info: SequenceInfo) -> dict[str, int]:
+    """Return the entries that hooks have added to a batch, and that have its rows and tokens, with the dim of these."""
+    entries = {name: value for name, value in (entries_of(batch) or {}).items() if isinstance(value, Tensor)}
+    shapes = {(entries[name].shape[0], entries[name].shape[dim]) for name, dim in info.dims.items() if name in entries}
+    carries = {name for name, value in entries.items() if value.shape[: _DIM + 1] in shapes}
+    return {name: info.dims.get(name, _DIM) for name in carries if name in info.dims or name not in info.names}

@@ -12,6 +12,7 @@ from lightning_sp.config import (
     AttentionOptions,
     StrategyConfig,
     check_memory_device,
+    ranks_without_heads,
     resolve_degrees,
     resolve_shard_size,
     resolve_split,
@@ -259,9 +260,12 @@ def test_auto_takes_ulysses_as_far_as_the_heads_allow_and_never_alters_what_was_
 
 @pytest.mark.parametrize("options", [{"ulysses_size": 4}, {"ring_size": 2}])
 def test_ulysses_beyond_the_query_heads_names_the_degrees_that_work(options):
-    with refusal("ulysses_size=4 exceeds the model's 3 query heads") as error:
-        resolve_split(StrategyConfig(**options), 8, 3)
-    assert "with sequence_parallel_size=8, ulysses_size can be one of [1, 2], with ring_size = 8 / ulysses_size" in str(error.value)  # fmt: skip
+    ulysses, ring = resolve_split(StrategyConfig(**options), 8, 3)
+    assert (ulysses, ring) == (4, 2)
+    said = ranks_without_heads(ulysses, 8, 3) or ""
+    assert said.startswith("ulysses_size=4 exceeds the 3 query heads that the model names")
+    assert "with sequence_parallel_size=8, ulysses_size can be one of [1, 2], with ring_size = 8 / ulysses_size" in said
+    assert ranks_without_heads(2, 8, 3) is None
 
 
 def test_shard_size_divides_the_world():

@@ -90,6 +90,9 @@ def attention_op(
     spec = decode(code)
     ulysses = Ulysses.of(spec.ulysses_group, q.shape[1], k.shape[1], spec.options.ulysses_stages)
     group, sizes = comm.group_by_name(spec.ring_group), (q.shape[2] * ulysses.size, k.shape[2] * ulysses.size)
+    for each in (group, ulysses.group):
+        if each is not None:
+            comm.check_peers(each)
     visible = empty_map(code, comm.size_of(group) * ulysses.size)
     if visible.numel():
         # Before anything else travels: a function that fails here fails on all ranks.

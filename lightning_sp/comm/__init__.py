@@ -27,6 +27,7 @@ from lightning_sp.comm.collectives import (
 )
 from lightning_sp.comm.connections import check_address_here, connection_error, is_of_communication, is_of_other_ranks
 from lightning_sp.comm.differences import digest_of, told_differences
+from lightning_sp.comm.failing_together import CheckedAllGather, PeerError, check_peers, failing_together
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store, joined_store
 from lightning_sp.comm.groups import (
@@ -64,8 +65,10 @@ from lightning_sp.comm.tensor_parallel import (
 __all__ = [
     "ALL_PAIRS_TAG",
     "NOTHING_WRITTEN",
+    "CheckedAllGather",
     "HostGroups",
     "Largest",
+    "PeerError",
     "SameBatch",
     "SideGather",
     "Spread",
@@ -80,6 +83,7 @@ __all__ = [
     "broadcast_object",
     "cached_per_world",
     "check_address_here",
+    "check_peers",
     "check_same_batch",
     "connection_error",
     "copy_to_ranks",
@@ -87,6 +91,7 @@ __all__ = [
     "digest_of",
     "end_run",
     "exchange",
+    "failing_together",
     "failures_of_all",
     "fresh_store",
     "from_parts",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_sp.comm.failing_together import check_peers
 from lightning_sp.comm.groups import group_name, takes_host_tensors
 from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op, is_traced
 
@@ -41,6 +42,7 @@ class Exchange:
         group: ProcessGroup,
         output: Tensor | None = None,
     ) -> None:
+        check_peers(group)
         self._output = buffer.new_empty(sum(received)) if output is None else output
         self._buffer: Tensor | None = buffer
         self._work = dist.all_to_all_single(
@@ -72,6 +74,7 @@ def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
         return [tensor]
     if is_traced(tensor):
         return list(all_gather_op(tensor.detach(), dist.get_world_size(group), group_name(group)).unbind())
+    check_peers(group)
     sent = tensor.detach().contiguous().view(-1).view(torch.uint8)
     parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, sent, group=group)
@@ -82,6 +85,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Return the picklable values of all ranks, in rank order; small ones only, outside a step."""
     if not dist.is_initialized():
         return [value]
+    check_peers(group)
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -89,12 +93,14 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 def barrier(device: torch.device) -> None:
     """Wait for the whole world. A backend for devices alone (NCCL) needs this rank's, or it would guess one."""
+    check_peers(None)
     whole = dist.group.WORLD
     dist.barrier(device_ids=None if whole is None or takes_host_tensors(whole) else [device.index])
 
 
 def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) -> Any:
     """Return rank `source`'s picklable value (its rank within the group) on all ranks of the group."""
+    check_peers(group)
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
@@ -102,6 +108,7 @@ def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) ->
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None, source: int = 0) -> Tensor:
     """Overwrite `tensor` with that of rank `source` within the group and return it."""
+    check_peers(group)
     dist.broadcast(tensor, group=group, group_src=source)
     return tensor
 
@@ -112,6 +119,7 @@ def reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
         return tensor
     if is_traced(tensor):
         return _all_reduced(tensor, "sum", group)
+    check_peers(group)
     total = tensor.detach().clone()
     dist.all_reduce(total, group=group)
     return total
@@ -133,6 +141,7 @@ def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
         return tensor
     if is_traced(tensor):
         return _all_reduced(tensor, "max", group)
+    check_peers(group)
     result = tensor.detach().clone()
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
     return result

@@ -16,6 +16,7 @@ from lightning_sp.config.checks import Size
 from lightning_sp.config.degrees import (
     Degrees,
     needless_exchange,
+    ranks_without_heads,
     resolve_degrees,
     resolve_shard_size,
     resolve_split,
@@ -55,6 +56,7 @@ __all__ = [
     "check_stages",
     "every_nth",
     "needless_exchange",
+    "ranks_without_heads",
     "resolve_degrees",
     "resolve_shard_size",
     "resolve_split",

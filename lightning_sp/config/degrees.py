@@ -80,8 +80,11 @@ def resolve_split(
         num_query_heads: the smallest number of query heads among the model's attention layers, None if not known.
         placement: the ranks on their nodes, with the model's heads; None for one node.
 
+    Ulysses degrees that are given may exceed the heads: those may be of attention over other things than the sequence, an image's patches say.
+    Attention over the sequence refuses them itself.
+
     Raises:
-        SequenceParallelError: Ulysses exceeds the query heads, or its stages do not divide them.
+        SequenceParallelError: the stages of Ulysses do not divide the heads.
     """
     divisors = [d for d in range(1, sp + 1) if sp % d == 0]
     allowed = [d for d in divisors if num_query_heads is None or d <= num_query_heads]
@@ -93,14 +96,27 @@ def resolve_split(
         # Without the heads only a ring is safe: it serves any number of them.
         ulysses = 1 if num_query_heads is None else placement.best_ulysses_size(allowed) if placement else max(allowed)
     ring = sp // ulysses
-    if num_query_heads is not None and ulysses > num_query_heads:
-        raise SequenceParallelError(
-            f"ulysses_size={ulysses} exceeds the model's {num_query_heads} query heads: a rank would hold no head; "
-            f"with sequence_parallel_size={sp}, ulysses_size can be one of {allowed}, with ring_size = {sp} / ulysses_size"
-        )
-    if num_query_heads is not None:
+    if num_query_heads is not None and ulysses <= num_query_heads:
         check_stages(config.attention.ulysses_stages, num_query_heads, ulysses)
     return ulysses, ring
+
+
+def ranks_without_heads(ulysses: int, sp: int, num_query_heads: int) -> str | None:
+    """Return one line where Ulysses exceeds the fewest heads that a model names; else None.
+
+    Args:
+        ulysses: resolved.
+        sp: sequence_parallel_size, resolved.
+        num_query_heads: the smallest number among the model's attention layers.
+    """
+    if ulysses <= num_query_heads:
+        return None
+    allowed = [d for d in range(1, num_query_heads + 1) if sp % d == 0]
+    return (
+        f"ulysses_size={ulysses} exceeds the {num_query_heads} query heads that the model names: attention of so few over the sequence is "
+        f"refused, for a rank would hold no head; with sequence_parallel_size={sp}, ulysses_size can be one of {allowed}, with ring_size = "
+        f"{sp} / ulysses_size"
+    )
 
 
 def needless_exchange(config: StrategyConfig, ulysses: int, placement: Placement) -> str | None:

@@ -17,6 +17,7 @@ from lightning_sp.data.batch.contents.entries import (
     inferred_dims,
     is_no_structure,
     named_dims,
+    sequence_in_last_dim,
 )
 from lightning_sp.data.batch.contents.without_sequence import holds_rows_alone
 from lightning_sp.data.batch.shard_options import ShardOptions
@@ -96,9 +97,15 @@ def try_first_batch(
         return TriedBatch({})
     inferred = _inferred(batch, options)
     trial = partial(_compare, batch, runner, run, config, options, in_float32, monitored)
-    found, has_targets, seen_tokens = trial(
-        after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens
-    )
+    try:
+        found, has_targets, seen_tokens = trial(
+            after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens
+        )
+    except SequenceParallelError as error:
+        # Of a refusal that is the last word.
+        if inferred and not may_retry and (line := _other_dims(batch, inferred, options)):
+            error.args = (f"{error}\n{line}",)
+        raise
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
     return TriedBatch(inferred, has_targets, seen_tokens)
@@ -293,8 +300,19 @@ def _inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
     if not options.infer_sequences:
         return {}
     entries = batch_entries(batch, options)
+    return inferred_dims(entries, _named(entries, options))
+
+
+def _named(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:
+    """Return the dims of known and declared names."""
     # An earlier trial's are inferred once more: what this one returns is all that later batches know.
-    return inferred_dims(entries, named_dims(entries, replace(options, infer_sequences=False, inferred_dims={})))
+    return named_dims(entries, replace(options, infer_sequences=False, inferred_dims={}))
+
+
+def _other_dims(batch: Any, inferred: Mapping[str, int], options: ShardOptions) -> str:
+    """Return a line about what else may be the sequence of a batch that was split by its shapes; empty for nothing."""
+    entries = batch_entries(batch, options)
+    return sequence_in_last_dim(entries, inferred, _named(entries, options))
 
 
 def _check_inferred(inferred: Mapping[str, int], *, compared: bool) -> None:
@@ -306,6 +324,10 @@ def _check_inferred(inferred: Mapping[str, int], *, compared: bool) -> None:
         )
     if inferred:
         rank_zero_info(
-            f"preflight: {', '.join(sorted(inferred))} of the batch are split along dim 1, for they have as many rows and tokens as the "
-            "sequence; sequence_dims={'name': dim} says otherwise"
+            f"preflight: {', '.join(sorted(inferred))} of the batch are split along dim {_dims(inferred)}, for they have as many rows and "
+            "tokens as the sequence; sequence_dims={'name': dim} says otherwise"
         )
+
+
+def _dims(inferred: Mapping[str, int]) -> str:
+    return ", ".join(map(str, sorted({*inferred.values()})))

@@ -18,6 +18,7 @@ from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import positions
 from lightning_sp.parallelize import (
+    failing_together,
     gathered,
     reduce_dtypes,
     run_with_whole_parameters,
@@ -185,7 +186,12 @@ class Trial:
                 recorded_numbers(self.module) as found,
             ):
                 before = KeptValues(self.module, trains=True)
-                with self._named(), self._as_the_whole(), HiddenTerms(self.shown, follows=True) as terms:
+                with (
+                    self._named(),
+                    self._as_the_whole(),
+                    HiddenTerms(self.shown, follows=True) as terms,
+                    failing_together(self.module),
+                ):
                     output = self.run_sharded()
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 step = self.context.step or Step(batch=self.own)
@@ -223,7 +229,7 @@ class Trial:
         """Say of an error of the model's own that it comes of shards: whole the same step ran."""
         try:
             yield
-        except SequenceParallelError:
+        except (SequenceParallelError, comm.PeerError):
             raise
         except Exception as error:
             if comm.is_of_communication(error):

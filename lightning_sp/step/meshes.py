@@ -12,6 +12,7 @@ from lightning_sp.config import (
     StrategyConfig,
     check_memory_device,
     needless_exchange,
+    ranks_without_heads,
     resolve_degrees,
     resolve_shard_size,
     resolve_split,
@@ -81,7 +82,9 @@ def attention_mesh(
     heads, kv_heads = heads_of_rank(module, config, size, device)
     placement = None if heads is None or size == 1 else _placement(base, heads, kv_heads, ranks_per_node)
     ulysses, ring = resolve_split(config, size, heads, placement)
-    if placement is not None and (line := needless_exchange(config, ulysses, placement)):
+    few = None if heads is None else ranks_without_heads(ulysses, size, heads)
+    line = few or (None if placement is None else needless_exchange(config, ulysses, placement))
+    if line:
         rank_zero_info(f"sequence_parallel: {line}")
     mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
     check_ring_transport(config.ring_transport, mesh)

@@ -226,6 +226,13 @@ DATA = (
         "tests/data/batch/test_balanced_layout.py::test_a_batch_that_needs_none_has_not_the_layout_of_the_one_before",
     ),
     fault(
+        "sounds of one channel whose last dim is no sequence",
+        "data/batch/contents/entries.py",
+        " + [(t, 2) for t in tensors if _is_one_channel(t)]",
+        "",
+        "tests/preflight/test_series.py::test_they_train_as_on_one_device[one]",
+    ),
+    fault(
         "classes of rows taken for targets of tokens",
         "data/batch/contents/targets.py",
         "        if name in dims:\n",

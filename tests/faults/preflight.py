@@ -10,6 +10,7 @@ STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 
 NEW = "tests/preflight/test_new_operations.py"
 UNTRIED = "tests/preflight/test_untried_length.py"
+LONE_ERRORS = "tests/preflight/test_lone_errors.py::test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view"
 COUNTED = "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
 PREFLIGHT = (
@@ -487,7 +488,28 @@ PREFLIGHT = (
         "preflight/indices/part_indices.py",
         "        if value.shape[dim] // size <= most < value.shape[dim]:\n",
         "        if False:\n",
-        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[heads_of_words]",
+        "tests/preflight/test_lone_errors.py::test_an_index_beyond_a_part_is_found_before_any_rank_fails",
+    ),
+    fault(
+        "a trial that one rank fails in by itself, without a word to those that wait for it",
+        "comm/failing_together.py",
+        "        meetings.fail()\n",
+        "",
+        f"{LONE_ERRORS}[ring_size-block]",
+    ),
+    fault(
+        "a rank that waits for a part of the weights from one that has failed",
+        "parallelize/fsdp/checked_gathers.py",
+        "comm.CheckedAllGather(own)",
+        "own",
+        f"{LONE_ERRORS}[ring_size-step]",
+    ),
+    fault(
+        "a rank that has ended its step, and waits for one that has failed at the end of it",
+        "comm/failing_together.py",
+        "        yield\n        check_peers(None)\n",
+        "        yield\n",
+        "tests/comm/test_failing_together.py::test_all_fail_where_one_does[no collective]",
     ),
     fault(
         "parts that cannot run by themselves, each on its own rank",

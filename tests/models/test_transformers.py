@@ -111,14 +111,8 @@ def test_a_batch_is_padded_on_each_side_and_no_target_is_padding():
     assert (own[0].keys() | by_hand[0].keys()) - (own[0].keys() & by_hand[0].keys()) == {"labels", "shift_labels"}
 
 
-# A rank whose part holds no token of a picture raises in the model's own words while the other waits for it, and the run ends by its time
-# limit. With global_view=True both are exact.
-ENDS_BY_ITS_LIMIT = {"HunYuanVLForConditionalGeneration", "Kosmos2ForConditionalGeneration"}
-
-
-def test_no_row_of_the_page_is_wrong_or_another_crash_than_is_known():
-    found = {row.class_name: row.outcomes for row in rows().values() if {"wrong", "crash"}.intersection(row.outcomes)}
-    assert found == dict.fromkeys(ENDS_BY_ITS_LIMIT, ("crash", "crash"))
+def test_no_row_of_the_page_is_wrong_or_a_crash():
+    assert not [row for row in rows().values() if {"wrong", "crash"}.intersection(row.outcomes)]
 
 
 def test_what_counts_as_exact():

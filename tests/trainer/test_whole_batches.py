@@ -44,6 +44,18 @@ def test_weights_metrics_and_predictions_are_one_devices(pools: Any, loss: str):
         assert [sum(each) / world for each in of_ranks] == pytest.approx(expected["losses"], abs=1e-12)
 
 
+def test_ulysses_may_exceed_the_heads_of_attention_over_pictures(pools: Any):
+    expected = pools(1).run(ranks.trained, None, 4, dict(heads=1))[0]
+    for answer in pools(2).run(ranks.trained, dict(ulysses_size=2), 4, dict(heads=1)):
+        same(answer, expected)
+
+
+def test_over_tokens_they_are_refused_on_all_ranks(pools: Any):
+    told = pools(2).run(ranks.refusal_of_tokens)
+    assert told[0].startswith("ulysses_size=2 exceeds the 1 query heads of this attention: a rank would hold no head; ")
+    assert told[0] == told[1]
+
+
 def test_a_mean_of_each_groups_own_rows_is_averaged(pools: Any):
     expected = pools(1).run(ranks.trained, None, 4, dict(loss="own mean"))[0]
     for answer in pools(4).run(ranks.trained, dict(data_parallel_size=2, ring_size=2), 2, dict(loss="own mean")):

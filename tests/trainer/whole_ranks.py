@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,16 +19,17 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from lightning_sp.models import GPT, GPTConfig
 from lightning_sp.reductions import batch_mean, batch_sum, gather_rows, sequence_mean
-from tests.trainer.tiny import TokenDataset, _full, tiny_llama
+from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 
 class Net(nn.Module):
     """Patches of pictures, one layer of attention over them, a class for each picture."""
 
-    def __init__(self, p: float = 0.0) -> None:
+    def __init__(self, p: float = 0.0, heads: int = 2) -> None:
         super().__init__()
-        self.patches, self.attention = nn.Conv2d(3, 16, 4, 4), nn.MultiheadAttention(16, 2, p, batch_first=True)
+        self.patches, self.attention = nn.Conv2d(3, 16, 4, 4), nn.MultiheadAttention(16, heads, p, batch_first=True)
         self.drop, self.head = nn.Dropout(p), nn.Linear(16, 5)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -39,10 +41,10 @@ class Net(nn.Module):
 class Pictures(pl.LightningModule):
     """Classes of pictures by a loss of choice; what it draws is kept."""
 
-    def __init__(self, loss: str = "mean", p: float = 0.0) -> None:
+    def __init__(self, loss: str = "mean", p: float = 0.0, heads: int = 2) -> None:
         super().__init__()
         self.loss, self.p = loss, p
-        self.model = Net(p)
+        self.model = Net(p, heads)
         self.mean, self.seen = MeanMetric(), SumMetric()
         self.losses: list[float] = []
         self.draws: list[list[float]] = []
@@ -182,6 +184,17 @@ def in_turn(strategy: dict[str, Any] | None) -> dict[str, Any]:
     trainer.fit(module, DataLoader(data, batch_size=2))  # type: ignore[arg-type]
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
     return {"losses": module.losses[-3:], "weights": weights}
+
+
+def refusal_of_tokens() -> str:
+    """Return why attention of one head over the sequence is refused with two Ulysses ranks."""
+    config = GPTConfig(vocab_size=61, dim=32, num_layers=1, num_heads=1, max_positions=64)
+    trainer = quiet_trainer(2, strategy={"ulysses_size": 2, "global_view": "auto"})
+    try:
+        trainer.fit(Plain(partial(GPT, config)), DataLoader(TokenDataset(4), batch_size=2))
+    except SequenceParallelError as error:
+        return str(error)
+    return ""
 
 
 def mixed_groups() -> str:

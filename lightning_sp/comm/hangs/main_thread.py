@@ -28,6 +28,8 @@ _STACK_LINES = 12
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COMM = os.path.join(_PACKAGE, "comm") + os.sep
+# Where ranks meet before a collective in a trial: that is told as the collective.
+_MEETINGS = os.path.join(_COMM, "failing_together.py")
 _INSTALLED = tuple(
     {
         os.path.join(each, "")
@@ -172,11 +174,16 @@ def place_of(lines: Iterable[Line]) -> Place:
 
 
 def _collective(stack: list[Line]) -> str:
-    inner = outer = None
+    inner: Line | None = None
+    outer: Line | None = None
+    met: Line | None = None
     for each in stack:
-        if each[0].startswith(_COMM) or each[0] in _TORCH_WAITS:
+        if each[0] == _MEETINGS:
+            met = each
+        elif each[0].startswith(_COMM) or each[0] in _TORCH_WAITS:
             inner, outer = inner or each, each
         elif not _is_between(each, inner is not None):
+            inner, outer = inner or met, outer or met
             if inner is None or outer is None:
                 return ""
             own = inner[2] if inner[2] == outer[2] else f"{outer[2]} ({inner[2]})"

@@ -2,6 +2,7 @@
 
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
+from lightning_sp.parallelize.fsdp.checked_gathers import failing_together
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
 from lightning_sp.parallelize.fsdp.inner_backward import gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
@@ -31,6 +32,7 @@ __all__ = [
     "check_added",
     "check_layout",
     "check_unsharded",
+    "failing_together",
     "gathered",
     "gradients_of_weights",
     "is_freed_after_forward",

@@ -12,6 +12,7 @@ import torch
 from lightning_sp import comm
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import failing_together
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
@@ -123,7 +124,8 @@ def run_part(
     before = KeptValues(module)
     draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn
     with together(), isolated(module, runner.device), draws, recorded_numbers(module) as found:
-        output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
+        with failing_together(module):
+            output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
         found.attributes(module, world, evaluates=True)
         alike = mesh.data_group if runner.context.global_view else None

@@ -77,7 +77,7 @@ def requested_mask(
     if hides:
         # Only a shard's own rank knows its values: all ranks of the sequence refuse what one refuses. Ranks of other sequences do not take part:
         # their batch may hide nothing.
-        comm.agree(_wrong_padding(batch, padding, context.untold), context.mesh.sequence_group)
+        comm.agree(_wrong_padding(context, batch, padding), context.mesh.sequence_group)
         hides = batch.hides_keys
     sizes: dict[str, int] = {}
     functions: list[_MaskFunction] = []
@@ -200,17 +200,24 @@ def _counts_within_documents() -> bool:
     return hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
-def _wrong_padding(batch: SequenceInfo, padding: Any, untold: str) -> str | None:
-    """Return what is wrong with the padding mask of this rank's tokens that reached the model: it must be the batch's own, known whole."""
+def _wrong_padding(context: SequenceContext, batch: SequenceInfo, padding: Any) -> str | None:
+    """Return what is wrong with the padding mask of this rank's tokens that reached the model: it must be the batch's own, known whole.
+
+    Tokens behind the batch's length are hidden whatever it says: one that a model makes of its ids may hide them, too.
+    """
+    untold, rank = context.untold, context.mesh.sequence_rank
+    own = shard(torch.arange(batch.padded_length) < batch.length, batch.layout, rank, dim=0).to(padding.device)
+    beyond = ~own if padding.shape[-1:] == own.shape else own.new_zeros(())
     if not batch.hides_keys:
-        if bool(padding.all()):
+        if bool((padding.bool() | beyond).all()):
             return None
         return (
             f"a padding mask of shape {tuple(padding.shape)} that hides tokens reached the model, and the batch has none: from a rank's part "
             f"alone the whole is not known; give it as the batch's attention_mask (a decoder's as decoder_attention_mask){untold}"
         )
     assert batch.attention_mask is not None
-    if padding.shape != batch.attention_mask.shape or not torch.equal(padding.bool(), batch.attention_mask.bool()):
+    given = batch.attention_mask
+    if padding.shape != given.shape or bool(((padding.bool() != given.bool()) & ~beyond).any()):
         return (
             f"the padding mask of shape {tuple(padding.shape)} that reached the model is not the batch's attention_mask: one made in "
             f"training_step cannot be carried; change the batch before it is sharded{untold}"

@@ -18,6 +18,7 @@ TORCH, PACKAGE = (
     os.path.dirname(torch.__file__),
     os.path.dirname(os.path.dirname(os.path.dirname(main_thread.__file__))),
 )
+MEETINGS = f"{PACKAGE}/comm/failing_together.py"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
 
 
@@ -113,8 +114,13 @@ def test_the_place_is_the_line_of_this_file(worker):
         # A file that is written, in a checkpoint of torch's, is no wait for ranks.
         ([(f"{TORCH}/distributed/checkpoint/filesystem.py", 1, "write"), ("/me/t.py", 8, "save")], ""),
         ([("/me/t.py", 8, "sleep"), (C10D, 9, "barrier")], ""),
+        # Where ranks of a trial meet before it.
+        ([(MEETINGS, 9, "meet"), (MEETINGS, 7, "check_peers"), (f"{PACKAGE}/comm/collectives.py", 3, "gather"), ("/me/t.py", 8, "norm")],
+         "gather, called in /me/t.py:8 in norm"),
+        ([(MEETINGS, 9, "meet"), (MEETINGS, 7, "check_peers"), (f"{PACKAGE}/attention/operator.py", 3, "attention_op"), ("/me/t.py", 8, "norm")],
+         "check_peers, called in lightning_sp/attention/operator.py:3 in attention_op"),
     ],
-    ids=["torch", "comm", "functional", "mode", "asked", "file", "hook"],
+    ids=["torch", "comm", "functional", "mode", "asked", "file", "hook", "meeting", "meeting of attention"],
 )  # fmt: skip
 def test_a_collective_is_known_by_the_innermost_lines(stack, collective):
     place = place_of(stack)

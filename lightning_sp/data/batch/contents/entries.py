@@ -191,7 +191,8 @@ def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[
     """Return the dimension of the sequence in entries of other names, tuples' too: those of as many rows and tokens as the known ones.
 
     Where none is known, the sequence is that of the first integers of (rows, tokens); else of the first numbers of (rows, tokens, features),
-    or of (rows, codebooks, tokens) where they are integers and the last dim is the longer one; else of the first series (rows, numbers).
+    or of (rows, codebooks, tokens) where they are integers and the last dim is the longer one; else of the first series (rows, numbers), or of
+    one channel, (rows, 1, numbers).
     What has the tokens in a further dimension too is a mask of queries and keys, say, and stays unknown. So does everything beside a
     decoder's sequence, for it may belong to either.
 
@@ -204,7 +205,7 @@ def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[
     others = {n: t for n, t in entries.items() if n not in STANDARD_NAMES and n not in known and isinstance(t, Tensor)}
     leading = [(entries[name], dim) for name, dim in known.items() if dim == 1 and entries[name].dim() > 1]
     if not known:
-        leading = _leading(others.values())
+        leading = _leading([*others.values()])
     if not leading:
         return {}
     first, dim = leading[0]
@@ -215,12 +216,36 @@ def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[
     return found if dim == 1 else {**found, **{n: dim for n, t in others.items() if t.shape == first.shape}}
 
 
-def _leading(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+def _leading(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """Return what may be a batch's sequence where no name is known, the likeliest first, with the dimension of its tokens."""
     numbers = [t for t in tensors if t.dtype != torch.bool and t.shape[1:] and min(t.shape[1:]) > 1]
     ids = [(t, 1) for t in numbers if t.dim() == 2 and not t.is_floating_point()]
     features = [(t, 2 if not t.is_floating_point() and t.shape[2] > t.shape[1] else 1) for t in numbers if t.dim() == 3]
-    return ids + features + [(t, 1) for t in numbers if t.dim() == 2 and t.is_floating_point()]
+    series = [(t, 1) for t in numbers if t.dim() == 2 and t.is_floating_point()]
+    return ids + features + series + [(t, 2) for t in tensors if _is_one_channel(t)]
+
+
+def _is_one_channel(tensor: Tensor) -> bool:
+    """Return whether a tensor is (rows, 1, numbers): nothing but its last dim can be split."""
+    return tensor.is_floating_point() and tensor.dim() == 3 and tensor.shape[1] == 1 < tensor.shape[2]
+
+
+def sequence_in_last_dim(entries: Mapping[str, Any], inferred: Mapping[str, int], known: Mapping[str, int]) -> str:
+    """Return a line for a refusal of a batch that was split by its shapes alone, where the sequence may be the last dim; else empty.
+
+    Args:
+        entries: of the batch.
+        inferred: of `inferred_dims`.
+        known: the dims of known and declared names.
+    """
+    found = {n: d for n, d in inferred.items() if d == 1 and entries[n].dim() == 3 and entries[n].is_floating_point()}
+    if known or not found:
+        return ""
+    name, shape = next((n, tuple(entries[n].shape)) for n in found)
+    return (
+        f"By its shape alone {name} of {shape} was taken for {shape[1]} tokens of {shape[2]} features each; where the last dim is the sequence "
+        f"(channels, then time), say sequence_dims={dict.fromkeys(found, 2)}"
+    )
 
 
 def split_sequences(dims: Mapping[str, int], whole_inputs: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:

@@ -28,6 +28,8 @@ def is_encoder_decoder(model: Any) -> bool:
 
 # In the source of a forward that hides padding in the decoder's input that it made of labels.
 _MAKES_MASK = "decoder_attention_mask = (decoder_input_ids != self.config.pad_token_id)"
+# In that of a decoder that hides padding in its input, whoever made that (T5Gemma's).
+_MASKS_PADDING = "attention_mask = make_default_2d_attention_mask(input_ids, inputs_embeds, self.config.pad_token_id)"
 # Heads whose labels are of rows: their decoder reads the encoder's own tokens.
 _OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")
 
@@ -89,19 +91,28 @@ def _shift_of(model: Any) -> Callable[[Tensor], Tensor] | None:
 def hidden_decoder_token(models: list[Any]) -> int | None:
     """Return the token that a model hides in the decoder's input, where it makes both of its labels; None where it hides none.
 
-    `EncoderDecoderModel` does so with padding, which ignored labels become, wherever they stand.
+    `EncoderDecoderModel` does so with padding, which ignored labels become, wherever they stand, and so does T5Gemma's decoder.
     """
-    hide = [each for each in models if is_encoder_decoder(each) and _hides_padding(each)]
-    token = hide[0].config.pad_token_id if hide else None
-    return token if isinstance(token, int) else None
+    return next(
+        (token for each in models if is_encoder_decoder(each) and (token := _hidden_token(each)) is not None), None
+    )
 
 
-def _hides_padding(model: Any) -> bool:
+def _hidden_token(model: Any) -> int | None:
+    """Return the token that a model, or its decoder, hides where it is given no mask of the decoder's input."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for part, words in ((model, _MAKES_MASK), (decoder, _MASKS_PADDING)):
+        if part is not None and words in _forward_of(part) and isinstance(token := part.config.pad_token_id, int):
+            return token
+    return None
+
+
+def _forward_of(part: Any) -> str:
+    """Return the source of a module's forward in one line, empty where there is none."""
     try:
-        source = inspect.getsource(own_class(model).forward)  # type: ignore[attr-defined]
+        return " ".join(inspect.getsource(own_class(part).forward).split())  # type: ignore[attr-defined]
     except (OSError, TypeError):
-        return False
-    return _MAKES_MASK in " ".join(source.split())
+        return ""
 
 
 def made_decoder_inputs(context: SequenceContext, model: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -121,8 +132,8 @@ def made_decoder_inputs(context: SequenceContext, model: Any, given: Mapping[str
         return {}
     whole = shift(whole_tokens(context, sequence, source))
     made = {"decoder_input_ids": whole}
-    if _hides_padding(model) and given.get("decoder_attention_mask") is None:
-        made["decoder_attention_mask"] = (whole != model.config.pad_token_id).to(whole.dtype)
+    if (hidden := _hidden_token(model)) is not None and given.get("decoder_attention_mask") is None:
+        made["decoder_attention_mask"] = (whole != hidden).to(whole.dtype)
     rank, padding = context.mesh.sequence_rank, {"decoder_input_ids": 0, "decoder_attention_mask": 1}
     return {
         name: shard(pad(tensor, batch.padded_length, dim=1, value=padding[name]), batch.layout, rank, dim=1)
@@ -148,7 +159,7 @@ def check_encoder_decoder(model: Any, batch: SequenceInfo, given: Mapping[str, A
             f"{'input_ids' if given.get('labels') is None else 'labels'}: hand on the batch's, "
             "model(..., decoder_input_ids=batch['decoder_input_ids']), which are of the whole"
         )
-    if batch.has_attention_mask and given.get("decoder_attention_mask") is None and _hides_padding(model):
+    if batch.has_attention_mask and given.get("decoder_attention_mask") is None and _MAKES_MASK in _forward_of(model):
         raise SequenceParallelError(
             f"{own_class(model).__name__} got decoder_input_ids and no decoder_attention_mask: of labels alone it makes both, and hides what is "
             "ignored; hand on the batch's, model(..., decoder_attention_mask=batch['decoder_attention_mask'])"

@@ -94,7 +94,12 @@ def test_nested_tensors_are_refused():
         ({"past": torch.zeros(2, 6, 3), "ahead": torch.zeros(2, 4, 3), "class": torch.zeros(2)}, {"past": 1}),
         ({"codes": torch.zeros(2, 4, 6, dtype=torch.int64), "text": torch.zeros(2, 5, 8)}, {"codes": 2}),
         ({"0": torch.zeros(2, 6), "1": torch.zeros(2, 3)}, {"0": 1}),
-        ({"image": torch.zeros(2, 1, 6), "class": torch.zeros(2)}, {}),
+        (
+            {"audio": torch.zeros(2, 1, 6), "class": torch.zeros(2), "mask": torch.ones(2, 1, 6)},
+            {"audio": 2, "mask": 2},
+        ),
+        ({"0": torch.zeros(2, 6), "1": torch.zeros(2, 1, 5)}, {"0": 1}),
+        ({"one": torch.zeros(2, 1, 1), "two": torch.zeros(2, 1, 6, dtype=torch.int64), "class": torch.zeros(2)}, {}),
         # A mask of queries and keys; images; a decoder's sequence, or the encoder's.
         ({"input_ids": IDS, "mask": torch.ones(2, 6, 6)}, {"input_ids": 1}),
         (IMAGES, {}),

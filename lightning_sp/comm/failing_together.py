@@ -1,0 +1,157 @@
+"""Ranks that fail together: where one fails by itself, the others stop before their next collective, not in it.
+
+    rank 0    meets ... collective ... meets: waits for rank 1 ......... is told, and stops
+    rank 1    meets ... collective ... raises an error of its own: tells
+
+A wait in a collective cannot be interrupted. So within `failing_together` the ranks of a group meet in the store before each: all go on, or
+none. A step of training does not pay for that; a trial of one does, for its error may be answered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+_GO_ON, _STOP = "1", "2"
+# How long a rank that fails tells that: the store's host may be out of reach.
+_PATIENCE_S = 5.0
+_numbers = itertools.count()
+
+
+class PeerError(RuntimeError):
+    """Another rank has failed by itself; what it says itself is the reason."""
+
+
+class _Meetings:
+    """The meetings of one block of code, by group; a class because it counts them.
+
+    <key>/failed                     there where a rank has failed
+    <key>/groups                     how many names of groups are there, one from each rank of it
+    <key>/groups/<number>            a name
+    <key>/<group>                    how many have come to its meetings, all together
+    <key>/<group>/<meeting>          whether they go on
+    """
+
+    def __init__(self) -> None:
+        self._store, self._key = _c10d._get_default_store(), f"lightning_sp/meetings/{next(_numbers)}"
+        self._thread, self._named = threading.get_ident(), set[str]()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is the one that began: others, a loader's say, come to their collectives at other times on each rank."""
+        return threading.get_ident() == self._thread
+
+    def meet(self, group: ProcessGroup) -> None:
+        """Wait until all of a group are here, or one has failed.
+
+        Raises:
+            PeerError: one has failed, of this group or of another that one of this group waits for.
+        """
+        store, size = self._store, dist.get_world_size(group)
+        name = f"{size}/{group.group_name}/{dist.get_process_group_ranks(group)[0]}"
+        key = f"{self._key}/{name}"
+        if name not in self._named:
+            self._named.add(name)
+            number = store.add(f"{self._key}/groups", 1)
+            store.set(f"{self._key}/groups/{number}", name)
+        come = store.add(key, 1)
+        meeting = (come - 1) // size
+        decision = f"{key}/{meeting}"
+        if come % size == 0:
+            told = store.compare_set(decision, "", _GO_ON).decode()
+            store.delete_key(f"{key}/{meeting - 1}")  # all have read it, for all are here
+        elif store.check([f"{self._key}/failed"]):
+            told = store.compare_set(decision, "", _STOP).decode()
+        else:
+            told = store.get(decision).decode()
+        if told != _GO_ON:
+            raise PeerError("another rank has failed by itself")
+
+    def fail(self) -> None:
+        """Let those who wait for this rank, or come to wait for it, stop. In a thread: a store out of reach would hold this rank up."""
+        telling = Thread(target=self._tell, daemon=True)
+        telling.start()
+        telling.join(_PATIENCE_S)
+
+    def _tell(self) -> None:
+        store = self._store
+        with suppress(dist.DistError, RuntimeError):
+            # First this, then who has come so far: who comes later looks here before it waits.
+            store.set(f"{self._key}/failed", "")
+            keys = [f"{self._key}/groups/{number + 1}" for number in range(store.add(f"{self._key}/groups", 0))]
+            for name in {store.get(key).decode() for key in keys if store.check([key])}:
+                come, size = store.add(f"{self._key}/{name}", 0), int(name.partition("/")[0])
+                store.compare_set(f"{self._key}/{name}/{come // size}", "", _STOP)
+
+
+_current: list[_Meetings] = []
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Let no rank wait in a collective for one that has failed within. Every rank must call it; it ends together.
+
+    Communicates: for each collective, and at the end, three entries in the store for each rank of its group.
+
+    Raises:
+        PeerError: another rank has failed.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    meetings = _Meetings()
+    _current.append(meetings)
+    try:
+        yield
+        check_peers(None)
+    except BaseException:
+        meetings.fail()
+        raise
+    finally:
+        _current.remove(meetings)
+
+
+def check_peers(group: ProcessGroup | None) -> None:
+    """Stop before a collective of a group (the world for None) for which a rank that has failed will not come. Every rank of it must call it.
+
+    Communicates: nothing outside of `failing_together`.
+
+    Raises:
+        PeerError: another rank has failed.
+    """
+    if not _current or not _current[-1].is_here:
+        return
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
+    if dist.get_world_size(whole) > 1:
+        _current[-1].meet(whole)
+
+
+class CheckedAllGather:
+    """An all-gather of FSDP2's that the ranks meet before.
+
+    Args:
+        own: FSDP2's, or what it was given.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a buffer for FSDP2 to fill or to receive in."""
+        buffer: Tensor = self.own.allocate(*args, **kwargs)
+        return buffer
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
+        """Gather as FSDP2 asks for it. Raises: PeerError: another rank has failed."""
+        check_peers(group)
+        return self.own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)

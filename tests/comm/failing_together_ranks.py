@@ -1,0 +1,34 @@
+"""What each rank runs in test_failing_together.py: plain collectives, some of which a rank does not reach."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_sp import comm
+
+PAIRS = ((0, 1), (2, 3))
+
+
+def told(calls: str, failing: dict[int, int]) -> str:
+    """Return what ended this rank, empty for nothing; then prove that its groups still work.
+
+    Args:
+        calls: which group each collective is of, one after the other: "w" the world, "p" this rank's pair.
+        failing: which ranks fail by themselves, before the how many-th of them.
+    """
+    pair = comm.group_of(PAIRS[: dist.get_world_size() // 2])
+    said = ""
+    try:
+        with comm.failing_together():
+            for number, call in enumerate(calls):
+                if failing.get(dist.get_rank()) == number:
+                    raise ArithmeticError("my own")
+                comm.reduce_sum(torch.ones(1), pair if call == "p" else None)
+            if failing.get(dist.get_rank()) == len(calls):
+                raise ArithmeticError("my own")
+    except (ArithmeticError, comm.PeerError) as error:
+        said = type(error).__name__
+    assert comm.reduce_sum(torch.ones(1), pair).item() == 2
+    assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
+    return said

@@ -1,0 +1,100 @@
+"""What each rank runs in test_lone_errors.py: steps that one rank alone fails in, while the others go on to their next collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from lightning_sp.testing import max_error
+from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
+
+MARK = 7
+
+
+class Marked(Plain):
+    """Fails on tokens without a mark: in the middle of a forward, or when its loss is made."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(lambda: tiny_llama(num_layers=2))
+        self.place = place
+        self.marks = nn.Parameter(torch.ones(32))
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.model.layers[1].register_forward_pre_hook(lambda _, inputs: self._check("block"))
+
+    def _check(self, place: str) -> None:
+        if place == self.place and not bool((self.ids == MARK).any()):
+            raise ArithmeticError("no mark among these tokens")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.ids = batch["input_ids"]
+        self._check("step")
+        logits = self.logits(batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        if self.place == "heads":
+            loss = loss + F.cross_entropy((logits @ logits.transpose(1, 2)).flatten(0, 1), batch["heads"].flatten())
+        self._check("loss")
+        return loss * self.marks.mean()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.ids = batch["input_ids"]
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        self._check("loss")
+        self.log("loss", loss)
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """Return rows with a mark on the second token, which the first rank of a sequence has."""
+    made = list(TokenDataset(12))
+    for row in made:
+        row["input_ids"] = torch.where(row["input_ids"] == MARK, MARK + 1, row["input_ids"])
+        row["input_ids"][1] = MARK
+        row["heads"] = torch.arange(32).flip(0)  # places in the row, half of them beyond a part
+    return made
+
+
+def weights(world: int, place: str, strategy: Any = None) -> dict[str, Tensor]:
+    """Return what three steps make of the weights, whole."""
+    torch.manual_seed(3)
+    module = Marked(place)
+    trainer = quiet_trainer(world, strategy=strategy, max_steps=3)
+    size = (strategy or {}).get("data_parallel_size", 1)
+    trainer.fit(module, DataLoader(rows(), batch_size=4 // size, shuffle=False))
+    return {name: _full(value.detach()) for name, value in module.named_parameters()}
+
+
+def error_of_weights(world: int, place: str, expected: dict[str, Tensor], strategy: dict[str, Any]) -> float:
+    """Return by how much the weights differ from those of one process."""
+    found = weights(world, place, {**strategy, "global_view": "auto"})
+    return max(max_error(value, expected[name]) for name, value in found.items())
+
+
+def refusal(world: int, place: str, strategy: dict[str, Any]) -> str:
+    """Return why a step that sees its part alone is refused."""
+    try:
+        weights(world, place, strategy)
+    except SequenceParallelError as error:
+        return str(error)
+    return ""
+
+
+def validated(world: int, strategy: dict[str, Any] | None = None) -> float:
+    """Return the loss of a validation without training."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(world, strategy=strategy)
+    return float(trainer.validate(Marked("loss"), DataLoader(rows(), batch_size=4), verbose=False)[0]["loss"])
+
+
+def refusal_of_part(place: str) -> str:
+    """Return why the step has gone on in the global view."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(2, strategy={"ring_size": 2, "global_view": "auto"}, max_steps=1)
+    trainer.fit(Marked(place), DataLoader(rows(), batch_size=4))
+    return str(trainer.strategy._views.refusal(""))

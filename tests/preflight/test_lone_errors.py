@@ -1,0 +1,43 @@
+"""One rank fails in a trial, in the model's own words, while the others wait for it in a collective: all fail together, and go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.preflight import lone_errors_ranks as ranks
+
+PLACES = ("step", "block", "loss")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("axis", ["ring_size", "ulysses_size"])
+def test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view(pools: Any, axis: str, place: str):
+    expected = pools(1).run(ranks.weights, 1, place)[0]
+    assert max(pools(2).run(ranks.error_of_weights, 2, place, expected, {axis: 2})) <= 1e-10
+
+
+def test_ranks_of_other_rows_are_told_too(pools: Any):
+    expected = pools(1).run(ranks.weights, 1, "block")[0]
+    errors = pools(4).run(ranks.error_of_weights, 4, "block", expected, {"ring_size": 2, "data_parallel_size": 2})
+    assert max(errors) <= 1e-10
+
+
+def test_an_evaluation_that_one_rank_fails_in_goes_on_in_the_global_view(pools: Any):
+    expected = pools(1).run(ranks.validated, 1)[0]
+    assert pools(2).run(ranks.validated, 2, {"ring_size": 2, "global_view": "auto"}) == pytest.approx(
+        [expected] * 2, 1e-6
+    )
+
+
+def test_an_index_beyond_a_part_is_found_before_any_rank_fails(pools: Any):
+    told = pools(2).run(ranks.refusal_of_part, "heads")
+    assert "reads a rank's part by an index beyond it (index " in told[0]
+    assert told[0] == told[1]
+
+
+def test_on_parts_alone_all_ranks_refuse_it_in_the_words_of_the_one_that_failed(pools: Any):
+    told = pools(2).run(ranks.refusal, 2, "block", {"ring_size": 2})
+    assert "fails on shards: ArithmeticError: no mark among these tokens; " in told[0]
+    assert told[0] == told[1]

@@ -43,7 +43,7 @@ USERS = (
         "step/runner.py",
         "        if size > 1 and not self.context.global_view and (names := with_backward_hooks(self.module)):\n",
         "        if size > 99 and (names := with_backward_hooks(self.module)):\n",
-        "tests/trainer/hooks/test_backward_hooks.py::test_what_a_hook_keeps_is_one_devices_by_the_lines_that_a_warning_names",
+        "tests/trainer/hooks/test_backward_hooks.py::test_what_a_hook_keeps_is_one_devices_by_the_lines_that_a_warning_names[{'ring_size': 2}]",
     ),
     fault(
         "plain tensors of each rank's own beside a sharded one",

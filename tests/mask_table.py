@@ -15,7 +15,7 @@ import torch
 from lightning_sp.attention.kernels.select import kernel_for
 from lightning_sp.attention.kernels.tiled import TiledKernel
 from lightning_sp.attention.kernels.torch_flex import TorchFlexKernel
-from tests import masks
+from tests.drawn_cases import masks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "masks.md"
 
@@ -27,7 +27,7 @@ class Row:
     Args:
         title: the field's name, and models.
         said: the option.
-        mask: a description for tests/masks.py.
+        mask: a description for tests/drawn_cases/masks.py.
         options: of the law's case besides.
         changes: of the scores, as `Scores.names` says them.
     """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout, merge, pad, positions, shard
-from tests import layouts
+from tests.drawn_cases import layouts
 
 LAYOUTS = [SequenceLayout(ring, ulysses) for ring in range(1, 17) for ulysses in range(1, 16 // ring + 1)]
 NAMES = [f"ring{x.ring_size}-ulysses{x.ulysses_size}" for x in LAYOUTS]

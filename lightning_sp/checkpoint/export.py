@@ -27,7 +27,7 @@ from lightning_sp.checkpoint.folders.folder import (
 from lightning_sp.checkpoint.folders.metadata import checked_reader
 from lightning_sp.checkpoint.folders.read import read_file, read_folder
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.single_numbers import SINGLE_NUMBERS
+from lightning_sp.weights.single_numbers import SINGLE_NUMBERS
 
 FORMATS = (".pt", ".safetensors")
 

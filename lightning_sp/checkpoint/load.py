@@ -40,7 +40,7 @@ from lightning_sp.checkpoint.folders.replace import recover
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parameter_names import by_user_name, user_name
-from lightning_sp.single_numbers import SINGLE_NUMBERS, is_single_number
+from lightning_sp.weights.single_numbers import SINGLE_NUMBERS, is_single_number
 
 
 def load_checkpoint(

@@ -45,7 +45,7 @@ from lightning_sp.checkpoint.folders.free_space import check_free_space
 from lightning_sp.checkpoint.folders.replace import put_in_place
 from lightning_sp.checkpoint.staged import StagedFolder
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.single_numbers import SINGLE_NUMBERS, in_own_shape, is_single_number
+from lightning_sp.weights.single_numbers import SINGLE_NUMBERS, in_own_shape, is_single_number
 
 
 def save_checkpoint(

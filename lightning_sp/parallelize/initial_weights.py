@@ -21,7 +21,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.delayed_init import DelayedWeights
 from lightning_sp.parallelize.parts_of_model import differing_parts, parts_of_model
 from lightning_sp.parameter_names import shown, user_name
-from lightning_sp.quantized_weights import check_same_quantized, move, quantized_parameters
+from lightning_sp.weights.quantized import check_same_quantized, move, quantized_parameters
 
 
 def materialize_meta(module: nn.Module, device: torch.device, delayed: Collection[str] = ()) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import user_name
-from lightning_sp.quantized_weights import is_quantized
+from lightning_sp.weights.quantized import is_quantized
 
 
 def check_parameters(root: nn.Module) -> None:

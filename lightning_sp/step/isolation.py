@@ -34,9 +34,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
-from lightning_sp.quantized_weights import is_quantized
 from lightning_sp.step.traces import kept_outside, undo_in_run
 from lightning_sp.trainer.hooks.batch_hooks import of_user
+from lightning_sp.weights.quantized import is_quantized
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
 OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} - {"training", "_buffers"}

@@ -15,7 +15,7 @@ from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.callbacks import CheckpointRetention
 from lightning_sp.callbacks.checkpoint_retention import is_of
 from tests.callbacks import retention_ranks as ranks
-from tests.checkpoint.test_expired import saved
+from tests.checkpoint.folders.test_expired import saved
 from tests.trainer.tiny import Plain, tiny_llama
 
 

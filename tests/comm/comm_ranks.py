@@ -16,7 +16,7 @@ from lightning_sp import comm
 from lightning_sp.comm.cpu.all_pairs import all_pairs_all_gather
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, build_fsdp_mesh
-from tests.worlds import make_next_world
+from tests.instruments.worlds import make_next_world
 
 
 def agreement(errors):

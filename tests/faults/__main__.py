@@ -18,21 +18,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.faults.answers import Answers, commit_of
-from tests.faults.attention import ATTENTION
-from tests.faults.checkpoints import CHECKPOINTS
 from tests.faults.copies import ROOT, copies, failed_with, failures, not_found
-from tests.faults.data import DATA
 from tests.faults.fault import Fault
-from tests.faults.global_view import GLOBAL_VIEW
-from tests.faults.groups import GROUPS
-from tests.faults.hangs import HANGS
-from tests.faults.loss import LOSS
-from tests.faults.memory import MEMORY
-from tests.faults.preflight import PREFLIGHT
-from tests.faults.reductions import REDUCTIONS
-from tests.faults.scores import SCORES
-from tests.faults.tensor_parallel import TENSOR_PARALLEL
-from tests.faults.users import USERS
+from tests.faults.planted.attention import ATTENTION
+from tests.faults.planted.checkpoints import CHECKPOINTS
+from tests.faults.planted.data import DATA
+from tests.faults.planted.global_view import GLOBAL_VIEW
+from tests.faults.planted.groups import GROUPS
+from tests.faults.planted.hangs import HANGS
+from tests.faults.planted.loss import LOSS
+from tests.faults.planted.memory import MEMORY
+from tests.faults.planted.preflight import PREFLIGHT
+from tests.faults.planted.reductions import REDUCTIONS
+from tests.faults.planted.scores import SCORES
+from tests.faults.planted.tensor_parallel import TENSOR_PARALLEL
+from tests.faults.planted.users import USERS
 
 FAULTS = (
     *LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *CHECKPOINTS, *DATA, *GROUPS, *GLOBAL_VIEW, *HANGS, *MEMORY, *USERS, *PREFLIGHT,

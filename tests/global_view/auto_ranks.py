@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from tests.global_view.modules import LOSSES, Module, V, rows
-from tests.told import told
+from tests.instruments.told import told
 
 LENGTH = 29
 

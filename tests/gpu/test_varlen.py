@@ -13,8 +13,8 @@ from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCuda
 from lightning_sp.attention.kernels.varlen import PackedKernel, Segments
 from lightning_sp.attention.plan.blocks import Block
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests import masks
 from tests.attention.ranks.attention_ranks import inputs
+from tests.drawn_cases import masks
 from tests.gpu.emulated_ranks import emulate
 from tests.gpu.test_emulated_ranks import METHODS, NAMES, expected
 

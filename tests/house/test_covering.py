@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.covering import covering
+from tests.drawn_cases.covering import covering
 
 
 def test_every_pair_that_occurs_is_chosen_and_few_rows_are():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests import masks
 from tests.attention.ranks.attention_ranks import Case
 from tests.attention.ranks.test_law import CASES
+from tests.drawn_cases import masks
 from tests.mask_table import DOCUMENT, ROWS, table
 
 

@@ -20,7 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import checkpoint_blocks, make_fsdp_root, offload_activations, shard_model
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.activation_offload.disk import DiskStore
-from tests.live_storages import LiveStorages
+from tests.instruments.live_storages import LiveStorages
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
 
 CPU = torch.device("cpu")

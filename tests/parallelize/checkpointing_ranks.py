@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.instruments.traffic import counted
 from lightning_sp.parallelize import block_checkpoints
-from tests.kernel_calls import kernel_calls
-from tests.told import told
+from tests.instruments.kernel_calls import kernel_calls
+from tests.instruments.told import told
 from tests.trainer.tiny import MODELS, VOCAB, HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
 
 

@@ -20,10 +20,10 @@ from lightning_sp.models.llama import Attention, rotary_angles
 from lightning_sp.rewrite import SdpaInterception, StagedHeads
 from lightning_sp.rewrite.rebind import BoundNames
 from tests.attention.ranks.attention_ranks import mesh_of
-from tests.kernel_calls import kernel_calls
+from tests.instruments.kernel_calls import kernel_calls
+from tests.instruments.told import told
 from tests.preflight.preflight_ranks import LLAMA, hf
 from tests.rewrite import rewrite_ranks
-from tests.told import told
 from tests.trainer import scenarios
 from tests.trainer.tiny import VOCAB
 

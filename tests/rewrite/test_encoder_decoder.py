@@ -8,7 +8,7 @@ import torch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import decoder_inputs
 from lightning_sp.testing import assert_sharded_equals_unsharded, max_error
-from tests.covering import covering
+from tests.drawn_cases.covering import covering
 from tests.rewrite import encoder_decoder_ranks as ranks
 
 LABELS = {"keep": ()}  # the decoder's input is made of them

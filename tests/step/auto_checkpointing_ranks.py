@@ -18,7 +18,7 @@ from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import used_bytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes
 from lightning_sp.step import auto_checkpointing
-from tests.told import told
+from tests.instruments.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
 # 16.6 KiB for each token and layer: 272 MiB at 2,048 tokens of a rank.

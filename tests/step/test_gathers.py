@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_sp.config import StrategyConfig
 from lightning_sp.step.prepare import with_gathers
-from tests.told import told
+from tests.instruments.told import told
 
 
 def test_compiled_code_gathers_float32_and_a_line_says_so():

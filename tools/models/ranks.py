@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
-from lightning_sp.single_numbers import in_own_shape, mark_single_numbers
 from lightning_sp.testing import trainer_of_ranks
+from lightning_sp.weights.single_numbers import in_own_shape, mark_single_numbers
 from tools.models.batches import ROWS, Batches, Trial
 from tools.models.images import collate
 from tools.models.user import User

@@ -24,7 +24,7 @@ from lightning_sp.checkpoint.contents.tensor_digest import tensor_digest, tensor
 from lightning_sp.checkpoint.folders.address import Location
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import shown, user_name
-from lightning_sp.quantized_weights import is_quantized, quantized_weights
+from lightning_sp.weights.quantized import is_quantized, quantized_weights
 
 # The entry of a checkpoint about what was left out: for each of the entries below, shape, dtype and digest by name.
 EXCLUDED = "lightning_sp_excluded"

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from lightning_sp.checkpoint.contents.quantized_states import restored_states, stored_states
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
-from lightning_sp.quantized_weights import quantized_parameters
-from lightning_sp.single_numbers import in_own_shape, is_single_number, mark_single_number, mark_single_numbers
+from lightning_sp.weights.quantized import quantized_parameters
+from lightning_sp.weights.single_numbers import in_own_shape, is_single_number, mark_single_number, mark_single_numbers
 
 # What optimizers count by: a number of its own, and no state of its parameter's shape.
 _STEP = "step"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_sp.context.own_gradients import gradients_of
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.vocabulary_part import VocabularyPart
+from lightning_sp.weights.vocabulary_part import VocabularyPart
 
 # From the logits (c, V) of tokens `first` to `last` to something for each of them, (c, ...).
 OfTokens = Callable[[Tensor, int, int], Tensor]

@@ -18,12 +18,12 @@ from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_sp.autocast_weight import AutocastWeight
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
 from lightning_sp.loss.output_head.head_call import HeadCall
-from lightning_sp.vocabulary_part import vocabulary_part
+from lightning_sp.weights.autocast import AutocastWeight
+from lightning_sp.weights.vocabulary_part import vocabulary_part
 
 
 class DeferredHeads(AbstractContextManager[None]):

@@ -28,7 +28,7 @@ from lightning_sp.loss.output_head.chunked_head import (
     summed,
 )
 from lightning_sp.loss.output_head.part_functions import OfAllWords
-from lightning_sp.vocabulary_part import vocabulary_part
+from lightning_sp.weights.vocabulary_part import vocabulary_part
 
 
 class HeadCall:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sp.loss.output_head.chunked_head import Autocast
 from lightning_sp.loss.output_head.part_functions import ArgMax, ChosenWords, LogSumExp, log_softmax_of_part
-from lightning_sp.vocabulary_part import VocabularyPart
+from lightning_sp.weights.vocabulary_part import VocabularyPart
 
 # A function of the logits of some tokens, (..., V) -> (..., V).
 Recorded = Callable[[Tensor], Tensor]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.vocabulary_part import VocabularyPart
+from lightning_sp.weights.vocabulary_part import VocabularyPart
 
 _CROSS_ENTROPY, _NLL_LOSS = F.cross_entropy, F.nll_loss  # during a step they are others
 # From the logits of some tokens, and their rows of other tensors, to something for each of them.

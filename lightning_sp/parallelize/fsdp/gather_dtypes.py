@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_sp.autocast_weight import ROUNDED, AutocastWeight, WeightReads
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
 from lightning_sp.parameter_names import user_name
+from lightning_sp.weights.autocast import ROUNDED, AutocastWeight, WeightReads
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PRODUCTS = {nn.Linear.forward, *(each.forward for each in _CONVOLUTIONS)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
-from lightning_sp.single_numbers import mark_single_number, note_single_number
+from lightning_sp.weights.single_numbers import mark_single_number, note_single_number
 
 Place = tuple[nn.Module, str]
 

@@ -47,7 +47,7 @@ from lightning_sp.parallelize.fsdp.units.vocabulary_units import (
 )
 from lightning_sp.parallelize.fsdp.unused_parameters import complete_gradients, used_parameters
 from lightning_sp.parameter_names import user_name
-from lightning_sp.quantized_weights import quantized_parameters
+from lightning_sp.weights.quantized import quantized_parameters
 
 # The attribute of a module that an earlier Trainer has sharded.
 _LAYOUT = "_lightning_sp_layout"

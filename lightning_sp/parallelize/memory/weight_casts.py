@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sp.autocast_weight import AutocastWeight
+from lightning_sp.weights.autocast import AutocastWeight
 
 _CAST = torch.ops.aten._to_copy.default
 

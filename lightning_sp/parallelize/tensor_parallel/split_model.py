@@ -25,7 +25,7 @@ from lightning_sp.parallelize.tensor_parallel.parameters import check_divides, s
 from lightning_sp.parallelize.tensor_parallel.plan import PACKED, SplitLayer
 from lightning_sp.parallelize.tensor_parallel.vocabulary import split_vocabulary, split_words
 from lightning_sp.parameter_names import shown, user_name
-from lightning_sp.quantized_weights import quantized_parameters
+from lightning_sp.weights.quantized import quantized_parameters
 
 # torch's logger that says, of each mesh once, that to make a tensor of two axes whole takes a message on each. So it is meant.
 _REDISTRIBUTION = "torch.distributed.tensor._redistribute"

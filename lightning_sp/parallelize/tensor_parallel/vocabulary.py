@@ -30,7 +30,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.units.module_calls import is_only_called
 from lightning_sp.parallelize.tensor_parallel.plan import SplitLayers
 from lightning_sp.parameter_names import shown, user_name
-from lightning_sp.vocabulary_part import VocabularyPart, remember_part
+from lightning_sp.weights.vocabulary_part import VocabularyPart, remember_part
 
 _EMBEDDING = F.embedding  # in the global view it is another for a step
 # What may be read of a weight by a table's own forward.

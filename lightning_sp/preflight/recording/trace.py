@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
-from lightning_sp.autocast_weight import numbers_of
 from lightning_sp.preflight.comparison import plain_name
+from lightning_sp.weights.autocast import numbers_of
 
 # One call of ours takes the place of one of torch's: what either calls inside is its own.
 _ATOMIC = ((F, "scaled_dot_product_attention"), (F, "cross_entropy"), (torch_flex, "flex_attention"))

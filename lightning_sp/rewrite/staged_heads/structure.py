@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sp.quantized_weights import is_quantized
 from lightning_sp.rewrite.query_heads import HEAD_NAMES, KV_HEAD_NAMES
+from lightning_sp.weights.quantized import is_quantized
 
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj", "o_proj"), ("query", "key", "value", "output"))
 # What attention to another sequence is given.

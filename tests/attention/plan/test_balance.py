@@ -17,7 +17,7 @@ from lightning_sp.attention.reference import allowed
 from lightning_sp.attention.spec.documents import boundaries_from_lengths
 from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout, positions
-from tests import masks
+from tests.drawn_cases import masks
 
 
 def documents(rows):

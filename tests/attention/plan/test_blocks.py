@@ -14,7 +14,7 @@ from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.attention.spec.documents import boundaries_from_lengths
 from lightning_sp.attention.spec.mask import AttentionMask
 from lightning_sp.layout import SequenceLayout
-from tests import layouts, masks
+from tests.drawn_cases import layouts, masks
 
 
 def visits(plan, rows, opens=True):

@@ -20,7 +20,7 @@ from lightning_sp.attention import (
 from lightning_sp.attention.reference import reference_attention
 from lightning_sp.layout import merge, pad, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
-from tests import masks
+from tests.drawn_cases import masks
 
 _meshes: dict[tuple[int, int], SequenceMesh] = {}
 
@@ -74,7 +74,7 @@ def _learned(*shape):
 
 @dataclass(frozen=True)
 class Case:
-    """What the law is tried on; `mask`: a description for tests/masks.py; `rounded`: a dtype whose numbers the tensors have."""
+    """What the law is tried on; `mask`: a description for tests/drawn_cases/masks.py; `rounded`: a dtype whose numbers the tensors have."""
 
     heads: int
     kv_heads: int

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.instruments.resident import peak_growth
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
-from tests import masks
 from tests.attention.ranks.attention_ranks import Case
+from tests.drawn_cases import masks
 from tests.mask_table import ROWS
 
 LENGTH = 32 * 1024

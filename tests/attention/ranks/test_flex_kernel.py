@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests import masks
 from tests.attention.ranks.attention_ranks import whole
 from tests.attention.ranks.flex_ranks import flex_law
 from tests.attention.ranks.test_law import NAMES
+from tests.drawn_cases import masks
 
 RING, ULYSSES = dict(ulysses=1, ring=2), dict(ulysses=2, ring=1)
 # What learns (a bias, slopes) has its gradient by the tiled kernel, from an out and lse of FlexAttention's.

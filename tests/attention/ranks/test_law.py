@@ -12,9 +12,9 @@ from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 from lightning_sp.attention.plan.balance import balance
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests import layouts, masks
 from tests.attention.ranks.attention_ranks import BIASES, SCORE_MODS, law_case, whole
-from tests.covering import covering
+from tests.drawn_cases import layouts, masks
+from tests.drawn_cases.covering import covering
 
 NAMES = ("out", "dq", "dk", "dv", "of what learns", "of what learns next", "of what learns third")
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 2)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import RankPool
-from tests import masks
 from tests.attention.ranks.memory_ranks import LENGTH, peak_bytes
+from tests.drawn_cases import masks
 from tests.mask_table import ROWS
 
 # q, k, v, out and five gradients and copies of 2 MiB each, tiles of 512 x 512 scores in float32 and int64. One S x S

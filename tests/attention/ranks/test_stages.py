@@ -11,10 +11,10 @@ from benchmarks.instruments.traffic import ring_sent_units, ulysses_sent_element
 from lightning_sp.attention.schemes.head_split import HeadSplit
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.testing import RankPool
-from tests import masks
 from tests.attention.ranks.operator_ranks import after_a_failing_stage, exchanges_in_flight, settled_peak_bytes, traffic
 from tests.attention.ranks.test_law import DEGREES, LEARNED, METHODS, SCORES, TRANSPORTS, hold_the_law, stretched
-from tests.covering import covering
+from tests.drawn_cases import masks
+from tests.drawn_cases.covering import covering
 
 LENGTH, DIM = 64, 8
 # Query and key-value heads. In stages of one head: of 8/2 a key-value head serves several stages; of 12/6 in halves

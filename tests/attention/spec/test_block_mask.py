@@ -10,7 +10,7 @@ from lightning_sp.attention import AttentionMask
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.score_mod import MaskMod
 from lightning_sp.errors import SequenceParallelError
-from tests import masks
+from tests.drawn_cases import masks
 
 
 def by_head(row, head, query, key):

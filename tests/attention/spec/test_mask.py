@@ -17,7 +17,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
-from tests import masks
+from tests.drawn_cases import masks
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from tests.attention.ranks.attention_ranks import sharded
 from tests.attention.ranks.operator_ranks import local_inputs, local_results
-from tests.worlds import make_next_world
+from tests.instruments.worlds import make_next_world
 
 CLONE_NEWUTS = 0x04000000  # sched.h
 

@@ -20,7 +20,7 @@ from lightning_sp.testing import RankPool, assert_sharded_equals_unsharded, run_
 from tests.attention.ranks.attention_ranks import whole
 from tests.attention.ranks.operator_ranks import local_results, traffic
 from tests.comm.cpu import shared_memory_ranks as ranks
-from tests.covering import covering
+from tests.drawn_cases.covering import covering
 
 DEGREES = pytest.mark.parametrize("degrees", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

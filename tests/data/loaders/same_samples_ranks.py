@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.same_samples import same_samples
-from tests.told import told
+from tests.instruments.told import told
 
 
 def read(sizes: list[int], batch_sizes: list[int], seeds: list[int], shuffle: list[bool]) -> Any:

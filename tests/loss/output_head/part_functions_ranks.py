@@ -16,8 +16,8 @@ from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
 from lightning_sp.loss.output_head.head_call import HeadCall
 from lightning_sp.loss.reduction import losses_of_tokens, sum_and_count
 from lightning_sp.testing import max_error
-from lightning_sp.vocabulary_part import VocabularyPart, remember_part
-from tests.live_storages import LiveStorages
+from lightning_sp.weights.vocabulary_part import VocabularyPart, remember_part
+from tests.instruments.live_storages import LiveStorages
 from tests.loss.output_head import test_deferred_logits, test_written_logits
 from tests.loss.output_head.test_chunked_head import CLASSES, OPTIONS, TARGETS, VOCAB, head_and_hidden, targets
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_sp.autocast_weight import AutocastWeight, WeightReads
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, measured_step, refuses_measuring
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.memory.memory_prediction import StepBytes
+from lightning_sp.weights.autocast import AutocastWeight, WeightReads
 
 WIDTH = 32
 WEIGHT = WIDTH * WIDTH * 2  # bytes of a square one in bfloat16

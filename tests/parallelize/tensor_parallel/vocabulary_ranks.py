@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp.parallelize import transformer_blocks
 from lightning_sp.parallelize.memory.model_bytes import model_bytes
-from tests.live_storages import LiveStorages
+from tests.instruments.live_storages import LiveStorages
 from tests.parallelize.tensor_parallel.tensor_parallel_ranks import WORDS, HuggingFace, small_llama
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.testing import trainer_of_ranks
 from tests.flows.tiny import Tuned, llama, rows
-from tests.told import told
+from tests.instruments.told import told
 
 
 class Random(Tuned):

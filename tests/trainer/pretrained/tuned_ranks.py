@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from lightning_sp.quantized_weights import is_quantized
+from lightning_sp.weights.quantized import is_quantized
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.pretrained.pretrained_ranks import Told, hugging_face_config
 from tests.trainer.tiny import BothWays, Plain, TokenDataset, _full

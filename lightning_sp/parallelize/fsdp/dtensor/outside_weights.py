@@ -30,7 +30,7 @@ from lightning_sp.parallelize.fsdp.dtensor.outside_gradients import (
     SumOfTerms,
     sharded_tensor,
 )
-from lightning_sp.single_numbers import in_own_shape, is_single_number
+from lightning_sp.weights.single_numbers import in_own_shape, is_single_number
 
 _TORCHS_OWN = torch._C._disabled_torch_function_impl
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups, shares_parameters
 from lightning_sp.parallelize.fsdp.units.module_calls import is_only_called
-from lightning_sp.quantized_weights import is_quantized
+from lightning_sp.weights.quantized import is_quantized
 
 
 def vocabulary_layers(root: nn.Module, model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

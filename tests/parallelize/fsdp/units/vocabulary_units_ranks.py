@@ -19,7 +19,7 @@ from lightning_sp.parallelize import make_fsdp_root, run_with_whole_parameters, 
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.fsdp.units.vocabulary_units import vocabulary_layers
 from lightning_sp.testing import max_error
-from tests.live_storages import LiveStorages
+from tests.instruments.live_storages import LiveStorages
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
 
 VOCAB, DIM = 97, 8

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sp.single_numbers import in_own_shape, mark_single_numbers
 from lightning_sp.testing import trainer_of_ranks
+from lightning_sp.weights.single_numbers import in_own_shape, mark_single_numbers
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_gpt
 
 

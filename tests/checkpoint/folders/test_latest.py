@@ -13,7 +13,7 @@ import torch
 from lightning_sp import SequenceParallelError
 from lightning_sp.checkpoint import latest_checkpoint
 from lightning_sp.checkpoint.folders.folder import MANIFEST, partial_path
-from tests.checkpoint.test_replace import save, value
+from tests.checkpoint.folders.test_replace import save, value
 
 USAGE = namedtuple("USAGE", "total used free")
 

@@ -6,7 +6,7 @@ from tests.faults.fault import fault
 
 BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
-FROZEN = "tests/checkpoint/test_frozen.py"
+FROZEN = "tests/checkpoint/contents/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
 BUFFERS = "tests/step/agreement/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
 WRITES = "tests/step/agreement/test_agreed_writes.py"
@@ -444,21 +444,21 @@ USERS = (
         "checkpoint/folders/metadata.py",
         "        if (module, name) in _KNOWN:\n",
         "        if module:\n",
-        "tests/checkpoint/test_hostile.py::test_what_a_pickle_calls_is_not_called[.metadata]",
+        "tests/checkpoint/folders/test_hostile.py::test_what_a_pickle_calls_is_not_called[.metadata]",
     ),
     fault(
         "tensors read from files that no manifest lists",
         "checkpoint/folders/metadata.py",
         "if info.relative_path not in files or",
         "if",
-        "tests/checkpoint/test_hostile.py::test_tensors_elsewhere_are_not_opened[/etc/hostname]",
+        "tests/checkpoint/folders/test_hostile.py::test_tensors_elsewhere_are_not_opened[/etc/hostname]",
     ),
     fault(
         "the older of two whole checkpoints given its name again",
         "checkpoint/folders/replace.py",
         "    for remnant in (partial_path(path), replaced_path(path)):\n",
         "    for remnant in (replaced_path(path), partial_path(path)):\n",
-        "tests/checkpoint/test_replace.py::test_a_stop_between_two_renames_is_mended[older renamed]",
+        "tests/checkpoint/folders/test_replace.py::test_a_stop_between_two_renames_is_mended[older renamed]",
     ),
     fault(
         "an MLP over other tokens in tiles",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError
 from lightning_sp.checkpoint import latest_checkpoint, read_checkpoint_folder
 from lightning_sp.testing import max_error
-from tests.checkpoint import store
+from tests.checkpoint.folders import store
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
 __all__ = ["refused", "resumed", "store"]

@@ -17,9 +17,9 @@ from lightning_sp.checkpoint import latest_checkpoint, read_checkpoint_folder, r
 from lightning_sp.checkpoint import save as saving
 from lightning_sp.checkpoint.folders.address import Address
 from lightning_sp.checkpoint.folders.folder import MANIFEST, META, METADATA, local_path
-from tests.checkpoint import address_ranks as ranks
-from tests.checkpoint.test_expired import HOUR
-from tests.checkpoint.test_replace import save as save_at_path
+from tests.checkpoint.folders import address_ranks as ranks
+from tests.checkpoint.folders.test_expired import HOUR
+from tests.checkpoint.folders.test_replace import save as save_at_path
 
 MEMORY = fsspec.filesystem("memory")
 

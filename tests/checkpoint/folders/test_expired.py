@@ -10,8 +10,8 @@ import pytest
 
 from lightning_sp.checkpoint import remove_expired
 from lightning_sp.checkpoint.folders.folder import MANIFEST, partial_path, replaced_path
-from tests.checkpoint.test_latest import aged
-from tests.checkpoint.test_replace import save
+from tests.checkpoint.folders.test_latest import aged
+from tests.checkpoint.folders.test_replace import save
 
 HOUR = timedelta(hours=1)
 

@@ -11,8 +11,8 @@ from lightning.pytorch import callbacks
 
 from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.testing import max_error
-from tests.checkpoint import frozen_ranks as ranks
-from tests.checkpoint.frozen_ranks import LEAVES_OUT
+from tests.checkpoint.contents import frozen_ranks as ranks
+from tests.checkpoint.contents.frozen_ranks import LEAVES_OUT
 
 ADAPTER = {"model.adapter.0.weight", "model.adapter.1.weight"}
 ULYSSES, RING, GROUPS = dict(ulysses_size=2), dict(ring_size=2), dict(data_parallel_size=2)

@@ -135,7 +135,7 @@ MEMORY = (
     ),
     fault(
         "rounded numbers read as those of float32",
-        "autocast_weight.py",
+        "weights/autocast.py",
         "if self.numbers.dtype != self.dtype:",
         "if False:",
         f"{GATHERS}::test_a_weight_that_is_read_later_is_refused_by_name",
@@ -279,7 +279,7 @@ MEMORY = (
         "parallelize/fsdp/parameters_without_dim.py",
         "torch.Size(()), ()",
         "torch.Size((1,)), (1,)",
-        "tests/checkpoint/test_single_numbers.py::test_a_folder_resumes_on_other_degrees_and_is_exported_in_its_own_shapes",
+        "tests/checkpoint/contents/test_single_numbers.py::test_a_folder_resumes_on_other_degrees_and_is_exported_in_its_own_shapes",
     ),
     fault(
         "a single number that is read outside of its module with a dim",

@@ -51,7 +51,7 @@ TENSOR_PARALLEL = (
     ),
     fault(
         "gradients of a split head's input in part",
-        "vocabulary_part.py",
+        "weights/vocabulary_part.py",
         "        return comm.copy_to_ranks(whole, self.group)\n",
         "        return whole\n",
         f"{TESTS}/test_law.py::test_tables_and_heads_of_which_each_rank_has_its_words[words-layout0]",

@@ -10,7 +10,7 @@ import torch
 
 from lightning_sp import export_checkpoint
 from lightning_sp.testing import assert_sharded_equals_unsharded
-from tests.checkpoint import single_number_ranks as ranks
+from tests.checkpoint.contents import single_number_ranks as ranks
 
 RING, GROUPS = dict(ring_size=2), dict(data_parallel_size=2)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sp.checkpoint.contents.tensor_digest import Part, combined, tensor_digest
-from tests.checkpoint import digest_ranks as ranks
+from tests.checkpoint.contents import digest_ranks as ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
 

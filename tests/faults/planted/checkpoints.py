@@ -7,7 +7,7 @@ from tests.faults.fault import fault
 TOLD = "tests/trainer/test_sigterm.py::test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not"
 STANDS = "tests/trainer/test_sigterm.py::test_what_a_run_ended_with_goes_when_another_stands_for_it"
 BACKGROUND = "tests/checkpoint/test_background.py"
-EXPIRED = "tests/checkpoint/test_expired.py"
+EXPIRED = "tests/checkpoint/folders/test_expired.py"
 PREEMPTION = "tests/trainer/processes/test_preemption.py"
 
 CHECKPOINTS = (
@@ -66,14 +66,14 @@ CHECKPOINTS = (
         "checkpoint/save.py",
         "SAVE + str(comm.gather_objects(uuid.uuid4().hex[:12], group)[0])",
         'SAVE + "one"',
-        "tests/checkpoint/test_addresses.py::test_the_name_is_of_a_whole_one_at_every_moment[dcp_save]",
+        "tests/checkpoint/folders/test_addresses.py::test_the_name_is_of_a_whole_one_at_every_moment[dcp_save]",
     ),
     fault(
         "a store's late error that takes the newer checkpoint with it",
         "checkpoint/save.py",
         "                if not (address / MANIFEST).is_file() or save not in (address / MANIFEST).read_text():\n                    staging",
         "                staging",
-        "tests/checkpoint/test_addresses.py::test_an_error_of_the_store_after_the_switch_leaves_the_newer_one",
+        "tests/checkpoint/folders/test_addresses.py::test_an_error_of_the_store_after_the_switch_leaves_the_newer_one",
     ),
     fault(
         "an error of a checkpoint that nobody hears of",
@@ -87,13 +87,13 @@ CHECKPOINTS = (
         "checkpoint/save.py",
         "        plain[SINGLE_NUMBERS] = single\n",
         "        pass\n",
-        "tests/checkpoint/test_single_numbers.py::test_a_folder_resumes_on_other_degrees_and_is_exported_in_its_own_shapes",
+        "tests/checkpoint/contents/test_single_numbers.py::test_a_folder_resumes_on_other_degrees_and_is_exported_in_its_own_shapes",
     ),
     fault(
         "plain Lightning's state of a single number, which each rank takes whole",
         "checkpoint/contents/state.py",
         "        value = value.reshape(1)\n",
         "        pass\n",
-        "tests/checkpoint/test_single_numbers.py::test_a_file_resumes_under_plain_lightning_and_plain_lightnings_here",
+        "tests/checkpoint/contents/test_single_numbers.py::test_a_file_resumes_under_plain_lightning_and_plain_lightnings_here",
     ),
 )

@@ -1,191 +1,44 @@
-"""The part of the strategy that tries a step before it runs: as it is, and where it is refused so, in the global view."""
+"""The part of the strategy that tries a step before it runs: of training, and of an evaluation."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp import comm
-from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.batches_to_try import BatchesToTry
+from lightning_sp.preflight.carried_steps import CarriedSteps
 from lightning_sp.preflight.earlier_step import say_what_was_not_shown, shown_again, step_in_progress
-from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches, NotComparedError
+from lightning_sp.preflight.evaluation.first_batch import NotComparedError
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
-from lightning_sp.preflight.refusals import explained, first_sentence, is_of_communication, with_lines
-from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.training_numbers import AttributesDifferError
-from lightning_sp.preflight.views import Views
-from lightning_sp.step.batch_starts import BatchStarts
 from lightning_sp.step.counters import Counter, reads_batch_index
 from lightning_sp.step.evaluation import EvaluationProgress
-from lightning_sp.step.isolation import snapshot
-from lightning_sp.step.prepare import interceptions, shard_options
 from lightning_sp.step.schedules import Schedules
 from lightning_sp.trainer import loops
-from lightning_sp.trainer.hooks.batch_hooks import HandedBatch, acts_at_batch_start, of_user
+from lightning_sp.trainer.hooks.batch_hooks import acts_at_batch_start
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.optimizers.manual_optimization import tried_training_step
 
-_Found = TypeVar("_Found")
 
-
-class TriedSteps(BatchStarts, ABC):
-    """What a run learns by trying; the strategy says when, and how a batch is sharded and moved."""
+class TriedSteps(CarriedSteps, ABC):
+    """What a run learns by trying; the strategy says when."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._interceptions = ExitStack()
-        self._shard_options = ShardOptions()
-        self._handed = HandedBatch()
-        self._to_try = BatchesToTry()
-        self._first_evaluations = FirstEvaluationBatches(self.config)
         self._evaluated = EvaluationProgress()
-        self._views = Views()
         self._watched = WatchedNumbers()
-        self._undo_hooks: Callable[[], None] | None = None
-        self._is_handed = True  # whether hooks have had the batch in progress, and what they did stays
-        self._begins = True  # whether that batch begins an optimizer step
-        self._inferred: dict[bool, dict[str, int]] = {}  # by the view
-
-    # ---- what the strategy does with a batch
-
-    @abstractmethod
-    def _sharded(self, batch: Any) -> Any:
-        """Return this rank's part of a batch, on its device."""
-
-    @abstractmethod
-    def _moved(self, local: Any, info: SequenceInfo, *where: Any) -> Any:
-        """Return a part as the step sees it, through Lightning's hooks of a batch."""
-
-    # ---- the view
-
-    def _show(self, *, whole: bool, anew: bool = False) -> None:
-        """Let steps see whole sequences, or this rank's part, from here on; `anew` of batches of which nothing was inferred yet."""
-        if anew:
-            self._inferred.clear()
-        module, context = self._module, self._steps.context
-        self._steps.end()
-        self._interceptions.close()
-        context.show(whole=whole)
-        datamodule = getattr(module.trainer, "datamodule", None)
-        known = shard_options(module, datamodule, self.config, self.root_device, global_view=whole)
-        is_split = self.sequence_parallel_size > 1
-        self._shard_options = replace(known, inferred_dims=self._inferred.get(whole, {}), is_split=is_split)
-        self._interceptions.enter_context(interceptions(context, module, self.config))
-
-    def _carried(self, run: Callable[[], _Found], *, tried_after: bool = True) -> _Found:
-        """Run what refuses a step that cannot be carried; refused, once more in the global view. Every rank must call it.
-
-        Args:
-            run: raises on all ranks together; it leaves no trace then.
-            tried_after: whether the next training batch is to be tried in the new view; it is none that `run` has tried.
-
-        Raises:
-            SequenceParallelError: refused so, too: with both reasons.
-        """
-        kind = self._kind
-        try:
-            return run()
-        except SequenceParallelError as error:
-            if isinstance(error, TrialFailedError) or not getattr(error, "of_part", True):
-                raise  # whole, too
-            if before := self._views.refusal(kind):
-                note = f"The step is in the global view, for its part of the sequence was refused: {first_sentence(before)}"
-                raise with_lines(error, str(error), note) from error
-            if not self._may_try or not comm.all_go_on(lost=is_of_communication(error)):
-                raise
-            refusal = error
-        rank_zero_info(
-            f"sequence_parallel: {kind or 'training'}_step is refused on each rank's part of the sequence: {first_sentence(str(refusal))}. "
-            "It is tried in the global view, which shows the step whole sequences; global_view=False leaves it refused"
-        )
-        if self._undo_hooks is not None:  # before the view changes what it keeps at modules
-            self._undo_hooks()
-            self._undo_hooks, self._is_handed = None, False
-        self._views.use_whole(kind, str(refusal))
-        self._show(whole=True)
-        try:
-            found = run()
-        except SequenceParallelError as error:
-            self._views.give_up(kind)
-            self._show(whole=False)
-            if str(error) == str(refusal):
-                raise
-            refusal = explained(refusal, run)
-            tried = f"The global view was tried (global_view='auto'), and refuses it, too: {error}"
-            raise with_lines(refusal, str(refusal), tried) from error
-        if tried_after:
-            self._to_try.expect_again(self._next_step)
-        return found
-
-    @property
-    def _next_step(self) -> int:
-        """The optimizer step whose first batch can be tried next: gradients that accumulate are whole on each rank, and a trial would add."""
-        trainer = self._module.trainer
-        within = trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization
-        return int(trainer.global_step) + within
-
-    @property
-    def _kind(self) -> str:
-        return loops.evaluated_step(self._module.trainer)
-
-    @property
-    def _may_try(self) -> bool:
-        """Whether the kind of step in progress may be tried in the global view."""
-        split = self.sequence_parallel_size > 1
-        return split and self.config.tries_global_view and self._views.may_try(self._kind)
-
-    def _show_as_known(self) -> None:
-        """Have the view of the kind of step whose batch comes next."""
-        self._undo_hooks = None  # of the batch before
-        whole = self._views.sees_whole(self._kind)
-        if whole != self.sees_whole_sequences:
-            self._show(whole=whole)
-
-    def _before_hooks(self) -> None:
-        """Remember what hooks of a batch may change, where the batch may be handed to them again."""
-        due = self._to_try.is_offered or self._first_evaluations.is_due
-        self._undo_hooks, self._is_handed = None, True
-        if due and self._may_try:
-            module = self._module
-            streams, restore = random_state(), snapshot(module, of_user(module.trainer), hooks=False)
-
-            def undo() -> None:
-                hook_name = module._current_fx_name  # Lightning's, of the hook in progress
-                restore()
-                module._current_fx_name = hook_name
-                restore_random_state(streams)
-
-            self._undo_hooks = undo
-
-    def _hand_again(self, whole: Any, handed: Any, hook: str | None, indices: tuple[int, ...]) -> None:
-        """Give the step in progress its batch in the new view, after its hooks: as if they had not had the other one.
-
-        Args:
-            whole: as the loader gave it.
-            handed: as the step would have seen it.
-            hook: the name of those that have had it; None where what they did stays.
-            indices: that they were given.
-        """
-        shown = self._moved(self._sharded(whole), self._info)
-        self._handed.replace(handed, shown if hook is None else self._handed.after_hooks(self, hook, shown, indices))
-
-    @property
-    def _info(self) -> SequenceInfo:
-        assert self._batch is not None
-        return self._batch
+        self._begins = True  # whether the batch in progress begins an optimizer step
 
     # ---- training
 

@@ -24,7 +24,7 @@ DATA = (
     ),
     fault(
         "a batch refused for names that nothing is split by",
-        "preflight/tried_steps.py",
+        "preflight/carried_steps.py",
         "inferred_dims=self._inferred.get(whole, {}), is_split=is_split)",
         "inferred_dims=self._inferred.get(whole, {}))",
         "tests/trainer/test_data_parallel.py::test_labels_and_entries_of_any_name_are_those_of_one_device",

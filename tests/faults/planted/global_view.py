@@ -220,7 +220,7 @@ GLOBAL_VIEW = (
     ),
     fault(
         "hooks that have a batch twice",
-        "preflight/tried_steps.py",
+        "preflight/carried_steps.py",
         "            self._undo_hooks()\n",
         "",
         f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[mean_pooled-('turns',)]",
@@ -276,7 +276,7 @@ GLOBAL_VIEW = (
     ),
     fault(
         "a batch handed again without what hooks had changed",
-        "preflight/tried_steps.py",
+        "preflight/carried_steps.py",
         "shown if hook is None else self._handed.after_hooks(self, hook, shown, indices)",
         "shown",
         f"{AUTO}::test_what_a_part_refuses_trains_as_on_one_device[mean_pooled-('turns',)]",

@@ -11,7 +11,7 @@ GROUPS = (
         "sequence parallelism dropped at another shard_size",
         (
             Change(
-                "preflight/tried_steps.py",
+                "preflight/carried_steps.py",
                 "interceptions(context, module, self.config)",
                 'interceptions(context, module, self.config, self.config.shard_size == "auto")',
             ),

@@ -457,7 +457,7 @@ PREFLIGHT = (
     ),
     fault(
         "a refusal that gives no cause, for the global view was tried behind it",
-        "preflight/tried_steps.py",
+        "preflight/carried_steps.py",
         "            refusal = explained(refusal, run)\n",
         "",
         "tests/preflight/test_new_operations.py::test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too",

@@ -316,8 +316,9 @@ def attention_calls(
         context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))),
     ):
         try:
-            run()
-        except Exception:  # whatever a model makes of another length: then nothing is known
+            with failing_together(module):
+                run()
+        except Exception:  # whatever a model makes of another length, on any rank: then nothing is known
             return None
     return tuple(calls)
 

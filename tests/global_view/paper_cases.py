@@ -31,10 +31,10 @@ def experts_of_a_capacity(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
 
 @case
 def convolved_features(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
-    """Tokens as channels, mixed by a convolution over features: gMLP's gate, of kernel 1 there."""
+    """Tokens as channels, mixed by a convolution of width 1: gMLP's gate."""
     s = x.shape[1]
-    w = torch.linspace(-1, 1, s * s * 3, dtype=x.dtype).view(s, s, 3)
-    return F.conv1d(x, w[..., :1], x[0, :, 0]), F.conv1d(x, w[:5], padding=1), x * F.conv1d(x, w, padding="same")
+    w = torch.linspace(-1, 1, s * s, dtype=x.dtype).view(s, s, 1)
+    return F.conv1d(x, w, x[0, :, 0]), F.conv1d(x, w[:5]), x * F.conv1d(x, w, padding="same")
 
 
 @case

@@ -98,7 +98,7 @@ def test_other_numbers_on_ranks_of_a_sequence_are_refused(pools: Any):
 
 
 def test_what_may_be_tokens_is_not_run_whole_unasked(pools: Any):
-    series = [(torch.zeros(1, 4), torch.zeros(1)) for _ in range(4)]
+    series = [(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1)) for _ in range(4)]
     for answer in pools(2).run(ranks.trained, dict(ring_size=2), 4, {}, series):
         assert "no sequence dimension: it holds 0: (4, 1, 4), 1: (4, 1)" in answer["error"]
         assert "sequence_dims={} if none of them is a sequence" in answer["error"]

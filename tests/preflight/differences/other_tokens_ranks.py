@@ -138,12 +138,11 @@ class OneFails(Plain):
         return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
-def one_fails(world: int) -> str:
+def one_fails(world: int, global_view: Any) -> str:
     module = OneFails()
     try:
-        quiet_trainer(world, strategy={"global_view": "auto"}, max_steps=1).fit(
-            module, DataLoader(rows_of(9, 96), batch_size=2)
-        )  # type: ignore[arg-type]
+        trainer = quiet_trainer(world, strategy={"global_view": global_view}, max_steps=1)
+        trainer.fit(module, DataLoader(rows_of(9, 96), batch_size=2))  # type: ignore[arg-type]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

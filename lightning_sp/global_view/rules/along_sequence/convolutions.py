@@ -1,7 +1,7 @@
 """Convolutions: over the sequence the sum over the kernel's places of tokens that are moved by them, each times its weight.
 
-Other dims of an image are convolved as they are. Where the sequence numbers the images all is local. Where it numbers the channels, as in a
-gate over tokens, each rank convolves its own, and the sum over the ranks is whole on each.
+Other dims of an image are convolved as they are. Where the sequence numbers the images all is local. Where it numbers the channels that a
+kernel of width 1 mixes, as in a gate over tokens, each rank convolves its own, and the sum over the ranks is whole on each.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def convolution(call: Call) -> Any:
 
 
 def _of_channels(call: Call, x: SequenceTensor, weight: Tensor, bias: Any) -> Any:
-    """Convolve where tokens are the channels that are mixed. Shapes: (B, L, ...), (C, L, ...) -> (B, C, ...) whole.
+    """Convolve by a kernel of width 1 where tokens are the channels that are mixed. Shapes: (B, L, ...), (C, L, ...) -> (B, C, ...) whole.
 
     Communicates: one all_reduce of the result, one of its cotangent.
     """
     own = x.placement
-    if weight.shape[1] != own.shown:
-        return NO_RULE  # in groups
+    # In groups; or wider, as of sounds (rows, channels, times), whose sequence is another dim.
+    if weight.shape[1] != own.shown or max(weight.shape[2:]) > 1:
+        return NO_RULE
     own.storage.note_reduction()
     options = {name: call.argument(i, name) for i, name in enumerate(_NAMES) if i > 2}
     given = {name: value for name, value in options.items() if value is not None}

@@ -98,6 +98,7 @@ from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
 from lightning_sp.rewrite.rebind import BoundNames
 from lightning_sp.rewrite.synced_batch_norm import SyncedBatchNorm
 from lightning_sp.step.inner_gradients import inner_gradients
+from lightning_sp.trainer.features import syncs_batch_norm
 
 
 def lay_out_model(
@@ -306,7 +307,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
         WholeGeneration(context, module),
     ]
-    if getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "_layer_sync", None) is not None:
+    if syncs_batch_norm(module):
         entered.append(SyncedBatchNorm(context, names))
     # A model that sees whole sequences needs no other attention, mask or position than its own.
     entered += (

@@ -76,6 +76,12 @@ def given_checkpoint_io(strategy: Any) -> Any:
     return None if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO) else strategy._checkpoint_io
 
 
+def syncs_batch_norm(module: Any) -> bool:
+    """Return whether a module's Trainer was given `sync_batchnorm=True`, or its plugin."""
+    trainer = getattr(module, "_trainer", None)
+    return trainer is not None and getattr(trainer.strategy, "_layer_sync", None) is not None
+
+
 def _check_plugins(trainer: Trainer, config: StrategyConfig) -> None:
     strategy: Any = trainer.strategy
     io, layer_sync = given_checkpoint_io(strategy), getattr(strategy, "_layer_sync", None)

@@ -151,7 +151,8 @@ def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
     maxima = [each for each in leaves if isinstance(each, score_rows.Maxima)]
     given = [each for each in leaves if isinstance(each, Scores)]
     number = max((made_scores.num_scores(each) for each in (*given, *(each.scores for each in maxima))), default=0)
-    if not (given or maxima) or writes(call.function) or any(each.is_old for each in given):
+    is_written = writes(call.function) and isinstance(call.args[0], Scores | score_rows.Maxima)
+    if not (given or maxima) or is_written or any(each.is_old for each in given):
         raise error
     if number > MOST_NUMBERS:
         raise SequenceParallelError(

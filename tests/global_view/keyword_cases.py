@@ -90,3 +90,17 @@ def whole_as_a_sequence_is(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
     """NEFTune's noise and the like: what is whole takes shape and dtype of a tensor of the sequence."""
     noise = torch.linspace(-1.0, 1.0, x.numel(), dtype=torch.float32)
     return x + noise.view_as(x).type_as(x), x * noise.to(x).reshape_as(x), x + torch.ones(E).to(x).expand_as(x)
+
+
+@case
+def ids_seen_before(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
+    """Unlikelihood (https://arxiv.org/abs/1908.04319): each token has a row of ids that came before it."""
+    b, s, _ = x.shape
+    p = F.pad(x, (0, V - E)).softmax(-1)
+    before = torch.tril(ids.unsqueeze(1).expand(-1, s, -1), -1)
+    hidden = torch.zeros_like(p).scatter_(2, before, 1.0)
+    attended = (x @ x.transpose(1, 2)).softmax(-1)  # copied into the vocabulary: https://arxiv.org/abs/1704.04368
+    copied = torch.zeros(b, s, V, dtype=x.dtype).scatter_add(2, ids.unsqueeze(1).expand(-1, s, -1), attended)
+    into = torch.zeros(b, s, V, dtype=x.dtype)
+    into.scatter_add_(2, ids.unsqueeze(1).repeat(1, s, 1), attended)
+    return torch.log(torch.clamp(1 - p, min=1e-5)) * hidden, copied, into * p

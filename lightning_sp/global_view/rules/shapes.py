@@ -241,11 +241,8 @@ def broadcast_tensors(call: Call) -> Any:
 def repeat(call: Call) -> Any:
     """Repeat whole tensors, not along the sequence."""
     x, *times = call.args
-    given = list(
-        times[0]
-        if times and not isinstance(times[0], int)
-        else times or call.kwargs.get("repeats", call.kwargs.get("dims"))
-    )
+    named_times: Any = call.kwargs.get("repeats", call.kwargs.get("dims", ()))
+    given = list(times[0] if times and not isinstance(times[0], int) else times or named_times)
     own = x.placement
     given = [1] * (x.dim() - len(given)) + given  # `tile` may name the last dims alone
     dim = own.dim + len(given) - x.dim()

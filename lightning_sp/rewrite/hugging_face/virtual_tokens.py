@@ -49,8 +49,8 @@ def why_no_virtual_tokens(module: nn.Module) -> str:
             )
         if not any(base.__name__ == _MODEL for base in type(model).__mro__):
             return (
-                f"{said} in a {own_class(model).__name__}: where they stand in the sequence that its head reads is known for {_MODEL} alone; use "
-                'the global view, task_type="CAUSAL_LM", or LoRA, DoRA or IA3'
+                f"{said} in a {own_class(model).__name__}: where they stand in the sequence that its head reads is known for {_MODEL} alone; "
+                'use the global view, task_type="CAUSAL_LM", or LoRA, DoRA or IA3'
             )
         if found:
             return (

@@ -29,6 +29,7 @@ from lightning_sp.global_view.call import (
     writes,
 )
 from lightning_sp.global_view.copied_views import address_of, memory_of
+from lightning_sp.global_view.keyword_arguments import by_position
 from lightning_sp.global_view.rules import composed, losses, pointwise, products, properties, shapes
 from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
@@ -108,13 +109,7 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     Raises:
         SequenceParallelError: no rule knows it with these arguments, and a tensor is too large to be made whole for it.
     """
-    first = (
-        None if args or "condition" in kwargs else next((each for each in ("input", "tensors") if each in kwargs), None)
-    )
-    if first is not None:
-        args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
-    if "keepdims" in kwargs:  # numpy's name
-        kwargs = {("keepdim" if name == "keepdims" else name): value for name, value in kwargs.items()}
+    args, kwargs = by_position(function, args, kwargs)
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         _check_transformed(call)
@@ -152,15 +147,19 @@ def _transformed(call: Call) -> SequenceParallelError:
 
 def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
     """Do with scores that are made what a function does; raise the error where they are too many, or are written into."""
-    given = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Scores)]
-    number = max((made_scores.num_scores(each) for each in given), default=0)
-    if not given or writes(call.function) or any(each.is_old for each in given):
+    leaves = tree_leaves((call.args, call.kwargs))
+    maxima = [each for each in leaves if isinstance(each, score_rows.Maxima)]
+    given = [each for each in leaves if isinstance(each, Scores)]
+    number = max((made_scores.num_scores(each) for each in (*given, *(each.scores for each in maxima))), default=0)
+    is_written = writes(call.function) and isinstance(call.args[0], Scores | score_rows.Maxima)
+    if not (given or maxima) or is_written or any(each.is_old for each in given):
         raise error
     if number > MOST_NUMBERS:
         raise SequenceParallelError(
             f"{error}; for anything else the scores are made, of up to {MOST_NUMBERS} numbers on a rank: here {number}"
         ) from error
-    made = {id(each): made_scores.made(each) for each in given}
+    made: dict[int, Tensor] = {id(each): made_scores.made(each) for each in given}
+    made |= {id(each): made_scores.maxima_of(made_scores.made(each.scores), each.taken) for each in maxima}
     return call.changed(lambda each: made.get(id(each), each))
 
 

@@ -10,7 +10,7 @@ from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import (
 from lightning_sp.rewrite.hugging_face.interface import HuggingFaceRewrite
 from lightning_sp.rewrite.hugging_face.media.placement import placeholder_ids
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models, why_unreachable
-from lightning_sp.rewrite.hugging_face.virtual_tokens import check_virtual_tokens, num_virtual_tokens
+from lightning_sp.rewrite.hugging_face.virtual_tokens import num_virtual_tokens, why_no_virtual_tokens
 from lightning_sp.rewrite.row_dropout import RowDropoutInterception
 from lightning_sp.rewrite.sdpa import SdpaInterception
 from lightning_sp.rewrite.staged_heads import StagedHeads
@@ -23,7 +23,6 @@ __all__ = [
     "SdpaInterception",
     "StagedHeads",
     "WholeAttention",
-    "check_virtual_tokens",
     "decoder_inputs",
     "hidden_decoder_token",
     "hugging_face_models",
@@ -31,5 +30,6 @@ __all__ = [
     "placeholder_ids",
     "row_end",
     "source_of_decoder_inputs",
+    "why_no_virtual_tokens",
     "why_unreachable",
 ]

@@ -26,7 +26,6 @@ from lightning_sp.parallelize import (
     check_unsharded,
     parameter_layout,
 )
-from lightning_sp.rewrite import check_virtual_tokens
 from lightning_sp.step.rank_heads import heads_of_rank
 
 
@@ -77,8 +76,6 @@ def attention_mesh(
         check_parameters(module)
     size = int(base["sequence_parallel"].size())
     check_float8_layers(module, size)
-    if size > 1:
-        check_virtual_tokens(module)
     heads, kv_heads = heads_of_rank(module, config, size, device)
     placement = None if heads is None or size == 1 else _placement(base, heads, kv_heads, ranks_per_node)
     ulysses, ring = resolve_split(config, size, heads, placement)

@@ -92,6 +92,7 @@ from lightning_sp.rewrite import (
     placeholder_ids,
     row_end,
     source_of_decoder_inputs,
+    why_no_virtual_tokens,
     why_unreachable,
 )
 from lightning_sp.rewrite.hugging_face.generation import WholeGeneration
@@ -271,7 +272,7 @@ def shard_options(
     return ShardOptions(
         sequence_dims=dict(config.sequence_dims or {}),
         none_declared=config.sequence_dims == {},
-        unreachable=next(filter(None, map(why_unreachable, models)), ""),
+        unreachable=next(filter(None, map(why_unreachable, models)), "") or why_no_virtual_tokens(module),
         labels_shifted=shifted,
         model_shifts_labels=bool(models) and of_labels is None,
         packed_documents=packed,

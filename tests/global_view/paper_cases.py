@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.global_view import keyword_cases  # noqa: F401
 from tests.global_view.user_cases import case
 from tests.global_view.whole import E
 from tests.global_view.written_cases import WRITTEN_CASES

@@ -29,7 +29,7 @@ NUM_SAMPLES, NUM_FRAMES = 6400, 64
 # Whisper's are (features, frames), all others' are (frames, features).
 FRAMES_DIM = {"whisper": 2}
 # Whose own loss asks for the mask of the sounds.
-SOUNDS_WITH_MASK = ("parakeet_ctc", "lasr_ctc")
+SOUNDS_WITH_MASK = ("granite_speech5_ctc", "lasr_ctc", "parakeet_ctc")
 
 
 @dataclass(frozen=True, kw_only=True)

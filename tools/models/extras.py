@@ -152,6 +152,10 @@ def _frames_for_tokens(batch: Batch, draw: Draw) -> Batch:
     return {**batch, "input_features": draw.normal(128, 8 * draw.num_tokens)}
 
 
+def _stacked_frames(batch: Batch, draw: Draw) -> Batch:
+    return {**batch, "input_features": draw.normal(64, 320)}
+
+
 def _embedded_frames(batch: Batch, draw: Draw) -> Batch:
     return {**_without(batch, "input_ids"), "input_features": draw.normal(64, 64)}
 
@@ -173,6 +177,7 @@ EXTRAS: dict[str, Callable[[Batch, Draw], Batch]] = {
     "bros": _parts_of_boxes,
     "dia": _speech_of_codes,
     "git": _picture,
+    "granite_speech5_ctc": _stacked_frames,
     "idefics": _pictures_with_mask,
     "imagegpt": _pixels_as_tokens,
     "kosmos-2": _placed_picture,

@@ -87,6 +87,11 @@ _GEMMA4_VISION = {
 }  # fmt: skip
 # Heads of eight numbers, and windows that are smaller than the picture.
 _SWIN = {"embed_dim": 24, "depths": [2, 2, 2], "num_heads": [3, 6, 12], "window_size": 2}
+# A budget of fewer tokens than a batch has.
+_INDEXER = {
+    "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": HEADS, "indexer_kv_heads": KEY_VALUE_HEADS,
+    "indexer_head_dim": HEAD_DIM,
+}  # fmt: skip
 # What one type needs beside the rules, by the path of the field.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bit": {"num_groups": 8},
@@ -130,7 +135,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config.sliding_window": 8},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "ffn_config.ffn_hidden_size": 96},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"], "text_config.num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note_text": {"per_layer_config": None},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 5},
@@ -155,6 +162,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "perceiver": {"max_position_embeddings": 30},
     "paddleocr_vl": {"text_config.rope_parameters": _THREE_AXES},
     "qwen2_5_vl": {"text_config.rope_parameters": _THREE_AXES, "vision_config.window_size": 32},
+    "qwen4_exp": {f"text_config.{name}": value for name, value in _INDEXER.items()},
+    "qwen4_exp_text": _INDEXER,
     "qwen2_vl": {"text_config.rope_parameters": _THREE_AXES},
     "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_THREE_AXES, "mrope_section": [3, 3, 2]}},
     "hunyuan_vl": {"text_config.head_dim": HEAD_DIM, "text_config.rope_parameters": _THREE_AXES},

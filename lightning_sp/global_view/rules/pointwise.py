@@ -238,12 +238,35 @@ def along(call: Call) -> Any:
 
 
 def gather(call: Call) -> Any:
-    """Do a gather or a scatter along another dim than the sequence, whose index is of the sequence too."""
+    """Do a gather or a scatter along another dim than the sequence, whose index is of the sequence too.
+
+    What is split along the dim that is gathered or scattered along (a row of ids for each token, (B, S, S)) is split by the others' first.
+    """
     x, dim = call.args[0], call.argument(2 if call.name == "take_along_dim" else 1, "dim")
-    if not is_sequence(x) or not isinstance(dim, int) or dim % x.dim() == x.placement.dim:
+    if not isinstance(dim, int) or (is_sequence(x) and dim % x.dim() == x.placement.dim):
         return NO_RULE
-    found = aligned(call)
-    return NO_RULE if found is NO_RULE else placed(found[0].on_locals(), found[1])
+    dim %= x.dim()
+    rows = {each.placement.dim for each in call.tensors if each.dim() == x.dim()} - {dim}
+    if len(rows) != 1 or (not is_sequence(x) and "gather" in call.name):
+        return NO_RULE
+    other = {
+        id(each): along_dim(each, min(rows))
+        for each in call.tensors
+        if each.placement.dim == dim and each.dim() == x.dim()
+    }
+    if None in other.values():
+        return NO_RULE
+    args = tuple(other.get(id(each), each) for each in call.args)
+    found = aligned(
+        replace(call, args=args, kwargs={name: other.get(id(each), each) for name, each in call.kwargs.items()})
+    )
+    if found is NO_RULE:
+        return NO_RULE
+    if is_sequence(x) or not writes(call.function):
+        return placed(found[0].on_locals(), found[1])
+    part, *others = found[0].args  # of a whole tensor
+    written = replace(found[0], args=(part.clone(), *others)).on_locals()
+    return x.copy_(placed(written, found[1]).whole())
 
 
 def normalized(call: Call) -> Any:

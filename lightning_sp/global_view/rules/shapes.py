@@ -131,8 +131,11 @@ def view(call: Call) -> Any:
 
 
 def view_as(call: Call) -> Any:
-    """View or reshape as another tensor is."""
-    return viewed(call.args[0], call.args[1].shape) if is_sequence(call.args[0]) else NO_RULE
+    """View or reshape as another tensor is; what is whole stays whole."""
+    x, other = call.args
+    if not is_sequence(x):
+        return x.view(other.shape) if call.name == "view_as" else x.reshape(other.shape)
+    return viewed(x, other.shape)
 
 
 def flatten(call: Call) -> Any:
@@ -238,7 +241,8 @@ def broadcast_tensors(call: Call) -> Any:
 def repeat(call: Call) -> Any:
     """Repeat whole tensors, not along the sequence."""
     x, *times = call.args
-    given = list(times[0] if times and not isinstance(times[0], int) else times or call.kwargs["repeats"])
+    named_times: Any = call.kwargs.get("repeats", call.kwargs.get("dims", ()))
+    given = list(times[0] if times and not isinstance(times[0], int) else times or named_times)
     own = x.placement
     given = [1] * (x.dim() - len(given)) + given  # `tile` may name the last dims alone
     dim = own.dim + len(given) - x.dim()

@@ -22,6 +22,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import user_name
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
+from lightning_sp.rewrite.hugging_face.models import own_class
 
 _KINDS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")
 _MODEL = "PeftModelForCausalLM"
@@ -32,31 +33,32 @@ def num_virtual_tokens(module: nn.Module) -> int:
     return sum(int(config.num_virtual_tokens) for _, _, config in _with_virtual_tokens(module))
 
 
-def check_virtual_tokens(module: nn.Module) -> None:
-    """Refuse virtual tokens that have no place in a split sequence. Equal on all ranks.
+def why_no_virtual_tokens(module: nn.Module) -> str:
+    """Return why a module's virtual tokens have no place in a part of a sequence, "" where they have. Equal on all ranks.
 
-    Raises:
-        SequenceParallelError: they are of a kind that stands elsewhere, of a model with another loss, or of several models.
+    They are of a kind that stands elsewhere, of a model with another loss, or of several models.
     """
     found = 0
     for name, model, config in _with_virtual_tokens(module):
         kind = getattr(config.peft_type, "value", config.peft_type)
         said = f"{user_name(name) or 'the model'} has PEFT's {type(config).__name__} with {config.num_virtual_tokens} virtual tokens"
         if kind not in _KINDS:
-            raise SequenceParallelError(
+            return (
                 f"{said}, which are keys and values of each layer and no part of the sequence: on shards they would stand before each part; use "
-                "prompt tuning, P-tuning, LoRA, DoRA or IA3, or train without sequence parallelism"
+                "the global view, or prompt tuning, P-tuning, LoRA, DoRA or IA3"
             )
         if not any(base.__name__ == _MODEL for base in type(model).__mro__):
-            raise SequenceParallelError(
-                f"{said} in a {type(model).__name__}: where they stand in the sequence that its head reads is known for {_MODEL} alone; use "
-                'task_type="CAUSAL_LM", or LoRA, DoRA or IA3'
+            return (
+                f"{said} in a {own_class(model).__name__}: where they stand in the sequence that its head reads is known for {_MODEL} alone; "
+                'use the global view, task_type="CAUSAL_LM", or LoRA, DoRA or IA3'
             )
         if found:
-            raise SequenceParallelError(
-                f"{said}, and another model of the module has {found}: the batch has room for those of one model; use LoRA in one of them"
+            return (
+                f"{said}, and another model of the module has {found}: the batch has room for those of one model; use the global view, or LoRA "
+                "in one of them"
             )
         found = int(config.num_virtual_tokens)
+    return ""
 
 
 def place_virtual_tokens(module: nn.Module, context: SequenceContext, undo: ExitStack) -> None:

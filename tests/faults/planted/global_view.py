@@ -15,6 +15,20 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 
 GLOBAL_VIEW = (
     fault(
+        "numpy's axis that no rule looks for",
+        "global_view/keyword_arguments.py",
+        "(NUMPY_NAMES.get(name, name) if name not in names else name)",
+        "name",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "maxima of scores as they are written to later",
+        "global_view/rules/attention/score_rows.py",
+        "Maxima(Scores(x.attention, x.lead, x.dtype), call.name)",
+        "Maxima(x, call.name)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
         "scores that show another dtype than autocast gives",
         "global_view/rules/attention/scores.py",
         "    return _autocast_dtype(torch.matmul, a, b) or torch.promote_types(a.dtype, b.dtype)\n",

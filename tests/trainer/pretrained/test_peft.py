@@ -125,10 +125,17 @@ def test_plain_peft_loads_a_checkpoint_of_adapters_alone(pools, base, tmp_path):
     ],
 )  # fmt: skip
 def test_virtual_tokens_that_stand_elsewhere_are_refused_by_name(pools, base, kind, said):
-    case = dict(kind=kind, place="__init__", folder=base, strategy=RING, world=2)
+    case = dict(kind=kind, place="__init__", folder=base, strategy={**RING, "global_view": False}, world=2)
     for (answer,) in pools(2).run(ranks.runs, [case]):
         assert f"model has PEFT's {said}" in answer["error"], answer
         assert "LoRA" in answer["error"]
+
+
+def test_keys_and_values_before_each_layers_train_in_the_global_view(pools, base):
+    case = dict(kind="prefix", place="__init__", folder=base)
+    (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case)])[0]
+    for (actual,) in pools(2).run(ranks.runs, [dict(strategy=RING, world=2, **case)]):
+        same(actual, expected, case)
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prompt by a network"])

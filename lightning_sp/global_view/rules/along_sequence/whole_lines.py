@@ -212,7 +212,8 @@ def scattered(call: Call) -> Any:
     """Scatter tokens to places of a sequence, or of a whole tensor: each rank has whole lines of all that take part."""
     into, dim, index = (call.argument(i, name) for i, name in enumerate(("input", "dim", "index")))
     source = call.argument(3, "src", call.kwargs.get("value"))
-    if not isinstance(dim, int) or not isinstance(index, Tensor) or {"src", "value", "index"} & set(call.kwargs):
+    rest = {name: value for name, value in call.kwargs.items() if name not in ("dim", "index", "src", "value")}
+    if not isinstance(dim, int) or not isinstance(index, Tensor):
         return NO_RULE
     dim %= into.dim()
     given = [each for each in (into, index, source) if isinstance(each, Tensor) and each.dim()]
@@ -232,7 +233,7 @@ def scattered(call: Call) -> Any:
         return lines.of_whole(each.movedim(dim, -1)) if own is None else own.part
 
     first = part(into).clone() if writes(call.function) else part(into)
-    result = call.function(first, -1, part(index), part(source), *call.args[4:], **call.kwargs)
+    result = call.function(first, -1, part(index), part(source), *call.args[4:], **rest)
     if is_sequence(into):
         split = back(lines.split(result), dim)
         if not writes(call.function):

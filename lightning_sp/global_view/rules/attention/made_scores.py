@@ -45,7 +45,7 @@ def made(x: Scores) -> SequenceTensor:
         sinks = known.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
     if known.is_shifted:  # beside sinks, with them
-        scores = scores - _maxima(scores, known.is_shifted)
+        scores = scores - maxima_of(scores, known.is_shifted)
     if known.is_weights:
         scores = scores.softmax(-1)
     if known.sinks is not None and not known.shows_sinks:
@@ -62,8 +62,8 @@ def made(x: Scores) -> SequenceTensor:
     return SequenceTensor(scores, own.at(len(x.lead)))
 
 
-def _maxima(scores: Tensor, taken: str) -> Tensor:
-    """Return the largest of each query, with the gradient that it was taken with."""
+def maxima_of(scores: Tensor, taken: str) -> Tensor:
+    """Return the largest of each query, with the gradient that it was taken with: by max, amax or none ("detach")."""
     if taken == "max":
         return scores.max(-1, keepdim=True).values
     return (scores.detach() if taken == "detach" else scores).amax(-1, keepdim=True)

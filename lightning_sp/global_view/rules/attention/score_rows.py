@@ -21,7 +21,7 @@ from lightning_sp.global_view.sequence_tensor import GlobalTensor
 
 
 class Maxima(GlobalTensor):
-    """The largest score of each query, of which nothing is computed: scores minus it are as good as scores."""
+    """The largest score of each query, of which nothing is computed: scores minus it are as good as scores. For anything else it is made."""
 
     scores: Scores
     taken: str
@@ -82,7 +82,7 @@ def maxima(call: Call) -> Any:
         return NO_RULE
     if not call.argument(2, "keepdim", False) or x.attention.is_weights:
         return NO_RULE
-    found = Maxima(x, call.name)
+    found = Maxima(Scores(x.attention, x.lead, x.dtype), call.name)  # of what is noted now: scores may be written to
     return found if call.name == "amax" else torch.return_types.max((found, found))
 
 

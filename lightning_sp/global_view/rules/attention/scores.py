@@ -247,8 +247,9 @@ def _lowered(x: Scores, hides: Tensor, number: float) -> Scores:
 
 def at_least(call: Call) -> Any:
     """Raise scores to a number that is lower than any: what a sum with a mask has put below it, where it is the lowest of a dtype."""
-    x = call.args[0]
-    number = _number(call.argument(1, "other", call.kwargs.get("min")))
+    x, other = call.args[0], call.argument(1, "other", call.kwargs.get("min"))
+    x, other = (x, other) if isinstance(x, Scores) else (other, x)  # torch.maximum(low, scores)
+    number = _number(other)
     if number is None or number > HIDDEN_BELOW or len(call.args) + len(call.kwargs) > 2:
         raise refusal(call.name)
     check_ties(x.attention)
@@ -291,8 +292,11 @@ def dropped(call: Call) -> Any:
 
 
 def cast(call: Call) -> Any:
-    """Show another dtype; the operator computes in its own."""
+    """Show another dtype; the operator computes in its own. A mask may take that of scores."""
     x = call.args[0]
+    if not isinstance(x, Scores):
+        like = next(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Scores))
+        return x.to(like.dtype)
     given = (*call.args[1:], *call.kwargs.values())
     names = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
     dtype = names.get(call.name) or next(

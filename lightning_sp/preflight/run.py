@@ -27,6 +27,7 @@ from lightning_sp.preflight.differences.groups import averages_groups, trial_of_
 from lightning_sp.preflight.differences.hidden_branches import with_small_numbers, zero_weights
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
+from lightning_sp.preflight.differences.read_numbers import check_read_numbers
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
@@ -100,6 +101,8 @@ def run_preflight(
     found = _judged(trial, whole, sharded, started)
     trial.context.keeps_in_training |= any(comm.gather_objects(sharded.keeps, trial.control_group))
     if found is not None and not math.isnan(found.difference):
+        with _eager():
+            check_read_numbers(trial, whole, sharded)
         weights = zero_weights(trial.module, whole.gradients)
         _run_with_small_numbers(trial, weights)
         _run_with_terms_shown(trial, whole, sharded, weights)
@@ -207,7 +210,9 @@ def _run_at_later_steps(trial: Trial, read: Collection[str], counters: Sequence[
                         whole = _run_whole(again)
                     sharded = again.sharded()
                 _check_alike(again, whole, sharded)
-                _judged(again, whole, sharded, started)
+                if _judged(again, whole, sharded, started) is not None:
+                    with _eager():
+                        check_read_numbers(again, whole, sharded)
             except TrialFailedError as error:
                 rank_zero_info(f"preflight: not compared {when}: {error}")
 

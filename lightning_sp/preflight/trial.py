@@ -28,8 +28,10 @@ from lightning_sp.parallelize import (
 )
 from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
+from lightning_sp.preflight.recording.forced_numbers import Forced, ForcedNumbers
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
+from lightning_sp.preflight.recording.read_numbers import ReadNumbers, reading
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated
@@ -54,6 +56,7 @@ class Outcome:
         numbers: that it logs; known of a sharded run alone.
         keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
         hidden: calls that hide terms of the loss.
+        read: numbers of the batch that it compares or reads.
     """
 
     loss: Tensor | None
@@ -67,6 +70,7 @@ class Outcome:
     numbers: Mapping[str, Number] = field(default_factory=dict)
     keeps: bool = False
     hidden: Mapping[Call, Weights] = field(default_factory=dict)
+    read: ReadNumbers = field(default_factory=ReadNumbers)
 
 
 # What to look at where a step fails on one device too.
@@ -101,6 +105,7 @@ class Trial:
         in_float32: switches autocast off for the runs within; None where there is none.
         may_retry: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
         shown: calls that hide terms of the loss, and are to show them.
+        forced: comparisons of numbers of the batch that are to come out otherwise, of whole runs; None for none.
     """
 
     module: nn.Module
@@ -120,6 +125,7 @@ class Trial:
     in_float32: Callable[[], AbstractContextManager[None]] | None = None
     may_retry: bool = False
     shown: Mapping[Call, Weights] = field(default_factory=dict)
+    forced: Forced | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -136,7 +142,12 @@ class Trial:
             calls: list[AttentionCall] = []
             with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
                 try:
-                    with Watch(self.module, stack) as watch, HiddenTerms(self.shown) as terms:
+                    with (
+                        Watch(self.module, stack) as watch,
+                        HiddenTerms(self.shown) as terms,
+                        self._numbers_read() as read,
+                        ExitStack() if self.forced is None else ForcedNumbers(self.forced),
+                    ):
                         loss = _loss_of_whole(self.run_whole())
                 except SequenceParallelError:
                     raise
@@ -155,6 +166,7 @@ class Trial:
                 draws=tuple(watch.all_draws()),
                 attention=tuple(calls),
                 hidden=terms.found,
+                read=read,
             )
 
     def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:
@@ -190,6 +202,7 @@ class Trial:
                     self._named(),
                     self._as_the_whole(),
                     HiddenTerms(self.shown, follows=True) as terms,
+                    self._numbers_read() as read,
                     failing_together(self.module),
                 ):
                     output = self.run_sharded()
@@ -211,9 +224,19 @@ class Trial:
                     numbers=found.numbers,
                     keeps=bool(before.new()),
                     hidden=terms.found,
+                    read=read,
                 )
         finally:
             self.context.step = None
+
+    @contextmanager
+    def _numbers_read(self) -> Iterator[ReadNumbers]:
+        """Note what the step reads of its batch, where a part of it may be read."""
+        read = ReadNumbers()
+        with ExitStack() as stack:
+            if self.context.mesh.layout.size > 1 and not self.context.global_view:
+                stack.enter_context(reading(self.module, read))
+            yield read
 
     @contextmanager
     def _as_the_whole(self) -> Iterator[None]:

@@ -1,0 +1,170 @@
+"""Numbers that a step reads from its batch, forced: every comparison of them comes out as if they were large, or small.
+
+    count = (ids > 20).sum();  if count > 20: ...            larger: taken        smaller: not taken
+    if mask.any(): ...                                       larger: taken        smaller: left as it is
+
+Whether anything is there (`any`, `> 0`) is never forced to no: what is done with it is there too. And a part has none of it where other parts
+have some: their losses differ then, which every step looks at.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_sp.global_view.table import name_of
+from lightning_sp.preflight.recording.hidden_terms import users_place
+from lightning_sp.preflight.recording.read_numbers import COMPARISONS, NUMBERS, SIZES, TRUTHS, Line
+
+# Of a number that Python takes as its own.
+_TIMES = 4
+_NAMES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
+_ABOVE, _BELOW = {"gt", "ge", "ne"}, {"lt", "le", "eq"}
+
+
+class Forced(NamedTuple):
+    """What is forced.
+
+    Args:
+        lines: of which the comparisons are, with how often each compares.
+        larger: as if what is compared were large; else small.
+    """
+
+    lines: Mapping[Line, int]
+    larger: bool
+
+
+class _Budget:
+    """How many comparisons are still forced: a loop that waits for one ends; a class because it counts."""
+
+    def __init__(self, left: int, *, larger: bool) -> None:
+        self.left, self.larger = left, larger
+
+    def decided(self, name: str, other: Any, own: Any) -> Any:
+        """Return how a comparison comes out, by its name and what a number is compared with."""
+        if self.left <= 0 or (not self.larger and _asks_for_any(name, other)):
+            return own
+        self.left -= 1
+        return (name in _ABOVE) == self.larger
+
+
+class ForcedNumbers(TorchFunctionMode):
+    """Forces the comparisons of some lines."""
+
+    def __init__(self, forced: Forced) -> None:
+        super().__init__()
+        lines, larger = forced
+        self._larger = larger
+        # One reading may be compared more than once.
+        self._budgets = {each[:3]: (_Budget(4 * number + 4, larger=larger), each) for each, number in lines.items()}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        name = name_of(function)
+        if name not in COMPARISONS | TRUTHS | NUMBERS | SIZES:
+            return output
+        place = users_place(sys._getframe(1))
+        found = None if place is None else self._budgets.get((*place, name))
+        return output if found is None else self._forced(name, args, output, *found)
+
+    def _forced(self, name: str, args: tuple[Any, ...], output: Any, budget: _Budget, line: Line) -> Any:
+        if name in COMPARISONS:
+            other = args[1] if len(args) > 1 else None
+            own = _truth(name)
+            decided = budget.decided(own or _NAMES.get(name, name), None if own else other, None)
+            return output if decided is None else torch.full_like(output, decided != _is_of_all(name))
+        if name in TRUTHS:
+            decided = budget.decided("ne", 0, None)
+            return output if decided is None else decided != _is_of_all(name)
+        if name in ("item", "tolist"):
+            return _numbers(output, budget)
+        if name in SIZES:
+            if name == "len":
+                return output if not (line.counted and self._larger) else _TIMES * (output + 1)
+            made = _Integer if line.counted or name in ("numel", "nelement") else _Size
+            return torch.Size([_made(made, each, budget) for each in output]) if isinstance(output, torch.Size) else _made(made, output, budget)
+        # Python's own int and float cannot be told from others: one that is larger shows what a comparison would.
+        return _TIMES * (output + 1) if self._larger else output
+
+
+def _truth(name: str) -> str:
+    return "ne" if name in ("any", "all", "isclose") else ""
+
+
+def _is_of_all(name: str) -> bool:
+    """Return whether a function asks whether there is nothing else: false where there is more."""
+    return name in ("all", "isclose", "equal", "allclose")
+
+
+def _asks_for_any(name: str, other: Any) -> bool:
+    """Return whether a comparison asks whether there is anything."""
+    number = float(other) if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.numel() == 1) else None
+    if other is None:
+        return True
+    return number == 0 or (number == 1 and name in ("ge", "lt"))
+
+
+# ---- numbers of Python's that know what they are
+
+
+def _made(kind: Any, value: Any, budget: _Budget) -> Any:
+    number = kind(value)
+    number.budget = budget
+    return number
+
+
+def _numbers(value: Any, budget: _Budget) -> Any:
+    if isinstance(value, list):
+        return [_numbers(each, budget) for each in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _made(_Integer if isinstance(value, int) else _Float, value, budget)
+    return value
+
+
+def _compared(name: str) -> Any:
+    def compare(self: Any, other: Any) -> Any:
+        own = getattr(self.plain, f"__{name}__")(self, other)
+        return own if own is NotImplemented else self.budget.decided(name, other, own)
+
+    return compare
+
+
+def _computed(name: str) -> Any:
+    def compute(self: Any, *others: Any) -> Any:
+        value = getattr(self.plain, f"__{name}__")(self, *others)
+        return value if value is NotImplemented else _numbers(value, self.budget)
+
+    return compute
+
+
+_OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_OVER = {
+    **{f"__{name}__": _compared(name) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
+    **{f"__{side}{name}__": _computed(f"{side}{name}") for name in _OPERATIONS for side in ("", "r")},
+    **{f"__{name}__": _computed(name) for name in ("neg", "abs", "round")},
+    "__bool__": lambda self: self.budget.decided("ne", 0, self.plain.__bool__(self)),
+}
+_Integer: Any = type("_Integer", (int,), {**_OVER, "__hash__": int.__hash__, "plain": int})
+_Float: Any = type("_Float", (float,), {**_OVER, "__hash__": float.__hash__, "plain": float})
+
+
+class _Size(int):
+    """A number of rows or of tokens: it is compared as any other; a product of two is a number that is forced."""
+
+    budget: _Budget
+
+    def __mul__(self, other: Any) -> Any:
+        """Return the product; once it is known of itself alone, as `math.prod` begins."""
+        value = int.__mul__(self, other)
+        if value is NotImplemented or not (type(other) is _Size or other == 1):
+            return value
+        return _made(_Integer if type(other) is _Size else _Size, value, self.budget)
+
+    __rmul__ = __mul__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import optional_units
 from lightning_sp.preflight.comparison import plain_name
@@ -24,6 +25,7 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
         SequenceParallelError: it needs weights that FSDP has freed.
     """
     if loss is not None and loss.requires_grad:
+        comm.meets_in_backward(loss)
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:

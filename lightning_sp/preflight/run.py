@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -24,7 +23,12 @@ from lightning_sp.parallelize import write_counts
 from lightning_sp.parameter_names import shown
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences, moved_buffers
 from lightning_sp.preflight.differences.groups import averages_groups, trial_of_groups, with_sums_settled
-from lightning_sp.preflight.differences.hidden_branches import with_small_numbers, zero_weights
+from lightning_sp.preflight.differences.hidden_branches import (
+    HidingWeights,
+    first_names,
+    hiding_weights,
+    with_small_numbers,
+)
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
 from lightning_sp.preflight.differences.read_numbers import check_read_numbers
@@ -103,7 +107,7 @@ def run_preflight(
     if found is not None and not math.isnan(found.difference):
         with _eager():
             check_read_numbers(trial, whole, sharded)
-        weights = zero_weights(trial.module, whole.gradients)
+        weights = hiding_weights(trial.module, whole.gradients)
         _run_with_small_numbers(trial, weights)
         _run_with_terms_shown(trial, whole, sharded, weights)
         if monitored is not None:
@@ -144,11 +148,11 @@ def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
         raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error
 
 
-def _run_with_small_numbers(trial: Trial, weights: Mapping[str, nn.Parameter]) -> None:
-    """Compare once more what weights that begin at zero have hidden, if there are any."""
+def _run_with_small_numbers(trial: Trial, weights: HidingWeights) -> None:
+    """Compare once more what weights that begin at zero, or as copies, have hidden, if there are any."""
     if not weights:
         return
-    again = replace(trial, crop=f"{trial.crop} with small numbers in {_first([*weights])}, which begin at zero,")
+    again = replace(trial, crop=f"{trial.crop} with small numbers in {weights.describe()},")
     started = time.perf_counter()
     with with_small_numbers(weights):
         with _eager():
@@ -156,21 +160,21 @@ def _run_with_small_numbers(trial: Trial, weights: Mapping[str, nn.Parameter]) -
         _judged(again, shown, sharded, started)
 
 
-def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weights: Mapping[str, nn.Parameter]) -> None:
+def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weights: HidingWeights) -> None:
     """Compare once more what calls have hidden, if any have in both runs: a term of the loss times 0, say. Every rank must call it.
 
     Args:
         trial: of the step.
         whole: what it gave whole.
         sharded: what it gave on shards.
-        weights: that begin at zero.
+        weights: that hide others.
     """
     exact = tolerance_of(whole.dtypes) <= TOLERANCES[torch.float64]
     own = common_terms([whole.hidden, sharded.hidden], exact=exact)
     terms = common_terms(comm.gather_objects(own, trial.control_group), exact=exact)
     if not terms:
         return
-    named = _first([call.describe() for call in terms])
+    named = first_names([call.describe() for call in terms])
     again = replace(trial, crop=f"{trial.crop}, with what {named} hides shown,", shown=terms)
     started = time.perf_counter()
     with with_small_numbers(weights):
@@ -230,11 +234,6 @@ def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
             raise LossDiffersError(
                 f"preflight: training_step on {trial.crop} has another loss on ranks that share a sequence: {losses}"
             )
-
-
-def _first(names: Sequence[str]) -> str:
-    """Return names, two of them and how many more there are."""
-    return ", ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
 
 
 def _refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:

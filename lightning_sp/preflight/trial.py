@@ -198,18 +198,17 @@ class Trial:
                 recorded_numbers(self.module) as found,
             ):
                 before = KeptValues(self.module, trains=True)
-                with (
-                    self._named(),
-                    self._as_the_whole(),
-                    HiddenTerms(self.shown, follows=True) as terms,
-                    self._numbers_read() as read,
-                    failing_together(self.module),
-                ):
-                    output = self.run_sharded()
-                loss = output["loss"] if isinstance(output, Mapping) else output
-                step = self.context.step or Step(batch=self.own)
-                num_sums, num_over_groups = step.num_sums, step.num_over_groups
-                gradients = gradients_of(self.module, loss)
+                with self._named(), failing_together(self.module):
+                    with (
+                        self._as_the_whole(),
+                        HiddenTerms(self.shown, follows=True) as terms,
+                        self._numbers_read() as read,
+                    ):
+                        output = self.run_sharded()
+                    loss = output["loss"] if isinstance(output, Mapping) else output
+                    step = self.context.step or Step(batch=self.own)
+                    num_sums, num_over_groups = step.num_sums, step.num_over_groups
+                    gradients = gradients_of(self.module, loss)
                 buffers = buffers_of(self.module)
                 found.attributes(self.module, self.control_group)
                 mesh = self.context.mesh
@@ -226,6 +225,9 @@ class Trial:
                     hidden=terms.found,
                     read=read,
                 )
+        except SequenceParallelError as error:
+            error.ends_steps = True  # type: ignore[attr-defined]
+            raise
         finally:
             self.context.step = None
 

@@ -47,7 +47,7 @@ class _Meetings:
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread is the one that began, or one of its backward: others, a loader's say, come to their collectives at other times."""
+        """Whether this thread is the one that began, or its backward's: others, a loader's say, come to their collectives at other times."""
         return threading.get_ident() in self._threads
 
     def follow(self) -> None:
@@ -143,7 +143,7 @@ def check_peers(group: ProcessGroup | None) -> None:
 def meets_in_backward(loss: Tensor) -> None:
     """Let the ranks meet in a loss' backward, too, which runs in a thread of its own on a GPU."""
     if _current:
-        loss.register_hook(lambda _: _current[-1].follow() if _current else None)
+        loss.register_hook(lambda _: _current[-1].follow() if _current else None)  # type: ignore[no-untyped-call]
 
 
 class _Checked:

@@ -28,10 +28,10 @@ from lightning_sp.parallelize import (
 )
 from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
-from lightning_sp.preflight.recording.forced_numbers import Forced, ForcedNumbers
+from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
-from lightning_sp.preflight.recording.read_numbers import ReadNumbers, reading
+from lightning_sp.preflight.recording.read_numbers import ReadNumbers, numbers_read
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated
@@ -145,8 +145,8 @@ class Trial:
                     with (
                         Watch(self.module, stack) as watch,
                         HiddenTerms(self.shown) as terms,
-                        self._numbers_read() as read,
-                        ExitStack() if self.forced is None else ForcedNumbers(self.forced),
+                        numbers_read(self.module, self.context) as read,
+                        forcing(self.forced),
                     ):
                         loss = _loss_of_whole(self.run_whole())
                 except SequenceParallelError:
@@ -202,24 +202,22 @@ class Trial:
                     with (
                         self._as_the_whole(),
                         HiddenTerms(self.shown, follows=True) as terms,
-                        self._numbers_read() as read,
+                        numbers_read(self.module, self.context) as read,
                     ):
                         output = self.run_sharded()
                     loss = output["loss"] if isinstance(output, Mapping) else output
                     step = self.context.step or Step(batch=self.own)
-                    num_sums, num_over_groups = step.num_sums, step.num_over_groups
                     gradients = gradients_of(self.module, loss)
-                buffers = buffers_of(self.module)
+                buffers, mesh = buffers_of(self.module), self.context.mesh
                 found.attributes(self.module, self.control_group)
-                mesh = self.context.mesh
                 alike = mesh.data_group if self.context.global_view else None
                 found.metrics(self.module, alike, self.control_group, mesh.token_group)
                 return Outcome(
                     loss=loss,
                     gradients=gradients,
                     buffers=buffers,
-                    num_sums=num_sums,
-                    num_over_groups=num_over_groups,
+                    num_sums=step.num_sums,
+                    num_over_groups=step.num_over_groups,
                     numbers=found.numbers,
                     keeps=bool(before.new()),
                     hidden=terms.found,
@@ -230,15 +228,6 @@ class Trial:
             raise
         finally:
             self.context.step = None
-
-    @contextmanager
-    def _numbers_read(self) -> Iterator[ReadNumbers]:
-        """Note what the step reads of its batch, where a part of it may be read."""
-        read = ReadNumbers()
-        with ExitStack() as stack:
-            if self.context.mesh.layout.size > 1 and not self.context.global_view:
-                stack.enter_context(reading(self.module, read))
-            yield read
 
     @contextmanager
     def _as_the_whole(self) -> Iterator[None]:

@@ -26,6 +26,8 @@ class Late(Plain):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.logits(batch)
+        if self.kind == "whole lines" and steps_of(self.trainer) >= 3 and logits.shape[1] != 32:
+            raise ValueError("made for 32 tokens")
         if (steps_of(self.trainer) >= BEGINS and self.kind in ("sums", "sparse")) or (
             self.kind == "long" and batch["lengths"][0] > 16
         ):
@@ -58,7 +60,7 @@ class Late(Plain):
 
 
 class Cut(Late):
-    """Has its batches cut shorter by a hook, which is refused on parts, before it could be wrong."""
+    """Has its batches cut shorter by a hook, from the step on before which it is tried again."""
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         if self.global_step >= 3:

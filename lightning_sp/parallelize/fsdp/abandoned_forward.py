@@ -1,4 +1,4 @@
-"""FSDP2's units after a forward, or a backward, that was left by an error: torch before 2.13 has no function for that, later ones drop gradients."""
+"""FSDP2's units after a forward or backward that was left by an error: torch before 2.13 has no function for that, later ones drop gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, paramet
 
 
 def abandon_forward(root: nn.Module) -> None:
-    """Free what a forward without an end has gathered, and let the next one begin as the first. Gradients stay, but for a backward's without end.
+    """Free what a forward without an end has gathered, and let the next one begin as the first. Gradients stay, but for a backward's.
 
     A unit in which the error was raised counts as running: it would not free its parameters, and shards would be written to where they are
     not. Every rank must call it, and only where no backward of that forward is to come.

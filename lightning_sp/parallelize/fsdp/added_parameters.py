@@ -1,4 +1,4 @@
-"""Parameters that are put into a model, or taken out, after FSDP2 has sharded it: refused by name, for they would be lost, or each rank's own."""
+"""Parameters that are put into a model or taken out after FSDP2 has sharded it: refused by name, for they would be lost, or each rank's own."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ def copied_weights(module: nn.Module, gradients: Mapping[str, Tensor | None]) ->
     known = {(weights[name].shape, numbers[name]) for name in trained}
     device = weights[others[0]].device
     own = torch.tensor(
-        [
-            [(weights[name].shape, numbers[name]) in known, numbers[name][1] > numbers[name][2]] for name in others
-        ],
+        [[(weights[name].shape, numbers[name]) in known, numbers[name][1] > numbers[name][2]] for name in others],
         dtype=torch.float64,
         device=device,
     )

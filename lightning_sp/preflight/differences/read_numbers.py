@@ -73,8 +73,7 @@ def _decides(trial: Trial, whole: Outcome, forced: Forced) -> bool | None:
 def _message(trial: Trial, line: Line, *, larger: bool) -> str:
     return (
         f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {trial.crop} its loss or a gradient is another "
-        f"one where that number is {'larger' if larger else 'smaller'}. Each rank of a sequence would decide by its own part's, which is not the "
+        f"one where that number is {'larger' if larger else 'smaller'}. Each rank would decide by its own part's, which is not the "
         "whole batch's; use global_view=True, in which the step reads whole sequences, or make the number whole first: "
         "lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
     )
-

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -89,9 +90,18 @@ class ForcedNumbers(TorchFunctionMode):
             if name == "len":
                 return output if not (line.counted and self._larger) else _TIMES * (output + 1)
             made = _Integer if line.counted or name in ("numel", "nelement") else _Size
-            return torch.Size([_made(made, each, budget) for each in output]) if isinstance(output, torch.Size) else _made(made, output, budget)
+            return (
+                torch.Size([_made(made, each, budget) for each in output])
+                if isinstance(output, torch.Size)
+                else _made(made, output, budget)
+            )
         # Python's own int and float cannot be told from others: one that is larger shows what a comparison would.
         return _TIMES * (output + 1) if self._larger else output
+
+
+def forcing(forced: Forced | None) -> AbstractContextManager[Any]:
+    """Force comparisons within, if any are to be."""
+    return nullcontext() if forced is None else ForcedNumbers(forced)
 
 
 def _truth(name: str) -> str:
@@ -105,7 +115,9 @@ def _is_of_all(name: str) -> bool:
 
 def _asks_for_any(name: str, other: Any) -> bool:
     """Return whether a comparison asks whether there is anything."""
-    number = float(other) if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.numel() == 1) else None
+    number = (
+        float(other) if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.numel() == 1) else None
+    )
     if other is None:
         return True
     return number == 0 or (number == 1 and name in ("ge", "lt"))

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
 
@@ -120,9 +121,12 @@ class ReadNumbers(TorchFunctionMode):
 
 
 @contextmanager
-def reading(module: nn.Module, mode: ReadNumbers) -> Iterator[None]:
-    """Follow the batch of each training_step within; what was followed is forgotten behind it."""
-    step: Any = module.training_step
+def numbers_read(module: nn.Module, context: SequenceContext) -> Iterator[ReadNumbers]:
+    """Note what training_step reads of its batch, where steps see a rank's part; what was followed is forgotten behind it."""
+    mode, step = ReadNumbers(), cast("Any", module).training_step
+    if context.global_view or context.mesh.layout.size == 1:
+        yield mode
+        return
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
         mode.hand((args, kwargs))
@@ -132,7 +136,7 @@ def reading(module: nn.Module, mode: ReadNumbers) -> Iterator[None]:
     vars(module)["training_step"] = training_step
     try:
         with mode:
-            yield
+            yield mode
     finally:
         mode.forget()
         if own is None:

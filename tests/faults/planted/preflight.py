@@ -109,8 +109,8 @@ PREFLIGHT = (
     fault(
         "what a step keeps in attributes, not compared",
         "preflight/trial.py",
-        "                found.attributes(self.module, self.control_group)\n                mesh",
-        "                mesh",
+        "                found.attributes(self.module, self.control_group)\n                alike",
+        "                alike",
         "tests/preflight/test_training_numbers.py::test_what_a_step_keeps_of_a_shard_is_named_in_a_warning[2-{'ulysses_size': 2}]",
     ),
     fault(
@@ -193,7 +193,7 @@ PREFLIGHT = (
     fault(
         "branches behind weights that begin at zero, not tried",
         "preflight/differences/hidden_branches.py",
-        "            local.copy_(torch.where(zeros[name], drawn.to(local), local))\n",
+        "            local.copy_(torch.where(zeros[name], _drawn(name, weight), local))\n",
         "            pass\n",
         STOPPED,
     ),

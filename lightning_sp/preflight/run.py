@@ -157,6 +157,7 @@ def _run_with_small_numbers(trial: Trial, weights: HidingWeights) -> None:
     with with_small_numbers(weights):
         with _eager():
             shown, sharded = again.whole(), again.sharded()
+        _check_alike(again, shown, sharded)
         _judged(again, shown, sharded, started)
 
 

@@ -43,6 +43,9 @@ class Marked(Plain):
         if self.model is None:
             super().configure_model()
             self.model.layers[1].register_forward_pre_hook(lambda _, inputs: self._check("block"))
+            self.model.embedding.register_forward_hook(
+                lambda _, inputs, output: self._follow(output, "last of the backward")
+            )
             self.model.layers[0].register_forward_hook(
                 lambda _, inputs, output: self._follow(output, "block's backward")
             )

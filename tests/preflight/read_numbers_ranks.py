@@ -55,6 +55,12 @@ class Deciding(Plain):
         match self.kind:
             case "where":
                 loss = torch.where((ids > 20).sum() > 40, 2 * loss, loss)
+            case "steps":
+                loss = loss * (1 + (ids > 20).sum() // 41)
+            case "bounded":
+                loss = loss * (1 + ((ids > 20).sum() - 41).clamp(min=0, max=1))
+            case "divided":
+                loss = loss * (1 + (ids > 20).sum().item() // 41)
             case "weight":
                 loss = loss + ((ids > 20).sum() > 40) * loss
             case "logged":

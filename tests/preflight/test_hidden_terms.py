@@ -115,7 +115,7 @@ def test_a_gate_that_is_zero_among_others_hides_no_slope(pools):
 
 def test_a_teacher_that_is_the_student_at_first_hides_no_distance(pools):
     for found in pools(2).run(ranks.fit, "teacher"):
-        assert "with small numbers in teacher." in found["error"]
+        assert "and in teacher.embedding.weight" in found["error"]
         assert "which are copies of trained ones," in found["error"]
     for found in pools(2).run(ranks.fit, "teacher", "64-true", "auto"):
         assert found == {"error": "", "whole": True}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.preflight import lone_errors_ranks as ranks
 
-PLACES = ("step", "block", "loss", "backward", "block's backward")
+PLACES = ("step", "block", "loss", "backward", "block's backward", "last of the backward")
 
 
 @pytest.mark.parametrize("place", PLACES)

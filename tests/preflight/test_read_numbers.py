@@ -7,7 +7,22 @@ import pytest
 from tests.preflight import read_numbers_ranks as ranks
 
 RING, ULYSSES = {"ring_size": 2}, {"ulysses_size": 2}
-DECIDING = ["count", "item", "int", "size", "rows", "numel", "product", "prod", "rare", "where", "weight"]
+DECIDING = [
+    "count",
+    "item",
+    "int",
+    "size",
+    "rows",
+    "numel",
+    "product",
+    "prod",
+    "rare",
+    "where",
+    "weight",
+    "steps",
+    "bounded",
+    "divided",
+]
 
 
 def assert_same(found, plain):

@@ -2,6 +2,7 @@
 
     count = (ids > 20).sum();  if count > 20: ...            larger: taken        smaller: not taken
     if mask.any(): ...                                       larger: taken        smaller: left as it is
+    loss * (1 + count // 44)                                 larger: of more      smaller: of less, where it is the same for a count near by
 
 Whether anything is there (`any`, `> 0`) is never forced to no: what is done with it is there too. And a part has none of it where other parts
 have some: their losses differ then, which every step looks at.
@@ -20,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
-from lightning_sp.preflight.recording.read_numbers import COMPARISONS, NUMBERS, SIZES, TRUTHS, Line
+from lightning_sp.preflight.recording.read_numbers import COMPARISONS, NUMBERS, SIZES, STEPS, TRUTHS, Line
 
 # Of a number that Python takes as its own.
 _TIMES = 4
+# What gives a number of tokens or of chunks: fewer of these would leave out what is there.
+_ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "long", "int", "short"}
 _NAMES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 _ABOVE, _BELOW = {"gt", "ge", "ne"}, {"lt", "le", "eq"}
 
@@ -69,11 +72,28 @@ class ForcedNumbers(TorchFunctionMode):
     ) -> Any:
         output = function(*args, **(kwargs or {}))
         name = name_of(function)
-        if name not in COMPARISONS | TRUTHS | NUMBERS | SIZES:
+        if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return output
         place = users_place(sys._getframe(1))
         found = None if place is None else self._budgets.get((*place, name))
+        if found is not None and name in STEPS:
+            larger_alone = name in _ROUNDING and not self._larger
+            return output if larger_alone else self._stepped(function, args, kwargs or {}, output)
         return output if found is None else self._forced(name, args, output, *found)
+
+    def _stepped(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Return what a function gives for a number farther on, where it gives the same for those near by."""
+
+        def at(place: int, value: Tensor) -> Any:
+            return function(*args[:place], value, *args[place + 1 :], **kwargs)
+
+        for place, each in enumerate(args):
+            if not isinstance(each, Tensor) or each.numel() != output.numel():
+                continue
+            near = 1e-3 * (each.abs() + 1) if each.is_floating_point() else 1
+            if torch.equal(at(place, each + near), output) and torch.equal(at(place, each - near), output):
+                return at(place, _farther(each, larger=self._larger))
+        return output
 
     def _forced(self, name: str, args: tuple[Any, ...], output: Any, budget: _Budget, line: Line) -> Any:
         if name in COMPARISONS:
@@ -97,6 +117,11 @@ class ForcedNumbers(TorchFunctionMode):
             )
         # Python's own int and float cannot be told from others: one that is larger shows what a comparison would.
         return _TIMES * (output + 1) if self._larger else output
+
+
+def _farther(number: Any, *, larger: bool) -> Any:
+    """Return a number that is larger, or smaller, than those of whole batches are likely to be."""
+    return number + (1 if larger else -1) * _TIMES * (abs(number) + 1)
 
 
 def forcing(forced: Forced | None) -> AbstractContextManager[Any]:
@@ -156,11 +181,21 @@ def _computed(name: str) -> Any:
     return compute
 
 
-_OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+def _rounded(name: str) -> Any:
+    def rounds(self: Any, *others: Any) -> Any:
+        own = self.plain.__add__(self, 0)  # a plain one: `int(self)` would come here
+        number = self.plain(_farther(own, larger=True)) if self.budget.larger else own
+        return getattr(self.plain, f"__{name}__")(number, *others)
+
+    return rounds
+
+
+_OPERATIONS = ("add", "sub", "mul", "truediv", "mod", "pow")
 _OVER = {
     **{f"__{name}__": _compared(name) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
     **{f"__{side}{name}__": _computed(f"{side}{name}") for name in _OPERATIONS for side in ("", "r")},
-    **{f"__{name}__": _computed(name) for name in ("neg", "abs", "round")},
+    **{f"__{name}__": _computed(name) for name in ("neg", "abs")},
+    **{f"__{name}__": _rounded(name) for name in ("floordiv", "round", "floor", "ceil", "trunc", "int")},
     "__bool__": lambda self: self.budget.decided("ne", 0, self.plain.__bool__(self)),
 }
 _Integer: Any = type("_Integer", (int,), {**_OVER, "__hash__": int.__hash__, "plain": int})

@@ -33,6 +33,11 @@ COMPARISONS = {
     *("gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal"),
     *("any", "all", "isclose"),
 }
+# Functions that give one number for many: a step, or a bound.
+STEPS = {
+    *("floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "sign", "sgn", "heaviside", "bucketize"),
+    *("searchsorted", "long", "int", "short", "clamp", "clamp_min", "clamp_max", "clip", "relu", "maximum", "minimum"),
+}
 # Functions by which Python reads one: a truth, or a number.
 TRUTHS = {"__bool__", "is_nonzero", "contains", "equal", "allclose"}
 NUMBERS = {"item", "tolist", "__int__", "__float__", "__index__"}
@@ -108,7 +113,7 @@ class ReadNumbers(TorchFunctionMode):
         return output
 
     def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[int]) -> None:
-        if name not in COMPARISONS | TRUTHS | NUMBERS | SIZES:
+        if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
         counted = name in SIZES and given in self._counted
         if name in SIZES and not (counted or compares_products(*place)):

@@ -626,9 +626,9 @@ PREFLIGHT = (
     ),
     fault(
         "a token that no crop holds, and that a step asks for",
-        "preflight/recording/read_numbers.py",
-        '    *("any", "all", "isclose"),\n',
-        "",
+        "preflight/recording/forced_numbers.py",
+        "        return (name in _ABOVE) == self.larger\n",
+        "        return (name in _ABOVE) != self.larger\n",
         f"{READ}_reads_whole_sequences[rare]",
     ),
     fault(
@@ -643,7 +643,7 @@ PREFLIGHT = (
         "parallelize/fsdp/checked_gathers.py",
         "comm.CheckedReduceScatter(scatter)",
         "scatter",
-        f"{LONE_ERRORS}[ring_size-backward]",
+        f"{LONE_ERRORS}[ring_size-last of the backward]",
     ),
     fault(
         "a weight that a hook prunes, and FSDP2 puts back",
@@ -651,5 +651,19 @@ PREFLIGHT = (
         "            if module in present and held is None:\n",
         "            if False:\n",
         "tests/parallelize/fsdp/test_added_parameters.py::test_a_parameter_that_is_to_be_trained_and_was_not_sharded_is_refused",
+    ),
+    fault(
+        "a number of the loss that stays the same up to a count, taken for exact",
+        "preflight/recording/forced_numbers.py",
+        "                return at(place, _farther(each, larger=self._larger))\n",
+        "                return output\n",
+        f"{READ}_reads_whole_sequences[steps]",
+    ),
+    fault(
+        "a backward that one rank of a trial fails in by itself, of which others are not told",
+        "preflight/trial.py",
+        "                    gradients = gradients_of(self.module, loss)\n                buffers, mesh",
+        "                gradients = gradients_of(self.module, loss)\n                buffers, mesh",
+        f"{LONE_ERRORS}[ring_size-backward]",
     ),
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import optional_units
+from lightning_sp.parallelize import optional_units, used_parameters
 from lightning_sp.preflight.comparison import plain_name
 
 # What torch says where a backward reads a weight that FSDP has freed: of a sharded one, or of memory that is gone.
@@ -16,6 +19,16 @@ _OF_FREED_WEIGHTS = ("DTensor", "its data is not allocated")
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _forgotten_if_it_fails(module: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if (used := used_parameters(module)) is not None:
+            used.forget()
+        raise
 
 
 def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None]:
@@ -27,7 +40,8 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
     if loss is not None and loss.requires_grad:
         comm.meets_in_backward(loss)
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            with _forgotten_if_it_fails(module):
+                loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "storage of size 0" in str(error):
                 raise SequenceParallelError(

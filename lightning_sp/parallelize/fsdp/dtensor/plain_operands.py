@@ -35,11 +35,19 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
             return function(*args, **kwargs)
         except RuntimeError as error:
             given = tree_leaves([args, kwargs])
-            if _REFUSED not in str(error) or any(_is_plain(each) and each.requires_grad for each in given):
+            learns = any(_is_plain(each) and each.requires_grad for each in given)
+            if _REFUSED not in str(error) or learns or _writes_to_plain(function, args):
                 raise
         like = next(each for each in given if isinstance(each, DTensor))
         args, kwargs = tree_map(lambda value: _replicated(value, like), [args, kwargs])
         return function(*args, **kwargs)
+
+
+def _writes_to_plain(function: Callable[..., Any], args: Any) -> bool:
+    """Return whether a plain tensor would be written to: an optimizer whose state is none of shards steps whole weights."""
+    name = str(getattr(function, "__name__", ""))
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return in_place and bool(args) and _is_plain(args[0])
 
 
 def _is_plain(value: Any) -> bool:

@@ -27,7 +27,14 @@ from lightning_sp.comm.collectives import (
 )
 from lightning_sp.comm.connections import check_address_here, connection_error, is_of_communication, is_of_other_ranks
 from lightning_sp.comm.differences import digest_of, told_differences
-from lightning_sp.comm.failing_together import CheckedAllGather, PeerError, check_peers, failing_together
+from lightning_sp.comm.failing_together import (
+    CheckedAllGather,
+    CheckedReduceScatter,
+    PeerError,
+    check_peers,
+    failing_together,
+    meets_in_backward,
+)
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store, joined_store
 from lightning_sp.comm.groups import (
@@ -66,6 +73,7 @@ __all__ = [
     "ALL_PAIRS_TAG",
     "NOTHING_WRITTEN",
     "CheckedAllGather",
+    "CheckedReduceScatter",
     "HostGroups",
     "Largest",
     "PeerError",
@@ -113,6 +121,7 @@ __all__ = [
     "largest",
     "leave_run",
     "make_group",
+    "meets_in_backward",
     "next_pass",
     "num_passes",
     "own_part",

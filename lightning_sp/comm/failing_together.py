@@ -43,12 +43,16 @@ class _Meetings:
 
     def __init__(self) -> None:
         self._store, self._key = _c10d._get_default_store(), f"lightning_sp/meetings/{next(_numbers)}"
-        self._thread, self._named = threading.get_ident(), set[str]()
+        self._threads, self._named = {threading.get_ident()}, set[str]()
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread is the one that began: others, a loader's say, come to their collectives at other times on each rank."""
-        return threading.get_ident() == self._thread
+        """Whether this thread is the one that began, or its backward's: others, a loader's say, come to their collectives at other times."""
+        return threading.get_ident() in self._threads
+
+    def follow(self) -> None:
+        """Meet in this thread, too."""
+        self._threads.add(threading.get_ident())
 
     def meet(self, group: ProcessGroup) -> None:
         """Wait until all of a group are here, or one has failed.
@@ -136,8 +140,14 @@ def check_peers(group: ProcessGroup | None) -> None:
         _current[-1].meet(whole)
 
 
-class CheckedAllGather:
-    """An all-gather of FSDP2's that the ranks meet before.
+def meets_in_backward(loss: Tensor) -> None:
+    """Let the ranks meet in a loss' backward, too, which runs in a thread of its own on a GPU."""
+    if _current:
+        loss.register_hook(lambda _: _current[-1].follow() if _current else None)  # type: ignore[no-untyped-call]
+
+
+class _Checked:
+    """A collective of FSDP2's that the ranks meet before.
 
     Args:
         own: FSDP2's, or what it was given.
@@ -151,7 +161,22 @@ class CheckedAllGather:
         buffer: Tensor = self.own.allocate(*args, **kwargs)
         return buffer
 
+
+class CheckedAllGather(_Checked):
+    """An all-gather of a unit's parameters."""
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather as FSDP2 asks for it. Raises: PeerError: another rank has failed."""
         check_peers(group)
         return self.own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+
+
+class CheckedReduceScatter(_Checked):
+    """A reduce-scatter of a unit's gradients, behind which FSDP2 may reduce over replicas by itself: all ranks meet."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Reduce as FSDP2 asks for it. Raises: PeerError: another rank has failed."""
+        check_peers(None)
+        return self.own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import optional_units
+from lightning_sp.parallelize import optional_units, used_parameters
 from lightning_sp.preflight.comparison import plain_name
 
 # What torch says where a backward reads a weight that FSDP has freed: of a sharded one, or of memory that is gone.
@@ -17,6 +21,16 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+@contextmanager
+def _forgotten_if_it_fails(module: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if (used := used_parameters(module)) is not None:
+            used.forget()
+        raise
+
+
 def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | None]:
     """Run the backward of a step's loss, and return this rank's shard of every gradient; none is left behind.
 
@@ -24,8 +38,10 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
         SequenceParallelError: it needs weights that FSDP has freed.
     """
     if loss is not None and loss.requires_grad:
+        comm.meets_in_backward(loss)
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            with _forgotten_if_it_fails(module):
+                loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "storage of size 0" in str(error):
                 raise SequenceParallelError(

@@ -98,7 +98,7 @@ class CarriedSteps(BatchStarts, ABC):
         if self._undo_hooks is not None:  # before the view changes what it keeps at modules
             self._undo_hooks()
             self._undo_hooks, self._is_handed = None, False
-        self._views.use_whole(kind, str(refusal))
+        self._views.use_whole(kind, refusal)
         self._show(whole=True)
         try:
             found = run()

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -24,9 +23,15 @@ from lightning_sp.parallelize import write_counts
 from lightning_sp.parameter_names import shown
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences, moved_buffers
 from lightning_sp.preflight.differences.groups import averages_groups, trial_of_groups, with_sums_settled
-from lightning_sp.preflight.differences.hidden_branches import with_small_numbers, zero_weights
+from lightning_sp.preflight.differences.hidden_branches import (
+    HidingWeights,
+    first_names,
+    hiding_weights,
+    with_small_numbers,
+)
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
+from lightning_sp.preflight.differences.read_numbers import check_read_numbers
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
@@ -100,7 +105,9 @@ def run_preflight(
     found = _judged(trial, whole, sharded, started)
     trial.context.keeps_in_training |= any(comm.gather_objects(sharded.keeps, trial.control_group))
     if found is not None and not math.isnan(found.difference):
-        weights = zero_weights(trial.module, whole.gradients)
+        with _eager():
+            check_read_numbers(trial, whole, sharded)
+        weights = hiding_weights(trial.module, whole.gradients)
         _run_with_small_numbers(trial, weights)
         _run_with_terms_shown(trial, whole, sharded, weights)
         if monitored is not None:
@@ -141,33 +148,34 @@ def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
         raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error
 
 
-def _run_with_small_numbers(trial: Trial, weights: Mapping[str, nn.Parameter]) -> None:
-    """Compare once more what weights that begin at zero have hidden, if there are any."""
+def _run_with_small_numbers(trial: Trial, weights: HidingWeights) -> None:
+    """Compare once more what weights that begin at zero, or as copies, have hidden, if there are any."""
     if not weights:
         return
-    again = replace(trial, crop=f"{trial.crop} with small numbers in {_first([*weights])}, which begin at zero,")
+    again = replace(trial, crop=f"{trial.crop} with small numbers in {weights.describe()},")
     started = time.perf_counter()
     with with_small_numbers(weights):
         with _eager():
             shown, sharded = again.whole(), again.sharded()
+        _check_alike(again, shown, sharded)
         _judged(again, shown, sharded, started)
 
 
-def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weights: Mapping[str, nn.Parameter]) -> None:
+def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weights: HidingWeights) -> None:
     """Compare once more what calls have hidden, if any have in both runs: a term of the loss times 0, say. Every rank must call it.
 
     Args:
         trial: of the step.
         whole: what it gave whole.
         sharded: what it gave on shards.
-        weights: that begin at zero.
+        weights: that hide others.
     """
     exact = tolerance_of(whole.dtypes) <= TOLERANCES[torch.float64]
     own = common_terms([whole.hidden, sharded.hidden], exact=exact)
     terms = common_terms(comm.gather_objects(own, trial.control_group), exact=exact)
     if not terms:
         return
-    named = _first([call.describe() for call in terms])
+    named = first_names([call.describe() for call in terms])
     again = replace(trial, crop=f"{trial.crop}, with what {named} hides shown,", shown=terms)
     started = time.perf_counter()
     with with_small_numbers(weights):
@@ -207,7 +215,9 @@ def _run_at_later_steps(trial: Trial, read: Collection[str], counters: Sequence[
                         whole = _run_whole(again)
                     sharded = again.sharded()
                 _check_alike(again, whole, sharded)
-                _judged(again, whole, sharded, started)
+                if _judged(again, whole, sharded, started) is not None:
+                    with _eager():
+                        check_read_numbers(again, whole, sharded)
             except TrialFailedError as error:
                 rank_zero_info(f"preflight: not compared {when}: {error}")
 
@@ -225,11 +235,6 @@ def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
             raise LossDiffersError(
                 f"preflight: training_step on {trial.crop} has another loss on ranks that share a sequence: {losses}"
             )
-
-
-def _first(names: Sequence[str]) -> str:
-    """Return names, two of them and how many more there are."""
-    return ", ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
 
 
 def _refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:

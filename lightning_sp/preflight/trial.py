@@ -28,8 +28,10 @@ from lightning_sp.parallelize import (
 )
 from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
+from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
+from lightning_sp.preflight.recording.read_numbers import ReadNumbers, numbers_read
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
 from lightning_sp.step.isolation import isolated
@@ -54,6 +56,7 @@ class Outcome:
         numbers: that it logs; known of a sharded run alone.
         keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
         hidden: calls that hide terms of the loss.
+        read: numbers of the batch that it compares or reads.
     """
 
     loss: Tensor | None
@@ -67,6 +70,7 @@ class Outcome:
     numbers: Mapping[str, Number] = field(default_factory=dict)
     keeps: bool = False
     hidden: Mapping[Call, Weights] = field(default_factory=dict)
+    read: ReadNumbers = field(default_factory=ReadNumbers)
 
 
 # What to look at where a step fails on one device too.
@@ -101,6 +105,7 @@ class Trial:
         in_float32: switches autocast off for the runs within; None where there is none.
         may_retry: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
         shown: calls that hide terms of the loss, and are to show them.
+        forced: comparisons of numbers of the batch that are to come out otherwise, of whole runs; None for none.
     """
 
     module: nn.Module
@@ -120,6 +125,7 @@ class Trial:
     in_float32: Callable[[], AbstractContextManager[None]] | None = None
     may_retry: bool = False
     shown: Mapping[Call, Weights] = field(default_factory=dict)
+    forced: Forced | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -136,7 +142,12 @@ class Trial:
             calls: list[AttentionCall] = []
             with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
                 try:
-                    with Watch(self.module, stack) as watch, HiddenTerms(self.shown) as terms:
+                    with (
+                        Watch(self.module, stack) as watch,
+                        HiddenTerms(self.shown) as terms,
+                        numbers_read(self.module, self.context) as read,
+                        forcing(self.forced),
+                    ):
                         loss = _loss_of_whole(self.run_whole())
                 except SequenceParallelError:
                     raise
@@ -155,6 +166,7 @@ class Trial:
                 draws=tuple(watch.all_draws()),
                 attention=tuple(calls),
                 hidden=terms.found,
+                read=read,
             )
 
     def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:
@@ -186,32 +198,34 @@ class Trial:
                 recorded_numbers(self.module) as found,
             ):
                 before = KeptValues(self.module, trains=True)
-                with (
-                    self._named(),
-                    self._as_the_whole(),
-                    HiddenTerms(self.shown, follows=True) as terms,
-                    failing_together(self.module),
-                ):
-                    output = self.run_sharded()
-                loss = output["loss"] if isinstance(output, Mapping) else output
-                step = self.context.step or Step(batch=self.own)
-                num_sums, num_over_groups = step.num_sums, step.num_over_groups
-                gradients = gradients_of(self.module, loss)
-                buffers = buffers_of(self.module)
+                with self._named(), failing_together(self.module):
+                    with (
+                        self._as_the_whole(),
+                        HiddenTerms(self.shown, follows=True) as terms,
+                        numbers_read(self.module, self.context) as read,
+                    ):
+                        output = self.run_sharded()
+                    loss = output["loss"] if isinstance(output, Mapping) else output
+                    step = self.context.step or Step(batch=self.own)
+                    gradients = gradients_of(self.module, loss)
+                buffers, mesh = buffers_of(self.module), self.context.mesh
                 found.attributes(self.module, self.control_group)
-                mesh = self.context.mesh
                 alike = mesh.data_group if self.context.global_view else None
                 found.metrics(self.module, alike, self.control_group, mesh.token_group)
                 return Outcome(
                     loss=loss,
                     gradients=gradients,
                     buffers=buffers,
-                    num_sums=num_sums,
-                    num_over_groups=num_over_groups,
+                    num_sums=step.num_sums,
+                    num_over_groups=step.num_over_groups,
                     numbers=found.numbers,
                     keeps=bool(before.new()),
                     hidden=terms.found,
+                    read=read,
                 )
+        except SequenceParallelError as error:
+            error.ends_steps = True  # type: ignore[attr-defined]
+            raise
         finally:
             self.context.step = None
 

@@ -168,10 +168,15 @@ class TriedSteps(CarriedSteps, ABC):
     def _warn_of_steps_before(self, after: int) -> None:
         """Say where a step enters the global view that steps before it ran on parts, with what was not tried then."""
         again = "begin again with global_view=True, or from a checkpoint of before"
-        if after:
+        if after and self._views.part_ends(self._kind):
+            rank_zero_info(
+                f"training_step is in the global view from optimizer step {after} on, for a rank's part of the sequence ends it there with an "
+                "error: steps before that did so, too, would have ended"
+            )
+        elif after:
             rank_zero_warn(
-                f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. Steps "
-                f"before that did so, too, ran on each rank's part of the sequence, and were not one device's: {again}"
+                f"training_step is in the global view from optimizer step {after} on, for it does there what its trials before did not. If "
+                f"steps before did so, too, they ran on each rank's part of the sequence, and were not one device's: {again}"
             )
         elif self._to_try.trained_untried:
             rank_zero_warn(

@@ -14,6 +14,7 @@ class Views:
         self.whole = whole
         self._refusals: dict[str, str] = {}
         self._given_up: set[str] = set()
+        self._ended: set[str] = set()
 
     def sees_whole(self, kind: str) -> bool:
         """Return whether a kind of step is in the global view; the kind is the evaluation's name, empty in training."""
@@ -27,11 +28,18 @@ class Views:
         """Return whether a kind of step may be tried in the global view: once."""
         return not self.sees_whole(kind) and kind not in self._given_up
 
-    def use_whole(self, kind: str, refusal: str) -> None:
+    def use_whole(self, kind: str, refusal: Exception) -> None:
         """Have a kind of step in the global view, for what its part has refused."""
-        self._refusals[kind] = refusal
+        self._refusals[kind] = str(refusal)
+        if getattr(refusal, "ends_steps", False):
+            self._ended.add(kind)
+
+    def part_ends(self, kind: str) -> bool:
+        """Return whether its part was refused by the step itself, which would have ended any before."""
+        return kind in self._ended
 
     def give_up(self, kind: str) -> None:
         """Have a kind of step see its part again: the global view refuses it, too."""
         del self._refusals[kind]
+        self._ended.discard(kind)
         self._given_up.add(kind)

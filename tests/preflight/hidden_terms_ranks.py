@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -32,6 +33,17 @@ class Hiding(Plain):
         self.aux = nn.Linear(VOCAB, VOCAB)
         self.register_buffer("weight", torch.zeros(()))
         self.gates = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.kind == "teacher" and not hasattr(self, "teacher"):
+            self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def distilled(self, batch: dict[str, Tensor], logits: Tensor) -> Tensor:
+        """Return how far a teacher is, which is the student at first: 0, of its own tokens."""
+        with torch.no_grad():
+            teacher = self.teacher(batch["input_ids"], batch["position_ids"])
+        return F.mse_loss(logits, teacher)
 
     def term(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.kind != "exact":
@@ -68,6 +80,8 @@ class Hiding(Plain):
         if self.kind == "slope":
             logits = self.gates[0] * logits + self.gates[1] * Backwards.apply(logits)
         ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if self.kind == "teacher":
+            return ce + self.distilled(batch, logits)
         if self.kind == "small":  # of float32's tolerance
             return ce + 1e-4 * F.cross_entropy(logits.cumsum(1).flatten(0, 1), targets.flatten())
         return self.joined(ce, self.term(logits, targets))

@@ -16,8 +16,23 @@ from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_l
 MARK = 7
 
 
+class Checked(torch.autograd.Function):
+    """Gives what it is given, and fails in the backward without a mark."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, has_mark: bool) -> Tensor:
+        ctx.has_mark = has_mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if not ctx.has_mark:
+            raise ArithmeticError("no mark among these tokens")
+        return gradients[0].clone(), None
+
+
 class Marked(Plain):
-    """Fails on tokens without a mark: in the middle of a forward, or when its loss is made."""
+    """Fails on tokens without a mark: in the middle of a forward, when its loss is made, or in the backward."""
 
     def __init__(self, place: str) -> None:
         super().__init__(lambda: tiny_llama(num_layers=2))
@@ -28,6 +43,15 @@ class Marked(Plain):
         if self.model is None:
             super().configure_model()
             self.model.layers[1].register_forward_pre_hook(lambda _, inputs: self._check("block"))
+            self.model.embedding.register_forward_hook(
+                lambda _, inputs, output: self._follow(output, "last of the backward")
+            )
+            self.model.layers[0].register_forward_hook(
+                lambda _, inputs, output: self._follow(output, "block's backward")
+            )
+
+    def _follow(self, output: Tensor, place: str) -> Tensor:
+        return Checked.apply(output, bool((self.ids == MARK).any())) if place == self.place else output
 
     def _check(self, place: str) -> None:
         if place == self.place and not bool((self.ids == MARK).any()):
@@ -41,7 +65,7 @@ class Marked(Plain):
         if self.place == "heads":
             loss = loss + F.cross_entropy((logits @ logits.transpose(1, 2)).flatten(0, 1), batch["heads"].flatten())
         self._check("loss")
-        return loss * self.marks.mean()
+        return self._follow(loss * self.marks.mean(), "backward")
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.ids = batch["input_ids"]

@@ -113,6 +113,14 @@ def test_a_gate_that_is_zero_among_others_hides_no_slope(pools):
         assert "with small numbers in gates, which begin at zero," in found["error"]
 
 
+def test_a_teacher_that_is_the_student_at_first_hides_no_distance(pools):
+    for found in pools(2).run(ranks.fit, "teacher"):
+        assert "and in teacher.embedding.weight" in found["error"]
+        assert "which are copies of trained ones," in found["error"]
+    for found in pools(2).run(ranks.fit, "teacher", "64-true", "auto"):
+        assert found == {"error": "", "whole": True}
+
+
 @pytest.mark.parametrize("kind", ["exact", "never"])
 def test_a_term_that_is_exact_or_never_counts_is_trained(pools, kind):
     for found in pools(2).run(ranks.fit, kind):

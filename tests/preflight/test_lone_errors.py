@@ -8,7 +8,7 @@ import pytest
 
 from tests.preflight import lone_errors_ranks as ranks
 
-PLACES = ("step", "block", "loss")
+PLACES = ("step", "block", "loss", "backward", "block's backward", "last of the backward")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -18,9 +18,10 @@ def test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view(pools: Any, ax
     assert max(pools(2).run(ranks.error_of_weights, 2, place, expected, {axis: 2})) <= 1e-10
 
 
-def test_ranks_of_other_rows_are_told_too(pools: Any):
-    expected = pools(1).run(ranks.weights, 1, "block")[0]
-    errors = pools(4).run(ranks.error_of_weights, 4, "block", expected, {"ring_size": 2, "data_parallel_size": 2})
+@pytest.mark.parametrize("place", ["block", "block's backward"])
+def test_ranks_of_other_rows_are_told_too(pools: Any, place: str):
+    expected = pools(1).run(ranks.weights, 1, place)[0]
+    errors = pools(4).run(ranks.error_of_weights, 4, place, expected, {"ring_size": 2, "data_parallel_size": 2})
     assert max(errors) <= 1e-10
 
 
@@ -37,7 +38,8 @@ def test_an_index_beyond_a_part_is_found_before_any_rank_fails(pools: Any):
     assert told[0] == told[1]
 
 
-def test_on_parts_alone_all_ranks_refuse_it_in_the_words_of_the_one_that_failed(pools: Any):
-    told = pools(2).run(ranks.refusal, 2, "block", {"ring_size": 2})
+@pytest.mark.parametrize("place", ["block", "backward"])
+def test_on_parts_alone_all_ranks_refuse_it_in_the_words_of_the_one_that_failed(pools: Any, place: str):
+    told = pools(2).run(ranks.refusal, 2, place, {"ring_size": 2})
     assert "fails on shards: ArithmeticError: no mark among these tokens; " in told[0]
     assert told[0] == told[1]

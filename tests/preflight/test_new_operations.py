@@ -55,6 +55,13 @@ def test_what_is_carried_after_all_says_that_steps_before_were_not(pools):
     assert ["in the global view from optimizer step 5 on" in each for each in found["said"]] == [True]
 
 
+@pytest.mark.parametrize(("kind", "whole"), [("cut", False), ("whole lines", True)])
+def test_what_would_have_ended_a_step_on_its_part_is_no_word_against_steps_before(pools, kind, whole):
+    """A hook that cuts its batch shorter needs no global view: the attention follows what the hook has left."""
+    for found in pools(2).run(ranks.fit, kind, 5, "auto"):
+        assert (found["error"], found["whole"], found["said"]) == ("", whole, [])
+
+
 def test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too(pools):
     for found in pools(2).run(ranks.fit, "sparse", 7, "auto"):
         assert "cumulative sum" in found["error"]

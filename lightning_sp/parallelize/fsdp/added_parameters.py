@@ -1,4 +1,4 @@
-"""Parameters that are put into a model after FSDP2 has sharded it: refused by name, for they would be lost, or each rank's own."""
+"""Parameters that are put into a model or taken out after FSDP2 has sharded it: refused by name, for they would be lost, or each rank's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_sp.parameter_names import user_name
 def check_added(root: nn.Module) -> None:
     """Refuse a parameter that is to be trained and that FSDP2 does not know. Equal on all ranks that did the same.
 
-    FSDP2 puts its own parameter back where another was put in its place; what is new has values of each rank's own.
+    FSDP2 puts its own parameter back where another was put in its place, or none; what is new has values of each rank's own.
 
     Args:
         root: the sharded model.
@@ -33,6 +33,8 @@ def check_added(root: nn.Module) -> None:
     for each in (each for group in groups for each in group.fsdp_params):
         for module, name in _places(each):
             held = vars(module)["_parameters"].get(name)
+            if module in present and held is None:
+                raise SequenceParallelError(_taken_out(user_name(each._param_fqn or name)))
             if module in present and isinstance(held, DTensor) and held is not each.sharded_param:
                 raise SequenceParallelError(_lost(user_name(each._param_fqn or name)))
     added = [name for name, each in root.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
@@ -95,4 +97,12 @@ def _lost(which: str) -> str:
         f"{which} has another parameter put in its place after it was sharded, which FSDP2 takes out again with the next gather: the model "
         "would go on with its own; tie weights in __init__ or configure_model (self.head.weight = self.embedding.weight), use the other weight "
         "in the forward (F.linear(x, self.embedding.weight)), or write values (under torch.no_grad(): weight.copy_(values))"
+    )
+
+
+def _taken_out(which: str) -> str:
+    return (
+        f"{which} is no parameter of its module any more, since it was sharded (pruning, torch.nn.utils.parametrize and weight norm make it "
+        "another one), and FSDP2 puts it back with the next gather; do so before: in __init__ or configure_model. To prune in the course of a "
+        "fit keep a mask: under torch.no_grad() weight.mul_(mask), in on_train_batch_end"
     )

@@ -1,4 +1,4 @@
-"""All-gathers of a trial's forward, each of which the ranks of FSDP2's group meet before: one that has failed by itself holds up none."""
+"""FSDP2's collectives in a trial, each of which the ranks meet before: one that has failed by itself holds up none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, paramet
 
 @contextmanager
 def failing_together(root: nn.Module) -> Iterator[None]:
-    """Run a forward in which no rank waits in a collective for one that has failed. Every rank must call it; it ends together.
+    """Run a forward and a backward in which no rank waits in a collective for one that has failed. Every rank must call it; it ends together.
 
     Args:
         root: the sharded module.
@@ -25,12 +25,13 @@ def failing_together(root: nn.Module) -> Iterator[None]:
     """
     groups = parameter_groups(fsdp_modules(root))
     # FSDP2's own of a backend have no public name, and its setter takes one that is custom.
-    before = [group._all_gather_comm for group in groups]
-    for group, own in zip(groups, before, strict=True):
-        group._all_gather_comm = comm.CheckedAllGather(own)
+    before = [(group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
+    for group, (gather, scatter) in zip(groups, before, strict=True):
+        group._all_gather_comm = comm.CheckedAllGather(gather)
+        group._reduce_scatter_comm = comm.CheckedReduceScatter(scatter)
     try:
         with comm.failing_together():
             yield
     finally:
-        for group, own in zip(groups, before, strict=True):
-            group._all_gather_comm = own
+        for group, (gather, scatter) in zip(groups, before, strict=True):
+            group._all_gather_comm, group._reduce_scatter_comm = gather, scatter

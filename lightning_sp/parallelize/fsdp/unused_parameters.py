@@ -102,6 +102,11 @@ class UsedParameters:
         """Count the units' calls from now on: what has run before has no backward in what follows."""
         self._calls = dict.fromkeys(self._calls, 0)
 
+    def forget(self) -> None:
+        """Forget a backward that was left by an error, and the forward before it."""
+        self._used, self._zeros, self._ran = set(), set(), set()
+        self.count_calls()
+
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let a backward within a step be for itself: what is known of the step's own stays as it is."""

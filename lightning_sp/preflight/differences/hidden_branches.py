@@ -4,13 +4,18 @@
 
 GPT-2 derivatives, adaLN-Zero, gates and LoRA's B begin so. A gate's own gradient shows what the branch gives, but no slope of it. Such weights
 are given small numbers for a second comparison, and are zero again afterwards.
+
+    KL(student || teacher),  teacher = student          =>     0, and a gradient of 0, whole and sharded
+
+So are copies of trained weights, an average of them say, that nothing has moved apart yet.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +26,68 @@ from lightning_sp.preflight.comparison import plain_name
 
 # Of a vector, a gate; of a matrix it is 1 / sqrt(columns).
 _STANDARD_DEVIATION = 0.5
+
+
+class HidingWeights(NamedTuple):
+    """Weights that hide what is made of them, by name.
+
+    Args:
+        zeros: that are zero, or have a zero.
+        copies: that equal trained ones, and have no gradient.
+    """
+
+    zeros: dict[str, nn.Parameter]
+    copies: dict[str, nn.Parameter]
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self.zeros or self.copies)
+
+    def describe(self) -> str:
+        """Return them in words."""
+        which = {"begin at zero": self.zeros, "are copies of trained ones": self.copies}
+        return ", and in ".join(f"{first_names([*found])}, which {why}" for why, found in which.items() if found)
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return names, two of them and how many more there are."""
+    return ", ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
+
+
+def hiding_weights(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> HidingWeights:
+    """Return the weights that hide what is made of them. Equal on all ranks. As `zero_weights` and `copied_weights`."""
+    zeros = zero_weights(module, gradients)
+    copies = copied_weights(module, gradients)
+    return HidingWeights(zeros, {name: weight for name, weight in copies.items() if name not in zeros})
+
+
+def copied_weights(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, nn.Parameter]:
+    """Return the weights without a gradient that equal trained ones of the same shape; none of one number throughout. Equal on all ranks.
+
+    Args:
+        module: the sharded module.
+        gradients: of a whole run, this rank's shards.
+
+    Communicates: one all_reduce of two numbers for each parameter, where some have a gradient and others of their shape none.
+    """
+    weights = {plain_name(n): p for n, p in module.named_parameters() if _holds_numbers(p) and p.dim()}
+    trained = {name for name in weights if gradients.get(name) is not None}
+    shapes = {weights[name].shape for name in trained}
+    others = [name for name in weights if name not in trained and weights[name].shape in shapes]
+    if not others or not trained:
+        return {}
+    numbers = {name: _digest(weights[name]) for name in weights if weights[name].shape in shapes}
+    known = {(weights[name].shape, numbers[name]) for name in trained}
+    device = weights[others[0]].device
+    own = torch.tensor(
+        [[(weights[name].shape, numbers[name]) in known, numbers[name][1] > numbers[name][2]] for name in others],
+        dtype=torch.float64,
+        device=device,
+    )
+    # A rank may have no row of a weight. One number throughout: a norm's ones are no copy.
+    same, varies = comm.reduce_sum(own).T.tolist()
+    size = comm.size_of(comm.world())
+    return {name: weights[name] for name, a, b in zip(others, same, varies, strict=True) if a == size and b}
 
 
 def zero_weights(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, nn.Parameter]:
@@ -50,21 +117,40 @@ def zero_weights(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> d
 
 
 @contextmanager
-def with_small_numbers(weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Give the zeros of weights small numbers, alike on replicas, and let them be zero again afterwards."""
-    zeros = {name: _local(weight) == 0 for name, weight in weights.items()}
+def with_small_numbers(weights: HidingWeights) -> Iterator[None]:
+    """Give the zeros of weights small numbers, and add some to copies, alike on replicas; they are as before afterwards."""
+    zeros = {name: _local(weight) == 0 for name, weight in weights.zeros.items()}
+    before = {name: _local(weight).clone() for name, weight in weights.copies.items()}
     with torch.no_grad():
-        for name, weight in weights.items():
+        for name, weight in weights.zeros.items():
             local = _local(weight)
-            scale = _STANDARD_DEVIATION if weight.dim() < 2 else weight.shape[-1] ** -0.5
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {_shard_of(weight)}".encode()))
-            drawn = torch.randn(local.shape, generator=generator) * scale
-            local.copy_(torch.where(zeros[name], drawn.to(local), local))
+            local.copy_(torch.where(zeros[name], _drawn(name, weight), local))
+        for name, weight in weights.copies.items():
+            _local(weight).add_(_drawn(name, weight))
     try:
         yield
     finally:
-        for name, weight in weights.items():
+        for name, weight in weights.zeros.items():
             _local(weight).masked_fill_(zeros[name], 0.0)
+        for name, weight in weights.copies.items():
+            _local(weight).copy_(before[name])
+
+
+def _drawn(name: str, weight: nn.Parameter) -> Tensor:
+    """Return small numbers for this rank's part of a weight."""
+    local = _local(weight)
+    scale = _STANDARD_DEVIATION if weight.dim() < 2 else weight.shape[-1] ** -0.5
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {_shard_of(weight)}".encode()))
+    return (torch.randn(local.shape, generator=generator) * scale).to(local)
+
+
+def _digest(weight: nn.Parameter) -> tuple[float, float, float]:
+    """Return numbers of this rank's part that differ, almost surely, where weights do: a sum, the largest, the smallest."""
+    local = _local(weight).double().flatten()
+    if not local.numel():
+        return 0.0, 0.0, 0.0
+    places = torch.arange(len(local), device=local.device, dtype=torch.float64)
+    return float(local @ torch.cos(places * 1.7 + 0.3)), float(local.max()), float(local.min())
 
 
 def _counts(weight: Tensor, gradient: Tensor | None) -> Tensor:

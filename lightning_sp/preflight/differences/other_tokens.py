@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import plain_name
 from lightning_sp.preflight.recording.watch import AttentionCall
@@ -65,8 +66,20 @@ def calls_of_training(trial: Trial, whole: Outcome) -> CropCalls:
         whole=whole.attention,
         shorter=shorter,
         is_text=is_text,
-        lengths=[tuple(each.length for each in batch.all_sequences) for batch in batches],
+        lengths=[_lengths(batch, whole.read.sizes) for batch in batches],
     )
+
+
+def _lengths(batch: SequenceInfo, handed: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the tokens of each sequence of a batch; of one that a hook has cut shorter, what it has left.
+
+    Args:
+        batch: before its hooks.
+        handed: sizes of the tensors that the step was given on the longer crop.
+    """
+    lengths = tuple(each.length for each in batch.all_sequences)
+    left = max((size[1] for size in handed if len(size) > 1 and size[0] == batch.rows), default=0)
+    return (min(lengths[0], left),) if len(lengths) == 1 and left else lengths
 
 
 def modules_of_other_tokens(calls: CropCalls) -> OtherTokens | None:

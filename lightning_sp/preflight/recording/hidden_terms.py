@@ -96,7 +96,7 @@ class HiddenTerms(TorchFunctionMode):
         kwargs = kwargs or {}
         name = name_of(function)
         is_followed = name in _RULES and torch.is_grad_enabled() and any(map(_has_gradient, args))
-        place = _users_place(sys._getframe(1)) if is_followed else None
+        place = users_place(sys._getframe(1)) if is_followed else None
         if place is None:
             return function(*args, **kwargs)
         key = (*place, name)
@@ -274,11 +274,11 @@ def _is_number(value: Any) -> bool:
     return 0 < value.numel() <= _MOST_WEIGHTS and not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-def _users_place(frame: FrameType | None) -> tuple[str, int] | None:
+def users_place(frame: FrameType | None) -> tuple[str, int] | None:
     """Return the file and line of the user's that calls a function of torch; None where it is called by this package, or Lightning."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name != "torch" and not name.startswith("torch."):
+        if name != "torch" and not name.startswith(("torch.", "lightning_sp.preflight.recording.")):
             ours = name.startswith(("lightning_sp.", "lightning.")) and not name.startswith("lightning_sp.models.")
             return None if ours else (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back

@@ -11,6 +11,7 @@ STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 NEW = "tests/preflight/test_new_operations.py"
 UNTRIED = "tests/preflight/test_untried_length.py"
 LONE_ERRORS = "tests/preflight/test_lone_errors.py::test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view"
+READ = "tests/preflight/test_read_numbers.py::test_a_step_that_decides_by_a_number_of_its_batch"
 COUNTED = "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
 PREFLIGHT = (
@@ -108,8 +109,8 @@ PREFLIGHT = (
     fault(
         "what a step keeps in attributes, not compared",
         "preflight/trial.py",
-        "                found.attributes(self.module, self.control_group)\n                mesh",
-        "                mesh",
+        "                found.attributes(self.module, self.control_group)\n                alike",
+        "                alike",
         "tests/preflight/test_training_numbers.py::test_what_a_step_keeps_of_a_shard_is_named_in_a_warning[2-{'ulysses_size': 2}]",
     ),
     fault(
@@ -192,7 +193,7 @@ PREFLIGHT = (
     fault(
         "branches behind weights that begin at zero, not tried",
         "preflight/differences/hidden_branches.py",
-        "            local.copy_(torch.where(zeros[name], drawn.to(local), local))\n",
+        "            local.copy_(torch.where(zeros[name], _drawn(name, weight), local))\n",
         "            pass\n",
         STOPPED,
     ),
@@ -500,8 +501,8 @@ PREFLIGHT = (
     fault(
         "a rank that waits for a part of the weights from one that has failed",
         "parallelize/fsdp/checked_gathers.py",
-        "comm.CheckedAllGather(own)",
-        "own",
+        "comm.CheckedAllGather(gather)",
+        "gather",
         f"{LONE_ERRORS}[ring_size-step]",
     ),
     fault(
@@ -608,5 +609,61 @@ PREFLIGHT = (
         "        act()\n        return own(*args)\n",
         "        found = own(*args)\n        act()\n        return found\n",
         "tests/step/agreement/test_agreed_writes.py::test_wherever_before_the_update_it_is[on_after_backward-gradient]",
+    ),
+    fault(
+        "a step that decides by a count that crop and part keep below a threshold",
+        "preflight/differences/read_numbers.py",
+        "    for larger in (True, False):\n",
+        "    for larger in ():\n",
+        f"{READ}_reads_whole_sequences[count]",
+    ),
+    fault(
+        "a product of rows and tokens, compared as any number",
+        "preflight/recording/forced_numbers.py",
+        "_made(_Integer if type(other) is _Size else _Size, value, self.budget)",
+        "_made(_Size, value, self.budget)",
+        f"{READ}_reads_whole_sequences[product]",
+    ),
+    fault(
+        "a token that no crop holds, and that a step asks for",
+        "preflight/recording/forced_numbers.py",
+        "        return (name in _ABOVE) == self.larger\n",
+        "        return (name in _ABOVE) != self.larger\n",
+        f"{READ}_reads_whole_sequences[rare]",
+    ),
+    fault(
+        "a teacher that is the student while a step is tried",
+        "preflight/differences/hidden_branches.py",
+        "    copies = copied_weights(module, gradients)\n",
+        "    copies: dict[str, nn.Parameter] = {}\n",
+        f"{HIDDEN_TEST}::test_a_teacher_that_is_the_student_at_first_hides_no_distance",
+    ),
+    fault(
+        "a backward that one rank of a trial fails in by itself, while others wait to reduce",
+        "parallelize/fsdp/checked_gathers.py",
+        "comm.CheckedReduceScatter(scatter)",
+        "scatter",
+        f"{LONE_ERRORS}[ring_size-last of the backward]",
+    ),
+    fault(
+        "a weight that a hook prunes, and FSDP2 puts back",
+        "parallelize/fsdp/added_parameters.py",
+        "            if module in present and held is None:\n",
+        "            if False:\n",
+        "tests/parallelize/fsdp/test_added_parameters.py::test_a_parameter_that_is_to_be_trained_and_was_not_sharded_is_refused",
+    ),
+    fault(
+        "a number of the loss that stays the same up to a count, taken for exact",
+        "preflight/recording/forced_numbers.py",
+        "                return at(place, _farther(each, larger=self._larger))\n",
+        "                return output\n",
+        f"{READ}_reads_whole_sequences[steps]",
+    ),
+    fault(
+        "a backward that one rank of a trial fails in by itself, of which others are not told",
+        "preflight/trial.py",
+        "                    gradients = gradients_of(self.module, loss)\n                buffers, mesh",
+        "                gradients = gradients_of(self.module, loss)\n                buffers, mesh",
+        f"{LONE_ERRORS}[ring_size-backward]",
     ),
 )

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import prune
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import check_added, run_with_whole_parameters
+from lightning_sp.parallelize import check_added, run_with_whole_parameters, used_as_whole
 
 
 def _said(model):
@@ -35,7 +36,14 @@ def added():
     model[1].weight, model.extra = kept, nn.Linear(3, 2)
     model.extra.weight.requires_grad_(False)
     found.append(_said(model))
-    return [*found, _tied(model, nn.Linear(4, 3))]
+    return [*found, _tied(model, nn.Linear(4, 3)), _pruned(model)]
+
+
+def _pruned(model):
+    """Return what is said of a weight that is pruned."""
+    with used_as_whole(model):
+        prune.l1_unstructured(model[0], "weight", amount=0.3)
+    return _said(model)
 
 
 def _tied(model, other):

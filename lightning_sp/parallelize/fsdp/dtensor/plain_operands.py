@@ -1,4 +1,4 @@
-"""Plain tensors beside sharded ones, in a hook or an optimizer, which torch refuses: `gradient.add_(noise)`, `weight.data * mask`.
+"""Plain tensors beside sharded ones, in a hook or an optimizer, which torch refuses: `gradient.add_(noise)`, `torch.mul(weight.data, mask)`.
 
 A plain tensor that all ranks hold alike is whole on each of them, and each shard meets its part of it. One that differs is refused.
 """
@@ -6,66 +6,57 @@ A plain tensor that all ranks hold alike is whole on each of them, and each shar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 
-# That give another tensor; those in place are `sharded_parts.py`'s.
-BESIDE = (
-    *("add", "sub", "mul", "div", "maximum", "minimum", "masked_fill", "where", "lerp", "addcmul", "addcdiv"),
-    *("eq", "ne", "lt", "le", "gt", "ge"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
-    *("__lt__", "__le__", "__gt__", "__ge__"),
-)  # fmt: skip
-_REFUSED = "mixed torch.Tensor and DTensor"  # torch's words, before anything is done
 # Odd numbers without a pattern, of SplitMix64.
 _OF_BITS, _OF_PLACES = -0x61C8864680B583EB, -0x40A7B892E31B1A47
+_REFUSED = "mixed torch.Tensor and DTensor"  # torch's words, before anything is done
 
 
-def beside_plain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a sharded tensor that takes plain ones beside it. Every rank must call it.
+def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Call a function of torch with sharded tensors, and with plain ones beside them. Every rank must call it.
 
-    Communicates: where it is given one, an all_reduce of 16 bytes for each.
+    Communicates: where it is given a plain one, an all_reduce of 16 bytes for each.
 
     Raises:
         SequenceParallelError: one that differs between ranks; on all of them.
     """
-
-    @wraps(original)
-    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    kwargs = kwargs or {}
+    with torch._C.DisableTorchFunctionSubclass():
         try:
-            return original(self, *args, **kwargs)
+            return function(*args, **kwargs)
         except RuntimeError as error:
-            given = [args, kwargs]
-            if _REFUSED not in str(error) or _learns(given):
+            given = tree_leaves([args, kwargs])
+            learns = any(_is_plain(each) and each.requires_grad for each in given)
+            if _REFUSED not in str(error) or learns or _writes_to_plain(function, args):
                 raise
-        whole = tree_map(lambda value: _replicated(value, self), [args, kwargs])
-        return original(self, *whole[0], **whole[1])
+        like = next(each for each in given if isinstance(each, DTensor))
+        args, kwargs = tree_map(lambda value: _replicated(value, like), [args, kwargs])
+        return function(*args, **kwargs)
 
-    return method
+
+def _writes_to_plain(function: Callable[..., Any], args: Any) -> bool:
+    """Return whether a plain tensor would be written to: an optimizer whose state is none of shards steps whole weights."""
+    name = str(getattr(function, "__name__", ""))
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return in_place and bool(args) and _is_plain(args[0])
 
 
-def _learns(given: Any) -> bool:
-    found: list[bool] = []
-    tree_map(
-        lambda value: found.append(
-            isinstance(value, Tensor) and not isinstance(value, DTensor) and value.requires_grad
-        ),
-        given,
-    )
-    return any(found)
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _replicated(value: Any, like: DTensor) -> Any:
     """Return a plain tensor as one that is whole on every rank of a sharded one's mesh; anything else as it is."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+    if not _is_plain(value) or value.numel() == 1:
         return value
     if not comm.all_equal(_digest(value).to(like.device)):
         raise SequenceParallelError(

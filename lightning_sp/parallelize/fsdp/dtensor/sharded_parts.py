@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-from lightning_sp.parallelize.fsdp.dtensor.plain_operands import beside_plain
-
 _ATEN = torch.ops.aten
 PART_OPS = (
     _ATEN.select.int,
@@ -29,6 +27,7 @@ PART_OPS = (
     _ATEN.split_with_sizes.default,
     _ATEN.unbind.int,
     _ATEN.diagonal.default,
+    _ATEN.view.default,
 )
 RANDOM_OPS = (_ATEN.randn_like.default, _ATEN.rand_like.default, _ATEN.bernoulli.default)
 _RANDOM = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
@@ -75,7 +74,7 @@ def part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Calla
     tensor = args[0]
     try:
         result = run(*args, **kwargs)
-    except RuntimeError:  # `unbind` of what is sharded along that dim is not defined
+    except RuntimeError:  # `unbind` of what is sharded along that dim is not defined, nor `view(-1)` of uneven shards
         result = run(_replicated(tensor), *args[1:], **kwargs)
     for index, each in enumerate(result) if isinstance(result, (list, tuple)) else [(None, result)]:
         if not isinstance(each, DTensor):
@@ -95,8 +94,6 @@ def writing_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
-    original = beside_plain(original)
-
     @wraps(original)
     def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

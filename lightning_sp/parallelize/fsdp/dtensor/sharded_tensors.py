@@ -3,6 +3,7 @@
 float(weight.norm()), gradient.abs().max().item()      DTensor: this rank's term of an unfinished sum      here: the whole's
 weight.data = average                                  DTensor: nothing                                   here: as of any tensor
 weight[0].zero_(), gradient[:10] = 0                   DTensor: nothing, or an error                      here: as of any tensor
+gradient.numpy()                                       DTensor: an error                                  here: the whole's, to be read
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.dtensor.plain_operands import BESIDE, beside_plain
+from lightning_sp.parallelize.fsdp.dtensor.plain_operands import beside_sharded
 from lightning_sp.parallelize.fsdp.dtensor.sharded_parts import (
     PART_OPS,
     RANDOM_OPS,
@@ -77,10 +78,17 @@ def _use_latest() -> None:
 def _methods() -> Iterator[tuple[str, Any]]:
     """Yield what a DTensor's methods are during a run; torch's class has none of its own by these names."""
     yield from writing_methods()
-    for name in BESIDE:
-        yield name, beside_plain(getattr(torch.Tensor, name))
+    yield "__torch_function__", classmethod(beside_sharded)
+    yield "numpy", _numpy
     for name in _NUMBERS:
         yield name, _whole_number(getattr(torch.Tensor, name))
+
+
+def _numpy(self: Any, *, force: bool = False) -> Any:
+    """As of a plain tensor, to be read: what is written to it would not reach the shards. Every rank must call it."""
+    found = self.full_tensor().numpy(force=force)
+    found.flags.writeable = False
+    return found
 
 
 def _whole_number(original: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize import used_as_whole
@@ -184,12 +184,21 @@ def beside_plain() -> tuple[dict[str, bool], str, bool]:
         ">": lambda w: (w > noise).double(),
         "where": lambda w: w.where(mask, noise),
         "+=": lambda w: w.clone().__iadd__(noise),
+        "torch.mul": lambda w: torch.mul(w, mask),
+        "torch.where": lambda w: torch.where(mask, w, 0.0),
+        "torch.lerp": lambda w: torch.lerp(noise, w, 0.1),
+        "torch.masked_fill": lambda w: torch.masked_fill(w, mask, 0.0),
+        "torch.addcmul": lambda w: torch.addcmul(w, noise, w, value=2),
+        "foreach": lambda w: torch._foreach_mul([w, w], [mask.double(), noise])[1],
+        "view(-1)": lambda w: w.view(-1) * 2,
+        "numpy": lambda w: torch.from_numpy(w.numpy().copy()),
     }
     same = {}
     whole = weight.full_tensor()
     with used_as_whole(linear):
         for name, run in cases.items():
-            same[name] = torch.equal(run(weight).full_tensor(), run(whole))
+            found = run(weight)
+            same[name] = torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, run(whole))
         refusal = ""
         try:
             weight.add_(noise + torch.distributed.get_rank())

@@ -1,0 +1,275 @@
+"""Numbers that a step reads from its batch and may decide by: comparisons of them, and what Python gets of tensors.
+
+    if (batch["input_ids"] > 20).sum() > 20:      a part's count stays below 20 where the whole's does not
+    if batch["input_ids"].numel() >= 48:          likewise
+
+Which numbers are of a rank's tokens is followed from the tensors of the batch through every function of torch that the user's code, or a
+library, calls. What this package's functions give (a loss, `lightning_sp.reductions`) is of all tokens, and begins anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.global_view.table import name_of
+from lightning_sp.preflight.recording.hidden_terms import Call, users_place
+
+# Functions whose result is true or false of each number, or of all.
+COMPARISONS = {
+    *("gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal"),
+    *("any", "all", "isclose"),
+}
+# Functions that give one number for many: a step, or a bound.
+STEPS = {
+    *("floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "sign", "sgn", "heaviside", "bucketize"),
+    *("searchsorted", "long", "int", "short", "clamp", "clamp_min", "clamp_max", "clip", "relu", "maximum", "minimum"),
+}
+# Functions by which Python reads one: a truth, or a number.
+TRUTHS = {"__bool__", "is_nonzero", "contains", "equal", "allclose"}
+NUMBERS = {"item", "tolist", "__int__", "__float__", "__index__"}
+# How many numbers a tensor has, which its values may decide.
+SIZES = {"shape", "size", "numel", "nelement", "len"}
+_COUNTING = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
+_INSTALLED = ("site-packages", "dist-packages")
+_MOVES = {"to", "cuda", "clone", "detach", "contiguous", "pin_memory"}
+
+
+class Read(NamedTuple):
+    """A call that compares or reads numbers.
+
+    Args:
+        numbers: how many it gives, or reads.
+        leaves: the tensors of the batch that they were made of, by their number there.
+        counted: whether it reads a size that values have decided.
+    """
+
+    numbers: int
+    leaves: frozenset[int]
+    counted: bool = False
+
+
+class ReadNumbers(TorchFunctionMode):
+    """Notes the calls that compare or read numbers of the batch.
+
+    Attributes:
+        sizes: of the batch's tensors, in order.
+        calls: that compare or read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, ...]] = []
+        self.calls: dict[Call, Read] = {}
+        self._leaves = WeakTensorKeyDictionary()
+        self._counted = WeakTensorKeyDictionary()
+        self._numbers: Counter[tuple[str, int, str]] = Counter()
+
+    def hand(self, batch: Any) -> None:
+        """Note the tensors of the batch that the step is given."""
+        for each in _tensors_of(batch):
+            self._leaves[each] = frozenset({len(self.sizes)})
+            self.sizes.append(tuple(each.shape))
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self._leaves.clear()
+        self._counted.clear()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        given = [each for each in _flat((*args, *kwargs.values())) if each in self._leaves]
+        if not given:
+            return output
+        name = name_of(function)
+        place = users_place(sys._getframe(1))
+        if place is None and name not in _MOVES:
+            return output
+        leaves = frozenset().union(*(self._leaves[each] for each in given))
+        if place is not None:
+            self._note(place, name, given[0], output, leaves)
+        counts = name in _COUNTING or (name == "where" and len(args) == 1) or (name == "getitem" and _by_mask(args[1]))
+        counts = counts or any(each in self._counted for each in given)
+        for each in (*_flat((output,)), *_written(function, args, kwargs)):
+            self._leaves[each] = leaves
+            if counts and each.dim():
+                self._counted[each] = True
+        return output
+
+    def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[int]) -> None:
+        if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
+            return
+        counted = name in SIZES and given in self._counted
+        if name in SIZES and not (counted or compares_products(*place)):
+            return
+        key = (*place, name)
+        call = Call(*key, self._numbers[key])
+        self._numbers[key] += 1
+        of = output if isinstance(output, Tensor) else given
+        self.calls[call] = Read(1 if name in SIZES else of.numel(), leaves, counted)
+
+
+@contextmanager
+def numbers_read(module: nn.Module, context: SequenceContext) -> Iterator[ReadNumbers]:
+    """Note what training_step reads of its batch, where steps see a rank's part; what was followed is forgotten behind it."""
+    mode, step = ReadNumbers(), cast("Any", module).training_step
+    if context.global_view or context.mesh.layout.size == 1:
+        yield mode
+        return
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        mode.hand((args, kwargs))
+        return step(*args, **kwargs)
+
+    own = vars(module).get("training_step")
+    vars(module)["training_step"] = training_step
+    try:
+        with mode:
+            yield mode
+    finally:
+        mode.forget()
+        if own is None:
+            del vars(module)["training_step"]
+        else:
+            vars(module)["training_step"] = own
+
+
+class Line(NamedTuple):
+    """A line of the user's, and a function of torch that it compares or reads numbers by.
+
+    Args:
+        counted: whether it reads a size that values have decided.
+    """
+
+    file: str
+    line: int
+    function: str
+    counted: bool
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it is a library's."""
+        return any(folder in self.file for folder in _INSTALLED)
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return Call(*self[:3], 0).describe()
+
+
+def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> dict[Line, int]:
+    """Return the lines that compare or read numbers of this rank's tokens, and how often. Pure.
+
+    Numbers of each token are none of these: a part has fewer, and each is what it is.
+
+    Args:
+        whole: what one device's run has noted.
+        sharded: what the run on a part has noted.
+        groups: data-parallel groups whose rows the whole has.
+    """
+    if len(whole.sizes) != len(sharded.sizes):
+        return {}
+    pairs = enumerate(zip(whole.sizes, sharded.sizes, strict=True))
+    split = {i for i, (all_of_it, part) in pairs if _numel(all_of_it) not in (_numel(part), groups * _numel(part))}
+    found: Counter[Line] = Counter()
+    for call, read in sharded.calls.items():
+        before = whole.calls.get(call)
+        alike = read.numbers == 1 or (before is not None and before.numbers in (read.numbers, groups * read.numbers))
+        if alike and read.leaves & split:
+            found[Line(*call[:3], read.counted)] += 1
+    return dict(found)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Return the tensors of nested arguments, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_of(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from _tensors_of(getattr(value, each.name, None))
+    elif isinstance(getattr(value, "data", None), Mapping):  # a batch of a tokenizer, say
+        yield from _tensors_of(value.data)
+
+
+def _flat(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Return the tensors among arguments, and in lists among them."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _flat(tuple(each))
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Return what a function in place writes to."""
+    name = str(getattr(function, "__name__", ""))
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    yield from _flat((args[:1] if in_place else (), kwargs.get("out")))
+
+
+def _by_mask(index: Any) -> bool:
+    return any(each.dtype in (torch.bool, torch.uint8) for each in _flat((index,)))
+
+
+# ---- sizes that are multiplied
+
+
+def compares_products(file: str, line: int) -> bool:
+    """Return whether the function around a line compares a number of elements, or a product, as rows times tokens are: by its text."""
+    return any(first <= line <= last for first, last in _functions_with_products(file))
+
+
+@lru_cache(maxsize=64)
+def _functions_with_products(file: str) -> tuple[tuple[int, int], ...]:
+    if any(folder in file for folder in _INSTALLED):
+        return ()
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    functions = (each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return tuple((each.lineno, each.end_lineno or each.lineno) for each in functions if _compares_product(each))
+
+
+def _compares_product(function: ast.AST) -> bool:
+    products: set[str] = set()
+    for each in ast.walk(function):
+        if isinstance(each, ast.Assign) and _multiplies(each.value):
+            products |= {target.id for target in each.targets if isinstance(target, ast.Name)}
+    return any(
+        _multiplies(each) or any(isinstance(part, ast.Name) and part.id in products for part in ast.walk(each))
+        for each in ast.walk(function)
+        if isinstance(each, ast.Compare)
+    )
+
+
+def _multiplies(node: ast.AST) -> bool:
+    """Return whether an expression has a product, or asks for one."""
+    names = {"numel", "nelement", "prod"}
+    return any(
+        (isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult))
+        or (isinstance(each, ast.Attribute) and each.attr in names)
+        for each in ast.walk(node)
+    )

@@ -1,0 +1,111 @@
+"""What runs in the ranks: steps that decide by a number of their batch, which crop and part keep below a threshold; and some that need not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from tests.trainer.tiny import VOCAB, Plain, TokenDataset, _full, quiet_trainer, tiny_llama
+
+ROWS, TOKENS = 4, 16
+RARE = 7
+
+
+class Deciding(Plain):
+    def __init__(self, kind: str) -> None:
+        super().__init__(tiny_llama)
+        self.kind = kind
+
+    def decides(self, ids: Tensor) -> Any:
+        large = ids > 20
+        match self.kind:
+            case "count":
+                return large.sum() > 40
+            case "item":
+                return large.sum().item() / 2 >= 20
+            case "int":
+                return int(large.sum()) > 40
+            case "size":
+                return ids[large].shape[0] > 40
+            case "rows":
+                return (large.sum(1) > 14).any()
+            case "numel":
+                return ids.numel() >= ROWS * TOKENS
+            case "product":
+                rows, tokens = ids.shape
+                return rows * tokens >= ROWS * TOKENS
+            case "prod":
+                return math.prod(ids.shape) >= ROWS * TOKENS
+            case "rare":
+                return (ids == RARE).any()
+            case "tokens":
+                return ids.shape[1] > 1000
+        return False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids = batch["input_ids"]
+        logits = self.logits(batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        match self.kind:
+            case "where":
+                loss = torch.where((ids > 20).sum() > 40, 2 * loss, loss)
+            case "steps":
+                loss = loss * (1 + (ids > 20).sum() // 41)
+            case "bounded":
+                loss = loss * (1 + ((ids > 20).sum() - 41).clamp(min=0, max=1))
+            case "divided":
+                loss = loss * (1 + (ids > 20).sum().item() // 41)
+            case "weight":
+                loss = loss + ((ids > 20).sum() > 40) * loss
+            case "logged":
+                self.log("large", (ids > 20).sum().item())
+                assert int(ids.max()) < VOCAB
+            case "experts":
+                loss = loss + 0.0 * self.experts(ids, logits)
+            case _:
+                loss = 2 * loss if self.decides(ids) else loss
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def experts(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Add something to the tokens of each kind, of which a part may have none."""
+        out = torch.zeros_like(x)
+        for kind in range(3):
+            mine = ids % 3 == kind
+            if mine.any() and mine.sum() > 0:
+                out[mine] += kind * x[mine]
+        return F.cross_entropy(out.flatten(0, 1), (ids % VOCAB).flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Rarely(TokenDataset):
+    """The second batch alone has the rare token, at one position."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, TOKENS)
+        self.tokens[self.tokens == RARE] = RARE + 1
+        self.tokens[ROWS, 3] = RARE
+
+
+def fit(kind: str, degrees: dict[str, Any] | None) -> dict[str, Any]:
+    """Train two steps; return their losses, weights, the view, and what was refused."""
+    torch.manual_seed(3)
+    world = 1 if degrees is None else math.prod(each for each in degrees.values() if each is not False)
+    strategy = None if degrees is None else {"global_view": "auto", **degrees}
+    trainer, error = quiet_trainer(world, strategy=strategy, max_steps=2, precision="64-true"), ""
+    module = Deciding(kind)
+    try:
+        trainer.fit(module, DataLoader(Rarely(2 * ROWS), batch_size=ROWS))
+    except SequenceParallelError as refusal:
+        error = str(refusal)
+    weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
+    whole = degrees is not None and trainer.strategy.sees_whole_sequences
+    return {"error": error, "losses": module.losses, "weights": weights, "whole": whole}

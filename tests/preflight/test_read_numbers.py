@@ -1,0 +1,55 @@
+"""A step that decides by a number of its batch reads whole sequences; one that only reads numbers sees its part."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.preflight import read_numbers_ranks as ranks
+
+RING, ULYSSES = {"ring_size": 2}, {"ulysses_size": 2}
+DECIDING = [
+    "count",
+    "item",
+    "int",
+    "size",
+    "rows",
+    "numel",
+    "product",
+    "prod",
+    "rare",
+    "where",
+    "weight",
+    "steps",
+    "bounded",
+    "divided",
+]
+
+
+def assert_same(found, plain):
+    assert found["error"] == ""
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+    for name, weight in plain["weights"].items():
+        assert (found["weights"][name] - weight).abs().max() <= 1e-10, name
+
+
+@pytest.mark.parametrize("kind", DECIDING)
+def test_a_step_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pools, kind):
+    [plain] = pools(1).run(ranks.fit, kind, None)
+    for found in pools(2).run(ranks.fit, kind, RING if DECIDING.index(kind) % 2 else ULYSSES):
+        assert_same(found, plain)
+        assert found["whole"]
+
+
+@pytest.mark.parametrize("kind", ["logged", "experts", "tokens"])
+def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
+    [plain] = pools(1).run(ranks.fit, kind, None)
+    for found in pools(2).run(ranks.fit, kind, RING):
+        assert_same(found, plain)
+        assert not found["whole"]
+
+
+def test_without_a_global_view_it_is_refused_with_the_line(pools):
+    for found in pools(2).run(ranks.fit, "count", {"ring_size": 2, "global_view": False}):
+        assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
+        assert "(return large.sum() > 40)" in found["error"]
+        assert "lightning_sp.reductions.batch_sum(mask.sum(1))" in found["error"]

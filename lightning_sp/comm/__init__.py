@@ -36,6 +36,7 @@ from lightning_sp.comm.groups import (
     group_by_name,
     group_name,
     group_of,
+    has_own_timeouts,
     host_groups,
     is_gloo_on_cpu,
     is_registered,
@@ -49,7 +50,7 @@ from lightning_sp.comm.groups import (
     when_destroyed,
     world,
 )
-from lightning_sp.comm.hangs import destroyed_in_run, end_run, leave_run, watch_run
+from lightning_sp.comm.hangs import destroyed_in_run, end_run, is_in_run, leave_run, tell_end_of_script, watch_run
 from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
@@ -102,8 +103,10 @@ __all__ = [
     "group_by_name",
     "group_name",
     "group_of",
+    "has_own_timeouts",
     "host_groups",
     "is_gloo_on_cpu",
+    "is_in_run",
     "is_of_communication",
     "is_of_other_ranks",
     "is_registered",
@@ -125,6 +128,7 @@ __all__ = [
     "size_of",
     "sum_of_ranks",
     "sum_over_ranks",
+    "tell_end_of_script",
     "tell_failure",
     "timeout_s",
     "to_parts",

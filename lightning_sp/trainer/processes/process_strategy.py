@@ -100,7 +100,9 @@ class ProcessStrategy(ParallelStrategy):
         if self.cluster_environment.creates_processes_externally:
             self._launcher = ExternalLauncher()
         else:
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, late_s=self._timeout.total_seconds()
+            )
 
     def _setup_distributed(self) -> None:
         """Join the world; a second call finds it joined.
@@ -122,7 +124,10 @@ class ProcessStrategy(ParallelStrategy):
             )
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
-        if not _distributed_is_initialized():
+        if _distributed_is_initialized():
+            # All ranks begin a run behind another one at about the same time.
+            comm.set_timeouts(self._timeout)
+        else:
             with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size):
                 _init_dist_connection(
                     self.cluster_environment,
@@ -132,9 +137,19 @@ class ProcessStrategy(ParallelStrategy):
                     store=self._store(),
                 )
             comm.own_timeouts()
+            comm.set_timeouts(self._start_timeout)
+        limit_s = self._timeout.total_seconds() if comm.has_own_timeouts() else float("inf")
+        comm.watch_run(hang_s=self._hang_s, limit_s=limit_s, at=self._progress, last=self._kill_stopped)
+
+    def _kill_stopped(self) -> None:
+        """Kill the ranks that this process has started and that are stopped, before it ends: they would stay."""
+        if isinstance(self.launcher, ScriptLauncher):
+            self.launcher.kill_stopped()
+
+    def _begin_start(self) -> None:
+        """Give ranks that have begun a run the time to load what it needs, until its first batch."""
         comm.set_timeouts(self._start_timeout)
         self._starting = True
-        comm.watch_run(hang_s=self._hang_s, at=self._progress)
 
     def _store(self) -> Any:
         """Return the store that all ranks have met in."""

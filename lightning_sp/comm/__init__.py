@@ -50,7 +50,17 @@ from lightning_sp.comm.groups import (
     when_destroyed,
     world,
 )
-from lightning_sp.comm.hangs import destroyed_in_run, end_run, is_in_run, leave_run, tell_end_of_script, watch_run
+from lightning_sp.comm.hangs import (
+    destroyed_in_run,
+    end_run,
+    is_in_run,
+    is_watched,
+    leave_run,
+    tell_end_of_script,
+    tell_error_of_script,
+    watch_run,
+    why_scripts_ended,
+)
 from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
@@ -112,6 +122,7 @@ __all__ = [
     "is_registered",
     "is_summed_over",
     "is_traced",
+    "is_watched",
     "joined_store",
     "largest",
     "leave_run",
@@ -129,11 +140,13 @@ __all__ = [
     "sum_of_ranks",
     "sum_over_ranks",
     "tell_end_of_script",
+    "tell_error_of_script",
     "tell_failure",
     "timeout_s",
     "to_parts",
     "told_differences",
     "watch_run",
     "when_destroyed",
+    "why_scripts_ended",
     "world",
 ]

@@ -8,28 +8,27 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_sp.data.loop_state import ENDLESS, align_loop_state, finished_epoch
+from lightning_sp.data.loop_state import align_loop_state
 
 # Of Lightning's own: few workers, treespecs, a folder that is there.
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUM = 8  # micro-batches of one sample in an epoch
+NUM = 8  # micro-batches of an epoch, of the run that stores; one that resumes has as many steps in it
 
 
 class Resumed(Sampler):
-    """Samples in order; the first epoch begins behind those that were consumed."""
+    """Micro-batches in order; the first epoch begins behind those that were consumed."""
 
-    def __init__(self, skip):
-        self.skip = skip
+    def __init__(self, num, skip):
+        self.num, self.skip = num, skip
 
     def __iter__(self):
         first, self.skip = self.skip, 0
-        return iter(range(first, NUM))
+        return iter(range(first, self.num))
 
     def __len__(self):
-        return NUM
+        return self.num
 
 
 class Counts(pl.LightningModule):
@@ -53,19 +52,44 @@ class Counts(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(folder: Path, *, skip: int = 0, ckpt_path: str | None = None, **options: Any) -> tuple[Counts, pl.Trainer]:
-    """Train three epochs of 8 on one device, with a checkpoint at each step and each validation."""
+class Saves(pl.Callback):
+    """Stores a checkpoint at each moment at which a user may."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def save(self, trainer, moment):
+        number = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        trainer.save_checkpoint(self.folder / f"{moment} {number}.ckpt")
+
+    def on_train_batch_end(self, trainer, *_):
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer, *_):
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer, *_):
+        self.save(trainer, "epoch")
+
+    def on_train_end(self, trainer, *_):
+        self.save(trainer, "end")
+
+
+def fit(
+    folder: Path, *, num: int = NUM, skip: int = 0, ckpt_path: str | None = None, **options: Any
+) -> tuple[Counts, pl.Trainer]:
+    """Train three epochs on one device."""
     module = Counts()
-    saves = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[saves],
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[Saves(folder)],
         num_sanity_val_steps=0, **{"max_epochs": 3, **options},
     )  # fmt: skip
-    data = torch.arange(NUM)
+    data = torch.arange(num)
     validates = options.get("limit_val_batches", 1) != 0
     trainer.fit(
         module,
-        DataLoader(data, sampler=Resumed(skip), batch_size=None),
+        DataLoader(data, sampler=Resumed(num, skip), batch_size=None),
         DataLoader(data[:1], batch_size=None) if validates else None,
         ckpt_path=ckpt_path,
         weights_only=False,
@@ -74,64 +98,79 @@ def fit(folder: Path, *, skip: int = 0, ckpt_path: str | None = None, **options:
 
 
 NO_VAL: dict[str, Any] = {"limit_val_batches": 0}
-CASES: list[tuple[dict[str, Any], int, int, dict[str, Any]]] = [
-    # Options of the run that stored, its accumulation and the step of the checkpoint, options of the one that resumes.
-    ({}, 1, 3, {}),
-    ({}, 1, 8, {}),
-    ({}, 1, 11, NO_VAL),
-    (NO_VAL, 1, 11, {}),
-    ({}, 2, 2, {}),
-    ({}, 2, 2, {"accumulate_grad_batches": 1}),
-    ({}, 2, 6, {"accumulate_grad_batches": 4}),
-    ({}, 2, 4, {"accumulate_grad_batches": 4}),
-    ({}, 2, 8, {"accumulate_grad_batches": 4}),
-    ({}, 1, 12, {"accumulate_grad_batches": 2}),
-    ({"val_check_interval": 2}, 1, 4, {"val_check_interval": 2}),
-    ({"val_check_interval": 2}, 1, 4, NO_VAL),
-    ({"val_check_interval": 2}, 1, 4, {"val_check_interval": 4}),
-    ({"val_check_interval": 0.5}, 1, 12, {"val_check_interval": 3}),
-    ({"max_steps": 3}, 1, 3, {}),
-    ({"max_steps": 3}, 1, 3, {"max_steps": 20}),
-    ({"max_steps": 8}, 1, 8, {"max_steps": 20}),
-    ({"max_steps": 11, "val_check_interval": 3, "check_val_every_n_epoch": None}, 1, 11, {"max_steps": 20}),
-    ({"check_val_every_n_epoch": 2}, 1, 8, {"check_val_every_n_epoch": 2, "max_steps": 20}),
-]  # fmt: skip
+BY_BATCHES: dict[str, Any] = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+# Options of the run that stored, the moment and the micro-batches begun then, options of the one that resumes.
+CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({}, "batch 3", {}),
+    ({}, "batch 8", {}),
+    ({}, "validation 8", {}),
+    ({}, "validation 8", NO_VAL),
+    ({}, "epoch 8", {}),
+    ({}, "batch 11", NO_VAL),
+    (NO_VAL, "batch 11", {}),
+    (NO_VAL, "batch 8", {"max_steps": 20}),
+    ({"accumulate_grad_batches": 2}, "batch 4", {"accumulate_grad_batches": 2}),
+    ({"accumulate_grad_batches": 2}, "batch 5", {"accumulate_grad_batches": 2}),
+    ({"accumulate_grad_batches": 2}, "batch 4", {}),
+    ({"accumulate_grad_batches": 2}, "batch 12", {"accumulate_grad_batches": 4}),
+    ({"accumulate_grad_batches": 2}, "batch 8", {"accumulate_grad_batches": 4}),
+    ({"accumulate_grad_batches": 2}, "batch 16", {"accumulate_grad_batches": 1, **BY_BATCHES}),
+    ({"accumulate_grad_batches": 2}, "epoch 8", {"accumulate_grad_batches": 4}),
+    (NO_VAL, "batch 12", {"accumulate_grad_batches": 2}),
+    ({"val_check_interval": 2}, "batch 4", {"val_check_interval": 2}),
+    ({"val_check_interval": 2}, "validation 4", {"val_check_interval": 2}),
+    ({"val_check_interval": 2}, "validation 4", NO_VAL),
+    ({"val_check_interval": 2}, "validation 6", {"val_check_interval": 4}),
+    ({"val_check_interval": 0.5}, "validation 12", {"val_check_interval": 3}),
+    ({"val_check_interval": 0.5}, "validation 12", {"val_check_interval": 0.5}),
+    ({"max_steps": 3}, "batch 3", {}),
+    ({"max_steps": 3}, "end 3", {}),
+    ({"max_steps": 3}, "end 3", {"max_steps": 20}),
+    ({"max_steps": 8}, "end 8", {"max_steps": 20}),
+    ({"max_steps": 8}, "end 8", {"max_steps": 20, **NO_VAL}),
+    ({"max_steps": 11, **BY_BATCHES}, "end 11", {"max_steps": 20, **BY_BATCHES}),
+    (BY_BATCHES, "validation 9", BY_BATCHES),
+    ({"check_val_every_n_epoch": 2}, "epoch 8", {"check_val_every_n_epoch": 2, "max_steps": 20}),
+    ({"check_val_every_n_epoch": 2}, "validation 16", {"check_val_every_n_epoch": 2}),
+    ({"limit_train_batches": 6}, "batch 6", {"limit_train_batches": 6}),
+    ({"limit_train_batches": 6}, "epoch 6", {"limit_train_batches": 6}),
+]
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """Return the folder of a run's checkpoints, each run once."""
-    known: dict[str, Path] = {}
+    """Return the folder of a run's checkpoints, and the steps behind which it validates, each run once."""
+    known: dict[str, tuple[Path, list[int]]] = {}
 
-    def folder_of(options: dict[str, Any], accumulation: int) -> Path:
-        key = repr((options, accumulation))
-        if key not in known:
-            known[key] = tmp_path_factory.mktemp("stored")
-            fit(known[key], accumulate_grad_batches=accumulation, **options)
-        return known[key]
+    def folder_of(options: dict[str, Any]) -> tuple[Path, list[int]]:
+        if repr(options) not in known:
+            folder = tmp_path_factory.mktemp("stored")
+            known[repr(options)] = folder, fit(folder, **options)[0].validated
+        return known[repr(options)]
 
     return folder_of
 
 
-@pytest.mark.parametrize(("before", "accumulation", "step", "after"), CASES)
-def test_what_was_left_is_trained_on(stored, tmp_path, before, accumulation, step, after):
-    checkpoint = torch.load(next(stored(before, accumulation).glob(f"step={step}*.ckpt")), weights_only=False)
-    samples = step * accumulation
-    epoch, done = divmod(samples, NUM)
-    now = after.get("accumulate_grad_batches", accumulation)
+@pytest.mark.parametrize(("before", "moment", "after"), CASES)
+def test_what_was_left_is_trained_on(stored, tmp_path, before, moment, after):
+    folder, validates = stored(before)
+    checkpoint = torch.load(folder / f"{moment}.ckpt", weights_only=False)
+    stored_accumulation, now = (each.get("accumulate_grad_batches", 1) for each in (before, after))
+    # The global batch is the same, so that a step of more micro-batches has smaller ones.
+    length, step = NUM * now // stored_accumulation, checkpoint["global_step"]
+    num, consumed = after.get("limit_train_batches", length), step * now
+    epoch, done = divmod(consumed, num)
     resumes = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                         enable_model_summary=False, **{"max_epochs": 3, "accumulate_grad_batches": now, **after})  # fmt: skip
+                         enable_model_summary=False, **{"max_epochs": 3, **after})  # fmt: skip
     align_loop_state(
-        checkpoint["loops"]["fit_loop"], resumes, epoch=epoch, steps=done // now, stored_accumulation=accumulation, loader_length=NUM
+        checkpoint["loops"]["fit_loop"], resumes, epoch=epoch, steps=done // now, stored_accumulation=stored_accumulation,
+        loader_length=length,
     )  # fmt: skip
     torch.save(checkpoint, tmp_path / "aligned.ckpt")
-    module, trainer = fit(
-        tmp_path / "on",
-        skip=done,
-        ckpt_path=str(tmp_path / "aligned.ckpt"),
-        **{"accumulate_grad_batches": now, **after},
-    )
-    steps = after.get("max_steps", 10**9)
-    expected = [each % NUM for each in range(samples, 3 * NUM)][: (steps - step) * now]
-    assert module.samples == expected
+    module, trainer = fit(tmp_path, num=length, skip=done, ckpt_path=str(tmp_path / "aligned.ckpt"), **after)
+    expected = [each % num for each in range(consumed, 3 * num)][: (after.get("max_steps", 10**9) - step) * now]
+    assert module.samples == module.indices == expected
     assert trainer.global_step == step + len(expected) // now
+    assert trainer.fit_loop.epoch_loop.batch_progress.total.ready == consumed + len(expected)
+    if before == after:
+        assert [each for each in module.validated if each > step] == [each for each in validates if each > step]

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from lightning_sp.comm.groups import cached_per_world, when_destroyed
+from lightning_sp.comm.hangs.main_thread import place_of_error
 from lightning_sp.comm.hangs.meeting import Meeting
-from lightning_sp.comm.hangs.report import Report, State, process_here
+from lightning_sp.comm.hangs.report import Report, State, process_here, told_places
 from lightning_sp.comm.hangs.side_channel import SideChannel
-from lightning_sp.comm.hangs.watch import RunWatch
+from lightning_sp.comm.hangs.watch import STAYS_S, RunWatch, raised
 
 # What this process has told of a world that it has destroyed in a run: the world, and what is kept for it, is gone then.
 _destroyed: list[str] = []
@@ -77,6 +78,11 @@ def is_in_run() -> bool:
     return _runs().current is not None or _runs().is_failing
 
 
+def is_watched() -> bool:
+    """Return whether a run of this rank is watched."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and _runs().current is not None
+
+
 def tell_end_of_script() -> None:
     """Tell the ranks that this one begins no run any more: one that they have begun without it would wait for it in vain.
 
@@ -84,15 +90,56 @@ def tell_end_of_script() -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    _tell_end("has come to the end of its script")
+    _runs().channel.close()
+
+
+def tell_error_of_script(error: BaseException) -> None:
+    """Tell the ranks of an error outside of a run that ends this one's script: they may wait for it in what all call behind a run.
+
+    Communicates: three entries in the store; waits for at most 2.5 s for the others to read them.
+    """
+    if not _is_between_runs():
+        return
     runs, rank = _runs(), dist.get_rank()
-    meeting = Meeting(runs.channel, run=_BEHIND_ALL, rank=rank, world=dist.get_world_size())
-    why = "has come to the end of its script"
-    meeting.tell(
-        Report(
-            rank=rank, run=_BEHIND_ALL, at=f"run {runs.number}", state=State.ENDED, why=why, process=process_here()
-        )
-    )
+    why = raised(error, place_of_error(error))
+    _tell_end(why)
+    # What others call behind the run is watched as their next one.
+    meeting = Meeting(runs.channel, run=runs.number + 1, rank=rank, world=dist.get_world_size())
+    meeting.end(f"rank {rank} {why}, behind run {runs.number}")
+    meeting.acknowledge()
+    meeting.wait_for_all(STAYS_S)
     runs.channel.close()
+
+
+def why_scripts_ended() -> str:
+    """Return which ranks' scripts have ended, and why; empty for none, or where the store has ended with them.
+
+    Communicates: one request to the store.
+    """
+    if not _is_between_runs():
+        return ""
+    runs, rank = _runs(), dist.get_rank()
+    meeting = Meeting(runs.channel, run=runs.number + 1, rank=rank, world=dist.get_world_size())
+    ended = [each for each in meeting.reports() if each.is_in(_BEHIND_ALL)]
+    runs.channel.close()
+    return told_places(ended)
+
+
+def _is_between_runs() -> bool:
+    """Return whether this rank has been in a run, which has ended well."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    return _runs().number > 0 and _runs().current is None and not _runs().is_failing
+
+
+def _tell_end(why: str) -> None:
+    """Say that this rank begins no run any more."""
+    runs, rank = _runs(), dist.get_rank()
+    own = Report(
+        rank=rank, run=_BEHIND_ALL, at=f"run {runs.number}", state=State.ENDED, why=why, process=process_here()
+    )
+    Meeting(runs.channel, run=_BEHIND_ALL, rank=rank, world=dist.get_world_size()).tell(own)
 
 
 def destroyed_in_run() -> str:

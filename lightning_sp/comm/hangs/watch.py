@@ -56,10 +56,20 @@ _LATE_S = 3.0
 # How long a rank that was lost waits for what the others say.
 _LOST_S = 2.0
 # How long a rank waits for the others to hear why it leaves.
-_STAYS_S = 2.5
+STAYS_S = 2.5
 _MOST_LETTERS = 1000
 
 log = logging.getLogger(__name__)
+
+
+def raised(error: BaseException, place: Place) -> str:
+    """Return what a rank says of an error of its own."""
+    words = str(error).strip().split("\n")[0]
+    if (
+        len(words) > _MOST_LETTERS
+    ):  # of a tensor that it shows, say: it travels through the store, and is shown by every rank
+        words = f"{words[:_MOST_LETTERS]}... ({len(words) - _MOST_LETTERS} letters more in that rank's own traceback)"
+    return f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
 
 
 class RunWatch:
@@ -140,18 +150,11 @@ class RunWatch:
 
     def _stay(self) -> None:
         """Let the others hear why this rank leaves: the store may end with it, or they may be ended by whoever has started them."""
-        self._meeting.wait_for_all(_STAYS_S)
+        self._meeting.wait_for_all(STAYS_S)
 
     def _raised(self, error: BaseException, place: Place) -> str:
         """Tell the others of an error of this rank's own."""
-        words = str(error).strip().split("\n")[0]
-        if (
-            len(words) > _MOST_LETTERS
-        ):  # of a tensor that it shows, say: it travels through the store, and is shown by every rank
-            words = (
-                f"{words[:_MOST_LETTERS]}... ({len(words) - _MOST_LETTERS} letters more in that rank's own traceback)"
-            )
-        why = f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
+        why = raised(error, place)
         self._tell_end(why, place)
         return ""
 
@@ -332,8 +335,15 @@ class RunWatch:
 
     def _gone(self) -> str:
         """Return which ranks have ended without a word, or how all have lost one another; empty for neither."""
-        seen = [each for each in self._meeting.reports() if each.is_in(self._run)]
-        gone = [each for each in seen if not each.has_left and process_state(each.process) == "X"]
+        reports = self._meeting.reports()
+        seen = [each for each in reports if each.is_in(self._run)]
+        # One that has ended an earlier run well, and has ended since.
+        before = [
+            replace(each, report=replace(each.report, state=State.ELSEWHERE))
+            for each in reports
+            if each.report is not None and each not in seen
+        ]
+        gone = [each for each in seen + before if not each.has_left and process_state(each.process) == "X"]
         if gone:
             return told_places(gone)
         return told_deadlock(seen) if all(each.has_left for each in seen) else ""

@@ -80,7 +80,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if self.num_nodes == 1:
             comm.check_address_here(self.cluster_environment.main_address)
         try:
-            return super().launch(_run, function, *args, trainer=trainer, **kwargs)
+            return super().launch(run, function, *args, trainer=trainer, **kwargs)
         except BaseException:
             self.kill_stopped()
             raise
@@ -117,15 +117,15 @@ class ExternalLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        return _run(function, *args, **kwargs)
+        return run(function, *args, **kwargs)
 
     @override
     def kill(self, signum: Any) -> None:
         """Leave the ranks to who started them."""
 
 
-def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a whole run.
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a whole run, or what all ranks call behind one.
 
     Raises:
         SequenceParallelError: a rank was lost, the ranks cannot reach one another, or this one has destroyed its groups.

@@ -59,7 +59,9 @@ def _wait() -> None:
             said = True
             _say(f"rank 0 is done and waits for {_named(running)}, {_late_s:g} s at most")
         if late_s > _late_s:
-            _say(f"rank 0 ends with code 1, and ends {_named(running)}: it went on for {_late_s:g} s after rank 0, and is here")
+            _say(
+                f"rank 0 ends with code 1, and ends {_named(running)}: it went on for {_late_s:g} s after rank 0, and is here"
+            )
             _end(running)
             break
         time.sleep(_POLL_S)
@@ -77,8 +79,10 @@ def _end(ranks: Sequence[int]) -> None:
     """End ranks. Each writes the lines that its threads are in, for it has a handler of SIGABRT (`faulthandler`) since its run began."""
     processes = [_started[rank - 1] for rank in ranks]
     for each in processes:
-        with suppress(OSError, ValueError, ImportError):  # no file of its memory; another system has no limits of others
-            import resource
+        with suppress(
+            OSError, ValueError, ImportError
+        ):  # no file of its memory; another system has no limits of others
+            import resource  # noqa: PLC0415 - not on every system
 
             resource.prlimit(each.pid, resource.RLIMIT_CORE, (0, 0))
         each.send_signal(signal.SIGABRT)

@@ -67,7 +67,7 @@ def test_a_script_ends_with_its_ranks(tmp_path, ranks, end, code, said):
     assert ("sequence_parallel: " in told) == (ranks[-1] == FAILS)
     written = (tmp_path / "out").read_text()
     assert ("rank 1 is done" in written) == (ranks[0] == LATE)
-    assert ("told" in written) == (code == 0 and not end or ranks[-1] == FAILS)
+    assert ("told" in written) == ((code == 0 and not end) or ranks[-1] == FAILS)
 
 
 def test_a_rank_that_stays_behind_the_script_is_ended_and_its_lines_are_shown():

@@ -34,10 +34,14 @@ class Resumed(Sampler):
 class Counts(pl.LightningModule):
     """Notes the samples it trains on, the steps and the batches of validations."""
 
-    def __init__(self):
+    def __init__(self, align):
         super().__init__()
+        self.align = align
         self.layer = torch.nn.Linear(1, 1)
         self.samples, self.indices, self.validated = [], [], []
+
+    def on_load_checkpoint(self, checkpoint):
+        self.align(checkpoint, self.trainer)  # Lightning loads the loops behind this
 
     def training_step(self, batch, batch_idx):
         self.samples.append(int(batch))
@@ -76,10 +80,10 @@ class Saves(pl.Callback):
 
 
 def fit(
-    folder: Path, *, num: int = NUM, skip: int = 0, ckpt_path: str | None = None, **options: Any
+    folder: Path, *, num: int = NUM, skip: int = 0, ckpt_path: str | None = None, align: Any = None, **options: Any
 ) -> tuple[Counts, pl.Trainer]:
     """Train three epochs on one device."""
-    module = Counts()
+    module = Counts(align)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Saves(folder)],
@@ -154,23 +158,25 @@ def stored(tmp_path_factory):
 @pytest.mark.parametrize(("before", "moment", "after"), CASES)
 def test_what_was_left_is_trained_on(stored, tmp_path, before, moment, after):
     folder, validates = stored(before)
-    checkpoint = torch.load(folder / f"{moment}.ckpt", weights_only=False)
+    path = folder / f"{moment}.ckpt"
     stored_accumulation, now = (each.get("accumulate_grad_batches", 1) for each in (before, after))
     # The global batch is the same, so that a step of more micro-batches has smaller ones.
-    length, step = NUM * now // stored_accumulation, checkpoint["global_step"]
+    length, step = NUM * now // stored_accumulation, torch.load(path, weights_only=False)["global_step"]
     num, consumed = after.get("limit_train_batches", length), step * now
     epoch, done = divmod(consumed, num)
-    resumes = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                         enable_model_summary=False, **{"max_epochs": 3, **after})  # fmt: skip
-    align_loop_state(
-        checkpoint["loops"]["fit_loop"], resumes, epoch=epoch, steps=done // now, stored_accumulation=stored_accumulation,
-        loader_length=length,
-    )  # fmt: skip
-    torch.save(checkpoint, tmp_path / "aligned.ckpt")
-    module, trainer = fit(tmp_path, num=length, skip=done, ckpt_path=str(tmp_path / "aligned.ckpt"), **after)
+
+    def align(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+        loops, steps = checkpoint["loops"]["fit_loop"], done // now
+        align_loop_state(
+            loops, trainer, epoch=epoch, steps=steps, stored_accumulation=stored_accumulation, loader_length=length
+        )
+
+    module, trainer = fit(tmp_path, num=length, skip=done, ckpt_path=str(path), align=align, **after)
     expected = [each % num for each in range(consumed, 3 * num)][: (after.get("max_steps", 10**9) - step) * now]
     assert module.samples == module.indices == expected
     assert trainer.global_step == step + len(expected) // now
     assert trainer.fit_loop.epoch_loop.batch_progress.total.ready == consumed + len(expected)
+    # By which loggers count.
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == trainer.global_step
     if before == after:
         assert [each for each in module.validated if each > step] == [each for each in validates if each > step]

@@ -60,7 +60,9 @@ def decided_by(trainer: Trainer) -> dict[str, Any]:
 
 def _names_over_ranks(trainer: Trainer) -> list[str]:
     """Return the names that steps so far have logged with sync_dist=True: other ones on a rank would be added to another's numbers."""
-    results = trainer._results or {}
+    results = trainer._results
+    if results is None:
+        return []
     synced = (each.meta for each in results.values() if each.meta.sync.should and not each.meta.sync.rank_zero_only)
     return sorted({meta.name for meta in synced})
 

@@ -67,7 +67,7 @@ HANGS = (
     fault(
         "an error of rank 0 that ends with its store",
         "comm/hangs/watch.py",
-        "self._meeting.wait_for_all(_STAYS_S)",
+        "self._meeting.wait_for_all(STAYS_S)",
         "pass",
         "tests/comm/hangs/test_meeting.py::test_an_error_of_rank_0_is_told_before_it_leaves",
     ),

@@ -28,18 +28,16 @@ def _compute(stopped, name):
     return thread
 
 
-def test_a_thread_that_computes_is_no_idle_process_and_one_that_watches_is():
+def test_a_thread_that_computes_is_work():
     idle, stopped = IdleTime(threading.current_thread()), threading.Event()
-    assert idle.look([]) == float("inf")
-    for name, is_idle_process in (("download", False), ("lightning_sp hang watch", True)):
-        stopped.clear()
-        thread = _compute(stopped, name)
-        idle.forget()
-        idle.look([])
-        time.sleep(0.1)
-        assert (idle.look([]) > 3600) == is_idle_process
-        stopped.set()
-        thread.join()
+    assert idle.look([]) == float("inf")  # the first look compares with nothing
+    thread = _compute(stopped, "download")
+    idle.forget()
+    idle.look([])
+    time.sleep(0.1)
+    assert idle.look([]) < 3600
+    stopped.set()
+    thread.join()
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -49,11 +47,12 @@ def test_a_process_that_computes_is_work_unless_it_is_another_rank(counted):
     with subprocess.Popen([sys.executable, "-c", shell if counted else COMPUTES], start_new_session=True) as process:
         try:
             ranks = [] if counted else [process.pid]
-            idle.look(ranks)
-            until = time.monotonic() + (30.0 if counted else 0.5)
-            while time.monotonic() < until and idle.look(ranks) > 3600:
+            idle._processes_moved(ranks)
+            until, moved = time.monotonic() + (30.0 if counted else 0.5), False
+            while time.monotonic() < until and not moved:
                 time.sleep(0.1)
-            assert (idle.look(ranks) < 3600) == counted
+                moved = idle._processes_moved(ranks)
+            assert moved == counted
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -61,13 +60,12 @@ def test_a_process_that_computes_is_work_unless_it_is_another_rank(counted):
 def test_a_process_that_sleeps_is_no_work():
     idle = IdleTime(threading.current_thread())
     with subprocess.Popen([sys.executable, "-c", SLEEPS]) as process:
-        time.sleep(2.0)  # it has started
-        idle.look([])
-        time.sleep(0.3)
-        idle.forget()
-        idle.look([])
-        time.sleep(0.3)
-        assert idle.look([]) > 3600
+        until, moved = time.monotonic() + 30, True
+        while time.monotonic() < until and moved:  # it starts
+            idle._processes_moved([])
+            time.sleep(0.5)
+            moved = idle._processes_moved([])
+        assert not moved
         process.kill()
 
 

@@ -118,7 +118,7 @@ HANGS = (
         "comm/hangs/idle.py",
         "        if (threads or processes) and not is_first:\n",
         "        if False:\n",
-        "tests/comm/hangs/test_idle.py::test_a_thread_that_computes_is_no_idle_process_and_one_that_watches_is",
+        "tests/comm/hangs/test_idle.py::test_a_thread_that_computes_is_work",
     ),
     fault(
         "a rank that is not idle yet, ended",

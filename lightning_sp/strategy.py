@@ -137,6 +137,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
                 self._device_mesh.get_group("sequence_parallel"), self._start_timeout, self.config.tensor_parallel_size
             )
         check_same_options(self._module.trainer, self.config, self._groups.world)
+        self._begin_start()
         self._module._device_mesh = self.device_mesh
 
     # ---- model
@@ -356,11 +357,14 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
+        self._together(partial(self._save_checkpoint, checkpoint, filepath, storage_options))
+
+    def _save_checkpoint(self, checkpoint: dict[str, Any], *where: Any) -> None:
         self._run.store(
             checkpoint, self._module, self._module.trainer, self.sequence_mesh,
             shard_size=self._shard_size, group=self._groups.world,
         )  # fmt: skip
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, *where)
 
     @override
     def load_checkpoint(

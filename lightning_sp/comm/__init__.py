@@ -43,6 +43,7 @@ from lightning_sp.comm.groups import (
     group_by_name,
     group_name,
     group_of,
+    has_own_timeouts,
     host_groups,
     is_gloo_on_cpu,
     is_registered,
@@ -56,7 +57,17 @@ from lightning_sp.comm.groups import (
     when_destroyed,
     world,
 )
-from lightning_sp.comm.hangs import destroyed_in_run, end_run, leave_run, watch_run
+from lightning_sp.comm.hangs import (
+    destroyed_in_run,
+    end_run,
+    is_in_run,
+    is_watched,
+    leave_run,
+    tell_end_of_script,
+    tell_error_of_script,
+    watch_run,
+    why_scripts_ended,
+)
 from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
@@ -110,13 +121,16 @@ __all__ = [
     "group_by_name",
     "group_name",
     "group_of",
+    "has_own_timeouts",
     "host_groups",
     "is_gloo_on_cpu",
+    "is_in_run",
     "is_of_communication",
     "is_of_other_ranks",
     "is_registered",
     "is_summed_over",
     "is_traced",
+    "is_watched",
     "joined_store",
     "largest",
     "leave_run",
@@ -134,11 +148,14 @@ __all__ = [
     "size_of",
     "sum_of_ranks",
     "sum_over_ranks",
+    "tell_end_of_script",
+    "tell_error_of_script",
     "tell_failure",
     "timeout_s",
     "to_parts",
     "told_differences",
     "watch_run",
     "when_destroyed",
+    "why_scripts_ended",
     "world",
 ]

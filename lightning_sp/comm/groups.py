@@ -170,6 +170,11 @@ def own_timeouts() -> None:
     _timeout_owners().add(__name__)
 
 
+def has_own_timeouts() -> bool:
+    """Return whether the world's time limits are this package's."""
+    return bool(_timeout_owners())
+
+
 def set_timeouts(timeout: timedelta) -> None:
     """Give every group of this rank, and the store that the ranks met in, another time limit; nothing in a world that others made.
 

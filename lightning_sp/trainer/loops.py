@@ -41,16 +41,30 @@ def forbid_inference_mode(trainer: Trainer) -> None:
 
 
 def decided_by(trainer: Trainer) -> dict[str, Any]:
-    """Return by what a fit decides whether a step follows a micro-batch, and whether another batch does; nothing for an evaluation."""
+    """Return by what a fit decides whether a step follows a micro-batch, and whether another batch does; and what is logged over all ranks.
+
+    Of an evaluation the last alone.
+    """
+    logged = {"logged with sync_dist=True": ", ".join(_names_over_ranks(trainer))}
     if not trainer.training:
-        return {}
+        return logged
     loop = trainer.fit_loop
     return {
+        **logged,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "max_steps": loop.epoch_loop.max_steps,
         "max_epochs": loop.max_epochs,
         "optimizer steps so far": trainer.global_step,
     }
+
+
+def _names_over_ranks(trainer: Trainer) -> list[str]:
+    """Return the names that steps so far have logged with sync_dist=True: other ones on a rank would be added to another's numbers."""
+    results = trainer._results
+    if results is None:
+        return []
+    synced = (each.meta for each in results.values() if each.meta.sync.should and not each.meta.sync.rank_zero_only)
+    return sorted({meta.name for meta in synced})
 
 
 def forget_loaders(trainer: Trainer) -> None:

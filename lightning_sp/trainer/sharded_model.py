@@ -201,7 +201,8 @@ class ShardedModelStrategy(ProcessStrategy):
             module: the LightningModule, where it is None, or a part of it.
         """
         reshard(self._module)
-        return whole_state_dict(self._module if module is None else module, keep=self.is_global_zero)
+        asked = self._module if module is None else module
+        return self._together(partial(whole_state_dict, asked, keep=self.is_global_zero))
 
     def _prepare_trainer(self, trainer: Trainer) -> None:
         """Change of a Trainer what a run on shards needs: no inference mode, what ranks compare and agree on."""

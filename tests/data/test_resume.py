@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.coordinates import DataCoordinates
-from lightning_sp.data.resume import check_global_batch, resume_loader
+from lightning_sp.data.loop_state import ENDLESS
+from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_cursor, resume_loader
 
 CURSOR: dict[str, Any] = {
     "kind": "order", "num_samples": 12, "global_batch_size": 8, "rows": 2, "dp_size": 2, "accumulation": 2,
@@ -70,3 +73,85 @@ def test_a_sampler_that_draws_another_order_is_said(epoch: int, seed: int | None
     with pytest.warns(UserWarning, match=rf"3 micro-batches of DataLoader are read again .* epoch {epoch}: .*{words}"):
         resume_loader(loader, {"kind": "read", "steps": 3, "accumulation": 1, "epoch": epoch})
     assert loader.skip == 3
+
+
+def trainer(accumulation: int = 1) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=accumulation,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+@pytest.mark.parametrize(
+    ("done", "length", "expected"),
+    [(0, 8, (2, 0)), (5, 8, (2, 2)), (6, 8, (2, 3)), (8, 8, (3, 0)), (8, ENDLESS, (2, 4))],
+)
+def test_the_cursor_of_a_loader_that_is_read_counts_whole_steps(done: int, length: int, expected: tuple[int, int]):
+    """Micro-batches of a window that has not stepped are read again."""
+    saves = trainer(2)
+    loop = saves.fit_loop
+    assert loader_cursor(saves, epoch=2, rows=3, dp_size=2) is None  # nothing was read
+    loop._combined_loader = CombinedLoader([DataLoader([0] * 8), DataLoader([0] * 8)])
+    loop.max_batches, loop.epoch_loop.batch_progress.current.processed = length, done
+    cursor = loader_cursor(saves, epoch=2, rows=3, dp_size=2)
+    assert cursor is not None
+    assert (cursor.pop("epoch"), cursor.pop("steps")) == expected
+    assert cursor == {
+        "own_states": None, "kind": "read", "loaders": 2, "rows": 3, "dp_size": 2, "accumulation": 2, "global_batch_size": 12,
+    }  # fmt: skip
+
+
+READ: dict[str, Any] = {"kind": "read", "loaders": 1, "epoch": 0, "steps": 3, "dp_size": 2, "accumulation": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "dp_size", "accumulation", "message"),
+    [
+        (
+            {"loaders": 2},
+            2,
+            2,
+            r"within an epoch \(3 steps\) over 2 training loaders, of which only the common count is",
+        ),
+        ({}, 1, 2, r"\(3 steps\) .* data_parallel_size=2 and accumulate_grad_batches=2; this run has 1 and 2, which"),
+        ({}, 2, 4, r"\(3 steps\) .* data_parallel_size=2 and accumulate_grad_batches=2; this run has 2 and 4, which"),
+    ],
+)
+def test_a_cursor_within_an_epoch_goes_on_as_it_was_read(
+    given: dict[str, Any], dp_size: int, accumulation: int, message: str
+):
+    state = trainer().fit_loop.state_dict()
+    with pytest.raises(SequenceParallelError, match=message):
+        align_loops({**READ, **given}, state, trainer(accumulation), dp_size=dp_size)
+    # At an epoch's start there is nothing to read otherwise.
+    align_loops({**READ, **given, "steps": 0}, state, trainer(accumulation), dp_size=dp_size)
+    assert state["epoch_loop.batch_progress"]["current"]["ready"] == 0
+
+
+def test_counters_follow_a_cursor():
+    state = trainer().fit_loop.state_dict()
+    align_loops(READ, state, trainer(2), dp_size=2)
+    assert state["epoch_loop.batch_progress"]["current"]["ready"] == 6
+    state = trainer().fit_loop.state_dict()
+    order = {**CURSOR, "epoch": 1, "global_samples_consumed": 8, "last": "drop"}
+    align_loops(order, state, trainer(4), dp_size=1)
+    progress = state["epoch_loop.batch_progress"]
+    # Of 12 samples one step of 8 is trained on in an epoch: 2 micro-batches of 4 before, 4 of 2 in this run.
+    assert (progress["current"]["ready"], progress["total"]["ready"]) == (4, 8)
+    assert state["epoch_progress"]["current"]["ready"] == 2
+
+
+@pytest.mark.parametrize(("done", "is_last", "refused"), [(0, False, False), (3, True, False), (3, False, True)])
+def test_a_checkpoint_without_a_cursor_goes_on_from_an_epochs_end(done: int, is_last: bool, refused: bool):
+    state = trainer().fit_loop.state_dict()
+    state["epoch_progress"]["current"]["processed"] = 2
+    state["epoch_loop.batch_progress"]["current"]["ready"] = done
+    state["epoch_loop.batch_progress"]["is_last_batch"] = is_last
+    if not refused:
+        check_epoch_end(state, trainer())
+        return
+    with pytest.raises(
+        SequenceParallelError, match="stored within epoch 2, after 3 micro-batches, and holds no data cursor"
+    ):
+        check_epoch_end(state, trainer())

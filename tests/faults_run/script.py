@@ -29,6 +29,9 @@ SKIPS = "on_train_batch_start skips a batch on one rank"
 DROPS = "another nn.Dropout on one rank"
 ORDERS = "parameters in another order on one rank"
 TIMES = "max_time on one rank"
+IN_SETUP, IN_TEARDOWN = "sleeps in setup", "sleeps in teardown"
+BEHIND, BETWEEN = "sleeps behind the fit", "sleeps between two runs"
+ALONE, ALONE_0 = "a second run of one rank alone", "a second run of rank 0 alone"
 
 
 def is_due(batch_idx: int, rank: int = 1) -> bool:
@@ -43,6 +46,18 @@ def is_due(batch_idx: int, rank: int = 1) -> bool:
 def is_due_at_start(*faults: str) -> bool:
     """Return whether this rank is given another model or Trainer, and say so."""
     due = FAULT in faults and os.environ.get("LOCAL_RANK") == "1"
+    if due:
+        print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
+    return due
+
+
+def sleep_if_due(*faults: str) -> None:
+    if is_due_at_start(*faults):
+        time.sleep(600)
+
+
+def is_due_of_rank_0() -> bool:
+    due = os.environ.get("LOCAL_RANK", "0") == "0"
     if due:
         print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
     return due
@@ -70,6 +85,12 @@ class User(Plain):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if FAULT in AFTER_A_BATCH and is_due(batch_idx):
             AFTER_A_BATCH[FAULT](self)
+
+    def setup(self, stage: str) -> None:
+        sleep_if_due(IN_SETUP)
+
+    def teardown(self, stage: str) -> None:
+        sleep_if_due(IN_TEARDOWN)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if FAULT == SKIPS and is_due(batch_idx) else None
@@ -246,12 +267,14 @@ AFTER_A_BATCH: dict[str, Any] = {
     "weight.data.mul_() on one rank": write,
 }
 AT_START = [DROPS, ORDERS, TIMES]
+BEFORE_AND_BEHIND = [IN_SETUP, IN_TEARDOWN, BEHIND, BETWEEN, ALONE, ALONE_0]
 NAMES = [
     *(each for each in FAULTS if each != "late for a while"),
     *AFTER_A_BATCH,
     "an error in the loader",
     SKIPS,
     *AT_START,
+    *BEFORE_AND_BEHIND,
 ]
 
 
@@ -265,7 +288,12 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd(), *saves],
         max_time="00:01:00:00" if is_due_at_start(TIMES) else None,
     )  # fmt: skip
-    trainer.fit(User(), DataLoader(Samples(12), batch_size=2), ckpt_path="last" if goes_on else None)
+    module, loader = User(), DataLoader(Samples(12), batch_size=2)
+    trainer.fit(module, loader, ckpt_path="last" if goes_on else None)
+    sleep_if_due(BEHIND, BETWEEN)
+    if FAULT == BETWEEN or is_due_at_start(ALONE) or (FAULT == ALONE_0 and is_due_of_rank_0()):
+        trainer.fit_loop.epoch_progress.reset()
+        trainer.fit(module, loader)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,15 @@ def test_a_start_may_take_longer_than_a_step(where):
         ]  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_start_in_which_a_rank_does_nothing_ends_by_the_limit_of_a_step():
+    _, (error, seconds, _) = run_ranks(
+        timeout_ranks.fit_twice, 2, "setup", 20.0, {"timeout_s": 6.0, "start_timeout_s": 400.0}, True, False
+    )
+    assert "rank 0 is in no collective, but in tests/trainer/timeout_ranks.py:" in error, error
+    assert seconds < 19
+
+
 def test_a_step_that_hangs_ends_by_its_own_limit():
     (_, _, first), (error, seconds, _) = run_ranks(
         timeout_ranks.fit_twice, 2, "training_step", 6.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, True

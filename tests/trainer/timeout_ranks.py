@@ -1,4 +1,4 @@
-"""What `test_timeouts` runs on real ranks: two fits in a world, in which one rank sleeps."""
+"""What `test_timeouts` runs on real ranks: two fits in a world, in which one rank is late."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_sp.testing import free_port
 from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
 
 
-class Sleeping(Plain):
-    """Rank 0 sleeps in one hook of the first fit. Each hook notes the time limits of all groups, in seconds."""
+class Late(Plain):
+    """Rank 0 works in one hook of the first fit, or sleeps there. Each hook notes the time limits of all groups, in seconds."""
 
-    def __init__(self, where, seconds):
+    def __init__(self, where, seconds, works):
         super().__init__(tiny_llama)
-        self.where, self.seconds, self.limits = where, seconds, []
+        self.where, self.seconds, self.works, self.limits = where, seconds, works, []
 
     def pass_by(self, where):
         cpu = torch.device("cpu")
@@ -32,7 +32,11 @@ class Sleeping(Plain):
         self.limits.append((where, sorted(limits | {comm.timeout_s()})))
         if where == self.where and dist.get_rank() == 0:
             self.where = ""
-            time.sleep(self.seconds)
+            until = time.monotonic() + self.seconds
+            while self.works and time.monotonic() < until:  # as one that reads files
+                time.sleep(0.1)
+                sum(range(100_000))
+            time.sleep(max(0.0, until - time.monotonic()))
 
     def setup(self, stage):
         self.pass_by("setup")
@@ -46,13 +50,13 @@ class Sleeping(Plain):
         return super().training_step(batch, batch_idx)
 
 
-def fit_twice(where, seconds, options, own_world):
+def fit_twice(where, seconds, options, own_world, works=True):
     """Return the error, the seconds until it, and the limits in the order of the hooks. The strategy makes the world if it is `own_world`."""
     if own_world:
         port = comm.broadcast_object(free_port(), None)
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port)
-    module, error, start = Sleeping(where, seconds), "", time.monotonic()
+    module, error, start = Late(where, seconds, works), "", time.monotonic()
     try:
         for _ in range(2):
             strategy = SequenceParallelStrategy(preflight=False, ring_size=2, **options)

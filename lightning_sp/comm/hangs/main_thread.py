@@ -116,6 +116,11 @@ class MainThread:
             self._lines, self._still_since = lines, now
 
     @property
+    def has_clock(self) -> bool:
+        """Return whether the system tells a thread's CPU time: without it one that computes on a line seems to wait there."""
+        return self._clock is not None
+
+    @property
     def blocked_s(self) -> float:
         """Return for how long it has waited for anything, without any CPU time."""
         return self._looked - self._blocked_since

@@ -46,6 +46,7 @@ class Report:
         collective: in which collective it waits, or was lost; empty if in none.
         line: the user's line.
         stack: its innermost lines.
+        idle_s: for how long its process has done nothing at all, where it is in no collective.
         is_quiet: nothing is on its way to or from this process, and nothing was since it waits.
         process: its number; and the host and the name space by which a rank on the same host knows that number.
         why: of a rank that has left.
@@ -61,6 +62,7 @@ class Report:
     collective: str = ""
     line: str = ""
     stack: tuple[str, ...] = ()
+    idle_s: float = 0.0
     is_quiet: bool = False
     process: tuple[int, str, str] = (0, "", "")
     why: str = ""
@@ -149,6 +151,12 @@ def is_deadlock(seen: Sequence[Seen], run: int) -> bool:
     return len(waits) > 1 or (bool(waits) and any(each.has_left for each in seen))
 
 
+def is_idle(seen: Sequence[Seen], limit_s: float) -> bool:
+    """Return whether all ranks that others wait for have done nothing at all for a limit, or are stopped and silent for as long."""
+    late = [each for each in seen if not _seems_to_wait(each)]
+    return bool(late) and all(_is_idle(each, limit_s) for each in late)
+
+
 def same_waits(seen: Sequence[Seen]) -> tuple[int, ...]:
     """Return what is equal for two looks at the same waits."""
     return tuple(each.report.moves if each.report is not None else -1 for each in seen)
@@ -189,6 +197,23 @@ def told_places(seen: Sequence[Seen]) -> str:
     told = [f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)} {what}" for what, ranks in groups.items()]
     more = [f"{len(told) - _MOST_GROUPS} more"] if len(told) > _MOST_GROUPS else []
     return "; ".join(told[:_MOST_GROUPS] + more)
+
+
+def _is_idle(seen: Seen, limit_s: float) -> bool:
+    own = seen.report
+    if own is None or own.state is not State.ELSEWHERE:
+        return False
+    if seen.silent_s:
+        return seen.silent_s + SILENT_S >= limit_s and process_state(own.process) in ("T", "t")
+    return own.idle_s >= limit_s
+
+
+def told_idle(seen: Sequence[Seen], rank: int, limit_s: float) -> str:
+    """Return for whom the ranks wait in vain at the start of a run, where a rank that works has longer."""
+    return (
+        f"{told_late(seen, rank)}\nThey use no CPU time, nor does a thread or process of theirs. Before its first batch a rank that works has "
+        f"start_timeout_s, one that does nothing timeout_s={limit_s:g} s: call what waits for others on all ranks, or give a larger timeout_s"
+    )
 
 
 def _seems_to_wait(seen: Seen) -> bool:

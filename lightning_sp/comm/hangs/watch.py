@@ -5,6 +5,7 @@
     all wait, and nothing travels           an error on all, within 10 s: `report.is_deadlock`
     some do not wait                        a warning with the stack of each at hang_s; the run ends at the collective's own limit, and the
                                             error says who was late, and where
+    some do nothing before the first batch  the run ends at limit_s, with the stack of each; who works has the longer limit of a start
     none waits for another, but for         a warning with its stack at hang_s: no limit ends that
     something else, its loader say
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +26,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from lightning_sp.comm.groups import timeout_s
+from lightning_sp.comm.hangs.idle import IdleTime
 from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_here, place_of_error, user_threads
 from lightning_sp.comm.hangs.meeting import Answer, Meeting
 from lightning_sp.comm.hangs.report import (
@@ -31,10 +34,12 @@ from lightning_sp.comm.hangs.report import (
     Seen,
     State,
     is_deadlock,
+    is_idle,
     process_here,
     process_state,
     same_waits,
     told_deadlock,
+    told_idle,
     told_late,
     told_places,
     told_stacks,
@@ -51,10 +56,20 @@ _LATE_S = 3.0
 # How long a rank that was lost waits for what the others say.
 _LOST_S = 2.0
 # How long a rank waits for the others to hear why it leaves.
-_STAYS_S = 2.5
+STAYS_S = 2.5
 _MOST_LETTERS = 1000
 
 log = logging.getLogger(__name__)
+
+
+def raised(error: BaseException, place: Place) -> str:
+    """Return what a rank says of an error of its own."""
+    words = str(error).strip().split("\n")[0]
+    if (
+        len(words) > _MOST_LETTERS
+    ):  # of a tensor that it shows, say: it travels through the store, and is shown by every rank
+        words = f"{words[:_MOST_LETTERS]}... ({len(words) - _MOST_LETTERS} letters more in that rank's own traceback)"
+    return f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
 
 
 class RunWatch:
@@ -64,15 +79,29 @@ class RunWatch:
         channel: to the other ranks.
         run: the how many-th of the world.
         hang_s: after which a rank that others wait for is named, with its stack.
+        limit_s: after which one that does nothing ends the run, where collectives have longer.
         at: the stage and step.
+        last: what is to be done before this thread ends the process.
     """
 
-    def __init__(self, channel: SideChannel, *, run: int, hang_s: float, at: Callable[[], str]) -> None:
-        self._channel, self._run, self._hang_s, self._at = channel, run, hang_s, at
+    def __init__(
+        self,
+        channel: SideChannel,
+        *,
+        run: int,
+        hang_s: float,
+        limit_s: float,
+        at: Callable[[], str],
+        last: Callable[[], None],
+    ) -> None:
+        self._channel, self._run, self._hang_s, self._limit_s = channel, run, hang_s, limit_s
+        self._at, self._last = at, last
         self._rank = dist.get_rank()
         self._meeting = Meeting(channel, run=run, rank=self._rank, world=dist.get_world_size())
         self._main, self._process, self._number = MainThread(), process_here(), 0
+        self._idle_time, self._idle_s = IdleTime(threading.current_thread()), 0.0
         self._store_holder: Seen | None = None
+        self._processes: list[int] = []
         self._stopped, self._is_asked = Event(), False
         self._traffic: tuple[int, Traffic | None] = (-1, None)
         self._deadlock: tuple[int, ...] = ()
@@ -121,18 +150,11 @@ class RunWatch:
 
     def _stay(self) -> None:
         """Let the others hear why this rank leaves: the store may end with it, or they may be ended by whoever has started them."""
-        self._meeting.wait_for_all(_STAYS_S)
+        self._meeting.wait_for_all(STAYS_S)
 
     def _raised(self, error: BaseException, place: Place) -> str:
         """Tell the others of an error of this rank's own."""
-        words = str(error).strip().split("\n")[0]
-        if (
-            len(words) > _MOST_LETTERS
-        ):  # of a tensor that it shows, say: it travels through the store, and is shown by every rank
-            words = (
-                f"{words[:_MOST_LETTERS]}... ({len(words) - _MOST_LETTERS} letters more in that rank's own traceback)"
-            )
-        why = f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
+        why = raised(error, place)
         self._tell_end(why, place)
         return ""
 
@@ -152,6 +174,7 @@ class RunWatch:
                 self._store_holder = next(iter(self._meeting.reports([0])), None)
             place = self._main.place() if self._main.blocked_s >= _ASKS_AFTER_S or self._is_asked else None
             waits = place is not None and bool(place.collective) and self._main.blocked_s >= _ASKS_AFTER_S
+            self._look_whether_idle(waits=waits)
             if not waits:
                 self._meeting.step_down()
             if waits or self._is_asked or looks % _LOOKS_PER_TALK == 0:
@@ -160,6 +183,20 @@ class RunWatch:
                 self._end_if_due(waits=waits)
             elif place is not None and not waits and not self._is_asked:
                 self._warn_of_other_wait(place)
+
+    def _look_whether_idle(self, *, waits: bool) -> None:
+        """Note for how long this process has done nothing, in the start of a run, in which one that works has longer than the limit."""
+        if waits or self._main.blocked_s < _ASKS_AFTER_S or not self._main.has_clock or timeout_s() <= self._limit_s:
+            self._idle_time.forget()
+            self._idle_s = 0.0
+        else:
+            self._idle_s = min(self._main.blocked_s, self._idle_time.look(self._ranks_here()))
+
+    def _ranks_here(self) -> list[int]:
+        """Return the processes of the world's ranks: rank 0 may have started the others."""
+        if len(self._processes) < dist.get_world_size():
+            self._processes = [each.process[0] for each in self._meeting.reports() if each.report is not None]
+        return self._processes
 
     def _talk(self, place: Place | None, *, waits: bool) -> None:
         state = State.WAITS if waits else State.ELSEWHERE
@@ -185,6 +222,9 @@ class RunWatch:
             self._deadlock = same_waits(seen)
             if self._deadlock == before:
                 self._meeting.end(told_deadlock(seen), stuck=[each.rank for each in seen if each.is_stuck])
+            return
+        if self._main.blocked_s >= self._limit_s < timeout_s() and is_idle(seen, self._limit_s):
+            self._meeting.end(told_idle(seen, self._rank, self._limit_s))
             return
         words = told_late(seen, self._rank)
         self._meeting.say_late(words)
@@ -217,7 +257,7 @@ class RunWatch:
         since, answer = self._end
         due = time.monotonic() - since >= (_FIRST_GRACE_S if answer.goes_first else _GRACE_S)
         # It may write a file, say, and has its time: as much as others wait for it, and a moment more.
-        is_late = self._main.still_s >= timeout_s() + _LATE_S
+        is_late = self._main.still_s >= timeout_s() + _LATE_S or self._idle_s >= self._limit_s
         if due if waits else is_late:
             moves = self._main.moves
             self._main.look()
@@ -226,6 +266,7 @@ class RunWatch:
             sys.stderr.write(f"sequence_parallel: rank {self._rank} ends. {answer.why}\n")
             sys.stderr.flush()
             sys.stdout.flush()
+            self._last()
             os._exit(1)
 
     # ---- what is said
@@ -240,6 +281,7 @@ class RunWatch:
             at=self._where(),
             state=state,
             since_s=self._main.blocked_s if state is State.WAITS else self._main.still_s,
+            idle_s=self._idle_s,
             collective=place.collective if place is not None else "",
             line=place.line if place is not None else "",
             stack=place.stack if place is not None else (),
@@ -293,8 +335,15 @@ class RunWatch:
 
     def _gone(self) -> str:
         """Return which ranks have ended without a word, or how all have lost one another; empty for neither."""
-        seen = [each for each in self._meeting.reports() if each.is_in(self._run)]
-        gone = [each for each in seen if not each.has_left and process_state(each.process) == "X"]
+        reports = self._meeting.reports()
+        seen = [each for each in reports if each.is_in(self._run)]
+        # One that has ended an earlier run well, and has ended since.
+        before = [
+            replace(each, report=replace(each.report, state=State.ELSEWHERE))
+            for each in reports
+            if each.report is not None and each not in seen
+        ]
+        gone = [each for each in seen + before if not each.has_left and process_state(each.process) == "X"]
         if gone:
             return told_places(gone)
         return told_deadlock(seen) if all(each.has_left for each in seen) else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.trainer.processes.other_ranks import wait_at_exit, wait_no_more
-from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, is_stopped
+from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, STARTED_IN, is_stopped
 
 # On a busy machine the first process takes seconds from the error of a connection to its own.
 _SAYS_WHY_S = 8.0
@@ -29,13 +30,21 @@ _SAYS_WHY_S = 8.0
 class ChildRank:
     """A rank's process, whose end is told a moment later: Lightning kills this process when it hears of it, and it has to say why first.
 
+    Between runs it has nothing to say.
+
     Args:
         process: the rank's.
         grace_s: how long this process has.
+        says_why: whether it has that now.
     """
 
-    def __init__(self, process: subprocess.Popen[Any], grace_s: float = _SAYS_WHY_S) -> None:
-        self._process, self._grace_s = process, grace_s
+    def __init__(
+        self,
+        process: subprocess.Popen[Any],
+        grace_s: float = _SAYS_WHY_S,
+        says_why: Callable[[], bool] = comm.is_in_run,
+    ) -> None:
+        self._process, self._grace_s, self._says_why = process, grace_s, says_why
         self._ended_at: float | None = None
         self.pid, self.send_signal, self.kill, self.wait = process.pid, process.send_signal, process.kill, process.wait
 
@@ -49,37 +58,49 @@ class ChildRank:
         code = self._process.poll()
         if code is not None and self._ended_at is None:
             self._ended_at = time.monotonic()
-        return code if self._ended_at is not None and time.monotonic() - self._ended_at >= self._grace_s else None
+        if self._ended_at is None or (time.monotonic() - self._ended_at < self._grace_s and self._says_why()):
+            return None
+        return code
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the other ranks of this host by running the script again."""
+    """Starts the other ranks of this host by running the script again.
+
+    Args:
+        given: Lightning's.
+        late_s: how long a rank may be later than this one at the end of the script.
+    """
+
+    def __init__(self, *given: Any, late_s: float) -> None:
+        super().__init__(*given)
+        self._late_s = late_s
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if self.num_nodes == 1:
             comm.check_address_here(self.cluster_environment.main_address)
         try:
-            return super().launch(_run, function, *args, trainer=trainer, **kwargs)
+            return super().launch(run, function, *args, trainer=trainer, **kwargs)
         except BaseException:
-            self._kill_stopped()
+            self.kill_stopped()
             raise
 
     @override
     def _call_children_scripts(self) -> None:
         os.environ[STARTED_BY] = str(os.getpid())  # the ranks get this environment
+        os.environ[STARTED_IN] = "main" if threading.current_thread() is threading.main_thread() else ""
         os.environ.pop(RUN, None)
         if self.num_nodes == 1:
             os.environ[RUN] = uuid.uuid4().hex
         try:
             super()._call_children_scripts()
         finally:
-            del os.environ[STARTED_BY]
-        wait_at_exit(self.procs)
+            del os.environ[STARTED_BY], os.environ[STARTED_IN]
+        wait_at_exit(self.procs, late_s=self._late_s, tell=comm.tell_end_of_script)
         # Lightning's observer gets this list.
         self.procs[:] = [cast(Any, ChildRank(each)) for each in self.procs]
 
-    def _kill_stopped(self) -> None:
+    def kill_stopped(self) -> None:
         """Kill the ranks that are stopped: they do not see that the run has ended, and keep their memory and device."""
         for each in self.procs:
             if is_stopped(each.pid):
@@ -96,15 +117,15 @@ class ExternalLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        return _run(function, *args, **kwargs)
+        return run(function, *args, **kwargs)
 
     @override
     def kill(self, signum: Any) -> None:
         """Leave the ranks to who started them."""
 
 
-def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a whole run.
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a whole run, or what all ranks call behind one.
 
     Raises:
         SequenceParallelError: a rank was lost, the ranks cannot reach one another, or this one has destroyed its groups.

@@ -1,24 +1,31 @@
 """The process that started a rank: when it has ended, by whatever signal, a rank in a run ends too.
 
-A rank that waits for one that is gone, or hangs in its user's code, would otherwise stay, with its memory and its device.
+A rank that waits for one that is gone, or hangs in its user's code, would otherwise stay, with its memory and its device. Behind its run
+the kernel ends it (SIGTERM), for no thread of ours is left: rank 0 waits for it at the end of the script, unless it has failed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
 # Set by `launchers.ScriptLauncher` for the ranks that it starts: its own process.
 STARTED_BY = "LIGHTNING_SP_STARTED_BY"
+# Set by it, too: "main" where its main thread did, whose end is that of the process.
+STARTED_IN = "LIGHTNING_SP_STARTED_IN"
 # Set by it for itself, too: what the ranks of its run have alike, and those of another run on one port do not.
 RUN = "LIGHTNING_SP_RUN"
 # A rank may notice by itself that another is gone, and say so: it has this long.
 GRACE_S = 3.0
 _POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
 
 
 class ParentWatch:
@@ -28,11 +35,15 @@ class ParentWatch:
         # They hold locks: a strategy is copied before its run.
         self._stopped: Event | None = None
         self._thread: Thread | None = None
+        self._ends_with_parent = False
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Begin, if a launcher has started this rank: Lightning's, torchrun or `multiprocessing`."""
-        self.stop()
+        self._join()
         pid = launcher_pid(environment)
+        if pid is not None and environment.get(STARTED_IN) == "main" and environment.get(STARTED_BY) == str(pid):
+            self._ends_with_parent = True
+            _end_with_parent(0)
         if pid is not None:
             self._stopped = Event()
             self._thread = Thread(
@@ -41,7 +52,12 @@ class ParentWatch:
             self._thread.start()
 
     def stop(self) -> None:
-        """End with the run: what a script does after it is its own."""
+        """End with the run: what a script does after it is its own, for as long as the one that has started it is there."""
+        self._join()
+        if self._ends_with_parent:
+            _end_with_parent(signal.SIGTERM)
+
+    def _join(self) -> None:
         if self._stopped is not None and self._thread is not None:
             self._stopped.set()
             self._thread.join(_POLL_S)
@@ -58,6 +74,13 @@ def launcher_pid(environment: Mapping[str, str]) -> int | None:
     # What rank 0's script starts besides, an evaluation say, inherits its environment, and may outlive it.
     pid = environment.get(STARTED_BY, "") if environment.get("LOCAL_RANK", "0") != "0" else ""
     return int(pid) if pid.isdigit() and int(pid) != os.getpid() else None
+
+
+def _end_with_parent(signum: int) -> None:
+    """Let the kernel send a signal to this process when the thread that started it ends, 0 for none. Linux alone can."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum))
 
 
 def _watch(pid: int, stopped: Event) -> None:

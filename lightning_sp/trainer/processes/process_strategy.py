@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -30,8 +31,9 @@ from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.nodes import ranks_per_node
 from lightning_sp.trainer.processes.joining import check_local_rank, how_started, while_joining
-from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher
+from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher, run
 from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, ParentWatch
+from lightning_sp.trainer.processes.script_end import tell_error_at_exit
 
 T = TypeVar("T")
 
@@ -100,7 +102,9 @@ class ProcessStrategy(ParallelStrategy):
         if self.cluster_environment.creates_processes_externally:
             self._launcher = ExternalLauncher()
         else:
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, late_s=self._timeout.total_seconds()
+            )
 
     def _setup_distributed(self) -> None:
         """Join the world; a second call finds it joined.
@@ -122,7 +126,10 @@ class ProcessStrategy(ParallelStrategy):
             )
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
-        if not _distributed_is_initialized():
+        if _distributed_is_initialized():
+            # All ranks begin a run behind another one at about the same time.
+            comm.set_timeouts(self._timeout)
+        else:
             with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size):
                 _init_dist_connection(
                     self.cluster_environment,
@@ -132,9 +139,35 @@ class ProcessStrategy(ParallelStrategy):
                     store=self._store(),
                 )
             comm.own_timeouts()
+            comm.set_timeouts(self._start_timeout)
+        self._watch(self._progress)
+        tell_error_at_exit()
+
+    def _watch(self, at: Callable[[], str]) -> None:
+        limit_s = self._timeout.total_seconds() if comm.has_own_timeouts() else float("inf")
+        comm.watch_run(hang_s=self._hang_s, limit_s=limit_s, at=at, last=self._kill_stopped)
+
+    def _together(self, function: Callable[[], T]) -> T:
+        """Do what all ranks do together, in a run or outside of one: there it is watched as a run is, and a rank that has ended is named."""
+        if comm.is_watched():
+            return function()
+        self._parent.start(os.environ)
+        self._watch(lambda: "a call of all ranks behind the run")
+        try:
+            return cast(T, run(function))
+        finally:
+            comm.end_run()
+            self._parent.stop()
+
+    def _kill_stopped(self) -> None:
+        """Kill the ranks that this process has started and that are stopped, before it ends: they would stay."""
+        if isinstance(self.launcher, ScriptLauncher):
+            self.launcher.kill_stopped()
+
+    def _begin_start(self) -> None:
+        """Give ranks that have begun a run the time to load what it needs, until its first batch."""
         comm.set_timeouts(self._start_timeout)
         self._starting = True
-        comm.watch_run(hang_s=self._hang_s, at=self._progress)
 
     def _store(self) -> Any:
         """Return the store that all ranks have met in."""

@@ -12,7 +12,7 @@ import torch
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.checkpoint import latest_checkpoint
-from lightning_sp.checkpoint.folders.folder import MANIFEST, partial_path
+from lightning_sp.checkpoint.folders.folder import MANIFEST, partial_path, replaced_path
 from tests.checkpoint.folders.test_replace import save, value
 
 USAGE = namedtuple("USAGE", "total used free")
@@ -50,6 +50,17 @@ def test_one_that_a_stopped_save_left_without_its_name_is_found(tmp_path):
     (tmp_path / "last.ckpt").rename(partial_path(tmp_path / "last.ckpt"))
     assert latest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
     assert value(tmp_path / "last.ckpt") == 3.0
+
+
+def test_one_that_is_being_replaced_is_no_checkpoint(tmp_path):
+    """A save beside this has moved the old one aside: it is about to be deleted."""
+    save(tmp_path / "a.ckpt", 1.0)
+    save(tmp_path / "last.ckpt", 2.0)
+    shutil.copytree(tmp_path / "last.ckpt", replaced_path(tmp_path / "last.ckpt"))
+    aged(tmp_path / "a.ckpt", 1000)
+    aged(replaced_path(tmp_path / "last.ckpt"), 3000)
+    aged(tmp_path / "last.ckpt", 2000)
+    assert latest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
 
 
 def test_a_save_without_room_is_refused_before_it_begins(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def threads_after_runs():
     """Watch two runs, one after the other; return whether a thread is there in each, and what is left behind it."""
     found = []
     for _ in range(2):
-        comm.watch_run(hang_s=60.0, at=lambda: "a test")
+        comm.watch_run(hang_s=60.0, limit_s=60.0, at=lambda: "a test")
         found.append(any(each.name == "lightning_sp side channel" for each in threading.enumerate()))
         comm.end_run()
         found.append([each.name for each in threading.enumerate() if each.name == "lightning_sp side channel"])
@@ -117,9 +117,41 @@ def one_compares():
     return found
 
 
+def silent_ranks(seconds):
+    """Return for how long ranks are silent: rank 1 when rank 0 has just asked, later, and once it has spoken."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    channel = SideChannel()
+    meeting = Meeting(channel, run=_RUN + 1, rank=rank, world=world)
+    report = Report(rank=rank, run=_RUN + 1, number=1, state=State.WAITS)
+    found = []
+    meeting.begin(report)
+    meeting.tell(report)
+    dist.barrier()
+
+    def look():
+        if rank == 0:
+            number = len(found) + 2
+            seen = meeting.talk(Report(rank=0, run=_RUN + 1, number=number, state=State.WAITS), waits=True).seen
+            found.append([round(each.silent_s, 1) for each in seen])
+        dist.barrier()
+
+    look()
+    time.sleep(seconds)
+    look()
+    if rank == 1:
+        meeting.tell(Report(rank=1, run=_RUN + 1, number=2))
+    dist.barrier()
+    look()
+    if rank == 0:
+        meeting.step_down()
+    dist.barrier()
+    channel.close()
+    return found
+
+
 def leaves():
     """Return what rank 1 is told when rank 0 raises, in a run of its own; and how long rank 0 has waited for it."""
-    comm.watch_run(hang_s=60.0, at=lambda: "train, step 3")
+    comm.watch_run(hang_s=60.0, limit_s=60.0, at=lambda: "train, step 3")
     dist.barrier()
     began, told = time.monotonic(), ""
     if dist.get_rank() == 0:
@@ -138,7 +170,7 @@ def leaves():
 
 def destroys():
     """Return what rank 0 is told when rank 1 destroys its groups in a run, and what that says of itself, once."""
-    comm.watch_run(hang_s=60.0, at=lambda: "train, step 3")
+    comm.watch_run(hang_s=60.0, limit_s=60.0, at=lambda: "train, step 3")
     dist.barrier()
     time.sleep(1.0)  # the channel has connected
     if dist.get_rank() == 1:
@@ -153,10 +185,10 @@ def waits_for_no_rank():
     """Return what a run says of a main thread that waits for something else than a rank, with the lines of the wait."""
     handler = logging.handlers.BufferingHandler(99)
     logging.getLogger("lightning_sp").addHandler(handler)
-    comm.watch_run(hang_s=3.0, at=lambda: "train, step 3")
+    comm.watch_run(hang_s=3.0, limit_s=60.0, at=lambda: "train, step 3")
     until = time.monotonic() + 7.0
-    for _ in iter(lambda: time.monotonic() < until, False):  # as a loader's wait
-        time.sleep(4.0)
+    for _ in iter(lambda: time.monotonic() < until, False):  # as a loader's wait; looks may come late
+        time.sleep(5.0)
         sum(range(100_000))
     comm.end_run()
     logging.getLogger("lightning_sp").removeHandler(handler)
@@ -168,7 +200,7 @@ def cost_s(seconds):
     found = []
     for act in (lambda: time.sleep(0.1), lambda: sum(range(300_000))):
         dist.barrier()
-        comm.watch_run(hang_s=60.0, at=lambda: "train, step 3")
+        comm.watch_run(hang_s=60.0, limit_s=60.0, at=lambda: "train, step 3")
         until = time.monotonic() + seconds
         time.sleep(0.1)
         threads = [

@@ -41,6 +41,13 @@ def test_one_of_the_ranks_that_wait_compares_what_all_say(pools):
     assert rank0[2:] == ["first", (False, None, "first", False)]
 
 
+def test_a_rank_that_says_nothing_is_silent_from_the_first_question_on(pools):
+    first, later, spoken = pools(2).run(hang_ranks.silent_ranks, 4.5)[0]
+    assert first == spoken == [0.0, 0.0]
+    assert later[0] == 0.0
+    assert 4.5 <= later[1] < 60.0
+
+
 def test_an_error_of_rank_0_is_told_before_it_leaves(pools):
     (_, waited_s), (told, _) = pools(2).run(hang_ranks.leaves)
     assert told.startswith("rank 0 has raised ValueError: my error, in ")

@@ -96,4 +96,11 @@ CHECKPOINTS = (
         "        pass\n",
         "tests/checkpoint/contents/test_single_numbers.py::test_a_file_resumes_under_plain_lightning_and_plain_lightnings_here",
     ),
+    fault(
+        "a checkpoint that is about to be deleted, resumed from",
+        "checkpoint/folders/latest.py",
+        "    return not path.name.endswith((PARTIAL, REPLACED))\n",
+        "    return not path.name.endswith(PARTIAL)\n",
+        "tests/checkpoint/folders/test_latest.py::test_one_that_is_being_replaced_is_no_checkpoint",
+    ),
 )

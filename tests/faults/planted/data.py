@@ -239,4 +239,33 @@ DATA = (
         "        if isinstance(entries.get(name), Tensor):\n",
         "tests/data/batch/contents/test_entries.py::test_what_is_wanted_of_rows_is_no_target_of_a_token[targets-classes]",
     ),
+    fault(
+        "a window of accumulation that has not stepped, skipped on resume",
+        "data/resume.py",
+        "    steps = 0 if finished else progress.current.processed // accumulation\n",
+        "    steps = 0 if finished else -(-progress.current.processed // accumulation)\n",
+        "tests/data/test_resume.py::test_the_cursor_of_a_loader_that_is_read_counts_whole_steps[5-8-expected1]",
+    ),
+    fault(
+        "samples skipped on a resume with another accumulation",
+        "data/loop_state.py",
+        "        _move(batches, steps * accumulation, before)\n",
+        "        _move(batches, steps * stored_accumulation, before)\n",
+        "tests/data/test_loop_state.py::test_what_was_left_is_trained_on[before10-batch 4-after10]",
+    ),
+    fault(
+        "texts of a row hidden as one in a rank's part",
+        "data/batch/padding.py",
+        "        if global_view:\n            return VisibleKeys()\n",
+        "        return VisibleKeys()\n",
+        "tests/data/batch/test_visible_keys.py::test_several_texts_of_a_row_are_the_global_views",
+    ),
+    fault(
+        "numbers logged under two names added up over ranks",
+        "trainer/loops.py",
+        "        return logged\n    loop = trainer.fit_loop\n    return {\n        **logged,\n",
+        "        return {}\n    loop = trainer.fit_loop\n    return {\n",
+        "tests/trainer/logged_numbers/test_other_name.py"
+        "::test_another_name_over_all_ranks_is_refused_and_one_of_a_ranks_own_is_not",
+    ),
 )

@@ -67,7 +67,7 @@ HANGS = (
     fault(
         "an error of rank 0 that ends with its store",
         "comm/hangs/watch.py",
-        "self._meeting.wait_for_all(_STAYS_S)",
+        "self._meeting.wait_for_all(STAYS_S)",
         "pass",
         "tests/comm/hangs/test_meeting.py::test_an_error_of_rank_0_is_told_before_it_leaves",
     ),
@@ -112,5 +112,33 @@ HANGS = (
         "            elif place is not None and not waits and not self._is_asked:\n",
         "            elif False:\n",
         "tests/comm/hangs/test_meeting.py::test_a_wait_for_something_else_than_a_rank_is_told_once",
+    ),
+    fault(
+        "a rank that works before its first batch taken for an idle one",
+        "comm/hangs/idle.py",
+        "        if (threads or processes) and not is_first:\n",
+        "        if False:\n",
+        "tests/comm/hangs/test_idle.py::test_a_thread_that_computes_is_work",
+    ),
+    fault(
+        "a rank that is not idle yet, ended",
+        "comm/hangs/report.py",
+        "    return bool(late) and all(_is_idle(each, limit_s) for each in late)\n",
+        "    return bool(late) and any(_is_idle(each, limit_s) for each in late)\n",
+        "tests/comm/hangs/test_idle.py::test_a_run_ends_where_all_that_others_wait_for_do_nothing",
+    ),
+    fault(
+        "a rank that stays behind rank 0's script, left there",
+        "trainer/processes/other_ranks.py",
+        "            _end(running)\n",
+        "",
+        "tests/trainer/processes/test_launchers.py::test_a_rank_that_stays_behind_the_script_is_ended_and_its_lines_are_shown",
+    ),
+    fault(
+        "a silent rank whose silence is not counted",
+        "comm/hangs/meeting.py",
+        "            silent_s=silent_s if silent_s > SILENT_S else 0.0,\n",
+        "            silent_s=0.0,\n",
+        "tests/comm/hangs/test_meeting.py::test_a_rank_that_says_nothing_is_silent_from_the_first_question_on",
     ),
 )

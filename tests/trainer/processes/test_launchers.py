@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from lightning_sp.trainer.processes.launchers import ChildRank
 def test_the_end_of_a_rank_is_told_a_moment_later():
     """Lightning kills the first process when it hears of it, and that one has to say why its run ends."""
     with subprocess.Popen([sys.executable, "-c", "import sys; input(); sys.exit(3)"], stdin=subprocess.PIPE) as process:
-        rank = ChildRank(process, grace_s=0.5)
+        rank = ChildRank(process, grace_s=0.5, says_why=lambda: True)
         assert (rank.pid, rank.returncode, rank.poll()) == (process.pid, None, None)
         assert process.stdin is not None
         process.stdin.write(b"\n")
@@ -26,18 +27,22 @@ def test_the_end_of_a_rank_is_told_a_moment_later():
             time.sleep(0.01)
         assert code == rank.returncode == 3
         assert 0.4 < time.monotonic() - ended < 30
+        # Between runs this process has nothing to say.
+        assert ChildRank(process, grace_s=600.0, says_why=lambda: False).poll() == 3
 
 
 # What a script does whose ranks are the processes of these lines, and how it ends. The module alone: the package takes seconds.
 SCRIPT = """
 import runpy, subprocess, sys
 own = runpy.run_path({file!r})
-own["wait_at_exit"]([subprocess.Popen([sys.executable, "-c", line]) for line in {ranks!r}])
+own["wait_at_exit"]([subprocess.Popen([sys.executable, "-c", line]) for line in {ranks!r}], late_s={late_s}, tell=lambda: print("told"))
 {end}
 """
 LATE = "import time; time.sleep(1); print('rank 1 is done')"
 FAILS = "import time; time.sleep(0.3); raise SystemExit(3)"
 LONG = "import time; time.sleep(20)"
+# As a rank behind its run: it has a handler that writes its lines.
+STAYS = "import faulthandler, time; faulthandler.enable(); time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ LONG = "import time; time.sleep(20)"
     ],
 )
 def test_a_script_ends_with_its_ranks(tmp_path, ranks, end, code, said):
-    script = SCRIPT.format(file=other_ranks.__file__, ranks=ranks, end=end)
+    script = SCRIPT.format(file=other_ranks.__file__, ranks=ranks, end=end, late_s=15)
     began = time.monotonic()
     # Files: a rank that goes on holds a pipe open.
     with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
@@ -60,4 +65,19 @@ def test_a_script_ends_with_its_ranks(tmp_path, ranks, end, code, said):
     told = (tmp_path / "err").read_text()
     assert said in told
     assert ("sequence_parallel: " in told) == (ranks[-1] == FAILS)
-    assert ("rank 1 is done" in (tmp_path / "out").read_text()) == (ranks[0] == LATE)
+    written = (tmp_path / "out").read_text()
+    assert ("rank 1 is done" in written) == (ranks[0] == LATE)
+    assert ("told" in written) == ((code == 0 and not end) or ranks[-1] == FAILS)
+
+
+def test_a_rank_that_stays_behind_the_script_is_ended_and_its_lines_are_shown():
+    script = SCRIPT.format(file=other_ranks.__file__, ranks=[STAYS], end="", late_s=2)
+    began = time.monotonic()
+    # The rank has the pipe, too: it is read until that one has ended.
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=50, check=False, text=True)
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1
+    assert re.search(r"rank 0 is done and waits for rank 1 \(process \d+\), 2 s at most", done.stderr)
+    assert re.search(r"ends rank 1 \(process \d+\): it went on for 2 s after rank 0, and is here\n", done.stderr)
+    assert 'File "<string>", line 1 in <module>' in done.stderr
+    assert "told" in done.stdout

@@ -1,0 +1,91 @@
+"""A process is idle where neither a thread of Python's beside the main one nor a process that it has started uses any CPU time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lightning_sp.comm.hangs.idle import IdleTime
+from lightning_sp.comm.hangs.report import Report, Seen, State, is_idle, told_idle
+
+COMPUTES = "while True: pass"
+SLEEPS = "import time; time.sleep(60)"
+
+
+def _compute(stopped, name):
+    def work():
+        while not stopped.is_set():
+            sum(range(10_000))
+
+    thread = threading.Thread(target=work, name=name)
+    thread.start()
+    return thread
+
+
+def test_a_thread_that_computes_is_work():
+    idle, stopped = IdleTime(threading.current_thread()), threading.Event()
+    assert idle.look([]) == float("inf")  # the first look compares with nothing
+    thread = _compute(stopped, "download")
+    idle.forget()
+    idle.look([])
+    time.sleep(0.1)
+    assert idle.look([]) < 3600
+    stopped.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_process_that_computes_is_work_unless_it_is_another_rank(counted):
+    shell = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {COMPUTES!r}])"
+    idle = IdleTime(threading.current_thread())
+    with subprocess.Popen([sys.executable, "-c", shell if counted else COMPUTES], start_new_session=True) as process:
+        try:
+            ranks = [] if counted else [process.pid]
+            idle._processes_moved(ranks)
+            until, moved = time.monotonic() + (30.0 if counted else 0.5), False
+            while time.monotonic() < until and not moved:
+                time.sleep(0.1)
+                moved = idle._processes_moved(ranks)
+            assert moved == counted
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_process_that_sleeps_is_no_work():
+    idle = IdleTime(threading.current_thread())
+    with subprocess.Popen([sys.executable, "-c", SLEEPS]) as process:
+        until, moved = time.monotonic() + 30, True
+        while time.monotonic() < until and moved:  # it starts
+            idle._processes_moved([])
+            time.sleep(0.5)
+            moved = idle._processes_moved([])
+        assert not moved
+        process.kill()
+
+
+def seen(rank, state, idle_s=0.0, age_s=1.0, silent_s=0.0):
+    report = Report(
+        rank=rank, run=1, at="train, step 0", state=state, since_s=20.0, idle_s=idle_s, stack=("a.py:7 in f",)
+    )
+    return Seen(rank=rank, report=report, age_s=age_s, silent_s=silent_s)
+
+
+def test_a_run_ends_where_all_that_others_wait_for_do_nothing():
+    waits = seen(0, State.WAITS)
+    assert is_idle([waits, seen(1, State.ELSEWHERE, 15.0)], 15.0)
+    assert not is_idle([waits, seen(1, State.ELSEWHERE, 14.9)], 15.0)
+    assert not is_idle([waits, seen(1, State.ELSEWHERE, 15.0), seen(2, State.ELSEWHERE, 3.0)], 15.0)
+    assert not is_idle([waits, seen(1, State.WAITS)], 15.0)
+    # One that says nothing may hold the lock of its Python, and work.
+    assert not is_idle([waits, seen(1, State.ELSEWHERE, 15.0, silent_s=60.0)], 15.0)
+    assert not is_idle([waits, Seen(rank=1, report=None, age_s=float("inf"), silent_s=60.0)], 15.0)
+    told = told_idle([waits, seen(1, State.ELSEWHERE, 15.0)], 0, 15.0)
+    assert "these do not come:\nrank 1 is in no collective, at train, step 0, for 20 s:\n    a.py:7 in f\n" in told
+    assert told.endswith("a rank that works has start_timeout_s, one that does nothing timeout_s=15 s: call what waits for others on all "
+                         "ranks, or give a larger timeout_s")  # fmt: skip

@@ -16,6 +16,7 @@ DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LIVING = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "STYLE.md")),
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("LOG.md", "masks.md")),
+    *sorted((ROOT / "docs/decisions").glob("*.md")),
 ]
 BACKTICKED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"^([\w./-]+\.(?:py|yaml|toml|md))(?::([\w.]+))?$")
@@ -114,7 +115,9 @@ def test_the_layers_drawn_are_those_of_the_contract():
 
 
 def test_sentences_of_the_architecture_are_short():
-    text = re.sub(r"^(\||#).*$", "", outside_code((ROOT / "docs/architecture.md").read_text()), flags=re.M)
+    pages = [ROOT / "docs/architecture.md", *sorted((ROOT / "docs/decisions").glob("*.md"))]
+    whole = "\n\n".join(outside_code(page.read_text()) for page in pages)
+    text = re.sub(r"^(\||#).*$", "", whole, flags=re.M)
     blocks = re.split(r"\n\s*\n|\n(?=- )", text)
     sentences = [each for block in blocks for each in re.split(r"(?<=[.!?:])\s+", block.strip()) if each]
     assert statistics.median(len(each.split()) for each in sentences) <= 20

@@ -137,7 +137,6 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
                 self._device_mesh.get_group("sequence_parallel"), self._start_timeout, self.config.tensor_parallel_size
             )
         check_same_options(self._module.trainer, self.config, self._groups.world)
-        self._begin_start()
         self._module._device_mesh = self.device_mesh
 
     # ---- model

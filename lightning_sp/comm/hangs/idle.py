@@ -1,9 +1,10 @@
-"""For how long a process does nothing at all: neither its training thread, nor its other Python threads, nor the processes it has started.
+"""For how long a process does nothing at all: neither its training thread, nor its other threads, nor the processes it has started.
 
     a rank downloads, tokenizes, builds a model     it uses CPU time, or a thread or a process of its own does: it works, however long it takes
     a rank sleeps, or waits for what does not come  nobody does: it is idle
 
-Not counted are the threads that watch, those of native code (a backend's own loops wake up all the time), and other ranks.
+Not counted are the threads that watch, those of a backend, whose loops wake up all the time, and other ranks. A rank looks at itself in a run,
+Python's threads alone; at another of its host behind that one's run, for no thread of ours is left there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 # Of a thread that waits and is woken up now and then, a look costs less, in seconds of CPU time.
 _WOKEN_S = 0.0005
 _OWN = "lightning_sp"
+# Of gloo, of torch's store and NCCL's watchdog: the kernel's names for their threads.
+_BACKENDS = ("gloo", "pt_")
 _PROC = Path("/proc")
 
 
@@ -61,6 +64,41 @@ class IdleTime:
         return any(used != before.get(pid) for pid, used in self._ticks.items())
 
 
+class IdleProcess:
+    """How long another process of this host has used no CPU time; a class because it remembers the last look."""
+
+    def __init__(self) -> None:
+        self._ticks: dict[int, int] = {}
+        self._since: float | None = None
+
+    def look(self, pid: int, ranks: Collection[int]) -> float:
+        """Return for how many seconds nothing has moved, as far as looks tell: 0 for the first.
+
+        Args:
+            pid: the process' number.
+            ranks: process numbers that are other ranks.
+        """
+        before, self._ticks = self._ticks, _ticks_of_threads(pid) | _ticks_of_children(pid, ranks)
+        now = time.monotonic()
+        if self._since is None or any(used != before.get(each) for each, used in self._ticks.items()):
+            self._since = now
+        return now - self._since
+
+
+def _ticks_of_threads(pid: int) -> dict[int, int]:
+    """Return the CPU time of each thread of a process that is no backend's, in the kernel's ticks."""
+    return {
+        int(each.name): _ticks(each) for each in _PROC.glob(f"{pid}/task/*") if not _name(each).startswith(_BACKENDS)
+    }
+
+
+def _name(thread: Path) -> str:
+    try:
+        return (thread / "comm").read_text()
+    except OSError:
+        return ""
+
+
 def _cpu_s(thread: threading.Thread) -> float:
     try:
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
@@ -75,7 +113,7 @@ def _ticks_of_children(pid: int, ranks: Collection[int]) -> dict[int, int]:
     while waiting:
         for each in _children(waiting.pop()):
             if each not in ranks and each not in found:
-                found[each] = _ticks(each)
+                found[each] = _ticks(_PROC / str(each), with_ended=True)
                 waiting.append(each)
     return found
 
@@ -90,9 +128,10 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _ticks(pid: int) -> int:
+def _ticks(folder: Path, *, with_ended: bool = False) -> int:
+    """Return the CPU time of a process or thread, with that of its children that have ended or without."""
     try:
-        fields = (_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
-    return sum(map(int, fields[11:15]))  # utime, stime and those of children that have ended
+    return sum(map(int, fields[11 : 15 if with_ended else 13]))  # utime, stime and those of children

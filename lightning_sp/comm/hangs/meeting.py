@@ -1,6 +1,6 @@
 """What the ranks of a run tell one another through the store, and who of them compares it.
 
-    call         "-", or "<run>:<rank>": that rank waits, compares what all say, and asks them to say it; "<run>:end", "<run>:stuck-<rank>"
+    call         "-", or "<run>:<rank>": that rank waits, compares what all say, and asks them to say it; "<run>:end", "<run>:last-<rank>"
     rank/<rank>  that rank's last report
     late/<run>   for whom the comparing rank waits, in words
     why/<run>    why the run ends, in words: those of the first rank that knows
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from lightning_sp.comm.hangs.report import SILENT_S, Report, Seen
 from lightning_sp.comm.hangs.side_channel import SideChannel
 
-_CALL, _NOBODY, _END, _STUCK = "call", "-", "end", "stuck-"
+_CALL, _NOBODY, _END, _LAST = "call", "-", "end", "last-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class Answer:
         is_asked: some rank waits, and asks this one what it does.
         seen: what all ranks do, where this one compares it.
         why: the run ends; else empty.
-        goes_first: all ranks wait for one another, and this one is to end at once, so that the connections of the others break.
+        goes_first: the ranks wait for one another or for one that does nothing, and this one is to end at once, so that the connections of
+            others break.
     """
 
     is_asked: bool = False
@@ -85,7 +86,7 @@ class Meeting:
         call = store.get(_CALL).decode()
         run, _, word = call.partition(":")
         if run == str(self._run) and not word.isdigit():
-            first = word.startswith(_STUCK) and word != f"{_STUCK}{self._rank}"
+            first = word.startswith(_LAST) and word != f"{_LAST}{self._rank}"
             return Answer(why=store.get(self._key("why")).decode(), goes_first=first)
         own = f"{self._run}:{self._rank}"
         if waits and call != own and (run != str(self._run) or self._is_silent(store, int(word))):
@@ -119,17 +120,17 @@ class Meeting:
         """Return for whom the ranks wait, as the comparing rank has said last; empty if it has said nothing."""
         return self._channel.ask(lambda store: _get(store, self._key("late"))) or ""
 
-    def end(self, words: str, *, stuck: Sequence[int] = ()) -> str:
+    def end(self, words: str, *, last: Sequence[int] = ()) -> str:
         """Say why the run ends, unless a rank has said so, and return what the first one has said.
 
         Args:
             words: this rank's.
-            stuck: the ranks that wait for one another. The first of them is the last to go.
+            last: the ranks that wait for one another, or that do nothing. The first of them is the last to go, the others go at once.
         """
 
         def end(store: Store) -> str:
             first: str = store.compare_set(self._key("why"), "", words).decode()
-            store.set(_CALL, f"{self._run}:{_STUCK}{min(stuck)}" if stuck else f"{self._run}:{_END}")
+            store.set(_CALL, f"{self._run}:{_LAST}{min(last)}" if last else f"{self._run}:{_END}")
             return first
 
         return self._channel.ask(end) or words

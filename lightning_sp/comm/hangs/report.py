@@ -46,7 +46,7 @@ class Report:
         collective: in which collective it waits, or was lost; empty if in none.
         line: the user's line.
         stack: its innermost lines.
-        idle_s: for how long its process has done nothing at all, where it is in no collective.
+        idle_s: for how long its process has done nothing at all, where it is in no collective; behind its run as another rank sees it.
         is_quiet: nothing is on its way to or from this process, and nothing was since it waits.
         process: its number; and the host and the name space by which a rank on the same host knows that number.
         why: of a rank that has left.
@@ -151,10 +151,10 @@ def is_deadlock(seen: Sequence[Seen], run: int) -> bool:
     return len(waits) > 1 or (bool(waits) and any(each.has_left for each in seen))
 
 
-def is_idle(seen: Sequence[Seen], limit_s: float) -> bool:
-    """Return whether all ranks that others wait for have done nothing at all for a limit, or are stopped and silent for as long."""
+def idle_ranks(seen: Sequence[Seen], limit_s: float) -> list[int]:
+    """Return the ranks that others wait for where all of them have done nothing at all for a limit, or are stopped and silent for as long."""
     late = [each for each in seen if not _seems_to_wait(each)]
-    return bool(late) and all(_is_idle(each, limit_s) for each in late)
+    return [each.rank for each in late] if all(_is_idle(each, limit_s) for each in late) else []
 
 
 def same_waits(seen: Sequence[Seen]) -> tuple[int, ...]:
@@ -201,9 +201,10 @@ def told_places(seen: Sequence[Seen]) -> str:
 
 def _is_idle(seen: Seen, limit_s: float) -> bool:
     own = seen.report
-    if own is None or own.state is not State.ELSEWHERE:
+    if own is None or own.state not in (State.ELSEWHERE, State.ENDED):
         return False
-    if seen.silent_s:
+    # Behind its run a rank answers nobody: others have looked at its process.
+    if seen.silent_s and own.state is State.ELSEWHERE:
         return seen.silent_s + SILENT_S >= limit_s and process_state(own.process) in ("T", "t")
     return own.idle_s >= limit_s
 
@@ -230,6 +231,10 @@ def _what(seen: Seen) -> str:
         return f"{own.why}, at {own.at}"
     number, host, _ = own.process
     state = process_state(own.process)
+    if state == "X" and own.why:
+        return (
+            f"{own.why}, at {own.at}, and then its process ({number} on {host}): its script is over, or it was killed"
+        )
     if state == "X":
         return f"has ended without a word (process {number} on {host}): it was killed, crashed, or called os._exit"
     if state in ("T", "t"):

@@ -26,15 +26,15 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from lightning_sp.comm.groups import timeout_s
-from lightning_sp.comm.hangs.idle import IdleTime
+from lightning_sp.comm.hangs.idle import IdleProcess, IdleTime
 from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_here, place_of_error, user_threads
 from lightning_sp.comm.hangs.meeting import Answer, Meeting
 from lightning_sp.comm.hangs.report import (
     Report,
     Seen,
     State,
+    idle_ranks,
     is_deadlock,
-    is_idle,
     process_here,
     process_state,
     same_waits,
@@ -100,6 +100,7 @@ class RunWatch:
         self._meeting = Meeting(channel, run=run, rank=self._rank, world=dist.get_world_size())
         self._main, self._process, self._number = MainThread(), process_here(), 0
         self._idle_time, self._idle_s = IdleTime(threading.current_thread()), 0.0
+        self._behind: dict[int, IdleProcess] = {}
         self._store_holder: Seen | None = None
         self._processes: list[int] = []
         self._stopped, self._is_asked = Event(), False
@@ -221,14 +222,26 @@ class RunWatch:
         if is_deadlock(seen, self._run):
             self._deadlock = same_waits(seen)
             if self._deadlock == before:
-                self._meeting.end(told_deadlock(seen), stuck=[each.rank for each in seen if each.is_stuck])
+                self._meeting.end(told_deadlock(seen), last=[each.rank for each in seen if each.is_stuck])
             return
-        if self._main.blocked_s >= self._limit_s < timeout_s() and is_idle(seen, self._limit_s):
-            self._meeting.end(told_idle(seen, self._rank, self._limit_s))
-            return
+        if self._limit_s < timeout_s():
+            seen = [self._with_idle_time(each) for each in seen]
+            idle = idle_ranks(seen, self._limit_s) if self._main.blocked_s >= self._limit_s else []
+            if idle:
+                self._meeting.end(told_idle(seen, self._rank, self._limit_s), last=idle)
+                return
         words = told_late(seen, self._rank)
         self._meeting.say_late(words)
         self._warn(words)
+
+    def _with_idle_time(self, seen: Seen) -> Seen:
+        """Return what is seen of a rank, with how long it has done nothing where it is still behind a run before this one, on this host."""
+        own = seen.report
+        is_behind = own is not None and own.state is State.ENDED and own.run < self._run
+        if own is None or not is_behind or process_state(own.process) in ("", "X"):
+            return seen
+        idle_s = self._behind.setdefault(seen.rank, IdleProcess()).look(own.process[0], self._ranks_here())
+        return replace(seen, report=replace(own, idle_s=idle_s))
 
     def _warn_of_store(self, *, waits: bool) -> None:
         if waits and self._channel.silent_s:

@@ -126,10 +126,7 @@ class ProcessStrategy(ParallelStrategy):
             )
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
-        if _distributed_is_initialized():
-            # All ranks begin a run behind another one at about the same time.
-            comm.set_timeouts(self._timeout)
-        else:
+        if not _distributed_is_initialized():
             with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size):
                 _init_dist_connection(
                     self.cluster_environment,
@@ -139,7 +136,8 @@ class ProcessStrategy(ParallelStrategy):
                     store=self._store(),
                 )
             comm.own_timeouts()
-            comm.set_timeouts(self._start_timeout)
+        comm.set_timeouts(self._start_timeout)
+        self._starting = True
         self._watch(self._progress)
         tell_error_at_exit()
 
@@ -163,11 +161,6 @@ class ProcessStrategy(ParallelStrategy):
         """Kill the ranks that this process has started and that are stopped, before it ends: they would stay."""
         if isinstance(self.launcher, ScriptLauncher):
             self.launcher.kill_stopped()
-
-    def _begin_start(self) -> None:
-        """Give ranks that have begun a run the time to load what it needs, until its first batch."""
-        comm.set_timeouts(self._start_timeout)
-        self._starting = True
 
     def _store(self) -> Any:
         """Return the store that all ranks have met in."""

@@ -106,10 +106,10 @@ def one_compares():
     dist.barrier()
     if rank == 1:
         found.append(meeting.talk(report, waits=True).seen is not None)
-        found.append(meeting.end("first", stuck=[0, 1]))
+        found.append(meeting.end("first", last=[0, 1]))
     dist.barrier()
     if rank == 0:
-        found.append(meeting.end("second", stuck=[0, 1]))
+        found.append(meeting.end("second", last=[0, 1]))
     dist.barrier()
     talk(4)
     dist.barrier()

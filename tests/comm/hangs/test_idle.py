@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from lightning_sp.comm.hangs.idle import IdleTime
-from lightning_sp.comm.hangs.report import Report, Seen, State, is_idle, told_idle
+from lightning_sp.comm.hangs.idle import IdleProcess, IdleTime
+from lightning_sp.comm.hangs.report import Report, Seen, State, idle_ranks, told_idle
 
 COMPUTES = "while True: pass"
 SLEEPS = "import time; time.sleep(60)"
@@ -69,6 +69,21 @@ def test_a_process_that_sleeps_is_no_work():
         process.kill()
 
 
+@pytest.mark.parametrize("code", [COMPUTES, SLEEPS], ids=["computes", "sleeps"])
+def test_another_process_that_computes_is_work_and_one_that_sleeps_is_not(code):
+    idle, limit_s = IdleProcess(), 1.0
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            assert idle.look(process.pid, []) == 0.0
+            began, longest = time.monotonic(), 0.0
+            while time.monotonic() < began + (30.0 if code == SLEEPS else 3.0) and longest < limit_s:
+                time.sleep(0.2)
+                longest = max(longest, idle.look(process.pid, []))
+            assert (longest >= limit_s) == (code == SLEEPS)
+        finally:
+            process.kill()
+
+
 def seen(rank, state, idle_s=0.0, age_s=1.0, silent_s=0.0):
     report = Report(
         rank=rank, run=1, at="train, step 0", state=state, since_s=20.0, idle_s=idle_s, stack=("a.py:7 in f",)
@@ -78,13 +93,16 @@ def seen(rank, state, idle_s=0.0, age_s=1.0, silent_s=0.0):
 
 def test_a_run_ends_where_all_that_others_wait_for_do_nothing():
     waits = seen(0, State.WAITS)
-    assert is_idle([waits, seen(1, State.ELSEWHERE, 15.0)], 15.0)
-    assert not is_idle([waits, seen(1, State.ELSEWHERE, 14.9)], 15.0)
-    assert not is_idle([waits, seen(1, State.ELSEWHERE, 15.0), seen(2, State.ELSEWHERE, 3.0)], 15.0)
-    assert not is_idle([waits, seen(1, State.WAITS)], 15.0)
+    assert idle_ranks([waits, seen(1, State.ELSEWHERE, 15.0)], 15.0) == [1]
+    assert not idle_ranks([waits, seen(1, State.ELSEWHERE, 14.9)], 15.0)
+    assert not idle_ranks([waits, seen(1, State.ELSEWHERE, 15.0), seen(2, State.ELSEWHERE, 3.0)], 15.0)
+    assert not idle_ranks([waits, seen(1, State.WAITS)], 15.0)
+    # Behind its run a rank says nothing.
+    assert idle_ranks([waits, seen(1, State.ENDED, 15.0, silent_s=60.0)], 15.0) == [1]
+    assert not idle_ranks([waits, seen(1, State.ENDED, 14.9, silent_s=60.0)], 15.0)
     # One that says nothing may hold the lock of its Python, and work.
-    assert not is_idle([waits, seen(1, State.ELSEWHERE, 15.0, silent_s=60.0)], 15.0)
-    assert not is_idle([waits, Seen(rank=1, report=None, age_s=float("inf"), silent_s=60.0)], 15.0)
+    assert not idle_ranks([waits, seen(1, State.ELSEWHERE, 15.0, silent_s=60.0)], 15.0)
+    assert not idle_ranks([waits, Seen(rank=1, report=None, age_s=float("inf"), silent_s=60.0)], 15.0)
     told = told_idle([waits, seen(1, State.ELSEWHERE, 15.0)], 0, 15.0)
     assert "these do not come:\nrank 1 is in no collective, at train, step 0, for 20 s:\n    a.py:7 in f\n" in told
     assert told.endswith("a rank that works has start_timeout_s, one that does nothing timeout_s=15 s: call what waits for others on all "

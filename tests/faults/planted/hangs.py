@@ -123,9 +123,16 @@ HANGS = (
     fault(
         "a rank that is not idle yet, ended",
         "comm/hangs/report.py",
-        "    return bool(late) and all(_is_idle(each, limit_s) for each in late)\n",
-        "    return bool(late) and any(_is_idle(each, limit_s) for each in late)\n",
+        "if all(_is_idle(each, limit_s) for each in late) else []\n",
+        "if any(_is_idle(each, limit_s) for each in late) else []\n",
         "tests/comm/hangs/test_idle.py::test_a_run_ends_where_all_that_others_wait_for_do_nothing",
+    ),
+    fault(
+        "a rank that works behind its run taken for an idle one",
+        "comm/hangs/idle.py",
+        "        if self._since is None or any(used != before.get(each) for each, used in self._ticks.items()):\n",
+        "        if self._since is None:\n",
+        "tests/comm/hangs/test_idle.py::test_another_process_that_computes_is_work_and_one_that_sleeps_is_not[computes]",
     ),
     fault(
         "a rank that stays behind rank 0's script, left there",

@@ -233,7 +233,7 @@ def _what(seen: Seen) -> str:
     state = process_state(own.process)
     if state == "X" and own.why:
         return (
-            f"{own.why}, at {own.at}, and then its process ({number} on {host}): its script is over, or it was killed"
+            f"{own.why}, at {own.at}, and has gone since (process {number} on {host}): its script is over, or it was killed"
         )
     if state == "X":
         return f"has ended without a word (process {number} on {host}): it was killed, crashed, or called os._exit"

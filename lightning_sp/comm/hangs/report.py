@@ -232,9 +232,7 @@ def _what(seen: Seen) -> str:
     number, host, _ = own.process
     state = process_state(own.process)
     if state == "X" and own.why:
-        return (
-            f"{own.why}, at {own.at}, and has gone since (process {number} on {host}): its script is over, or it was killed"
-        )
+        return f"{own.why}, at {own.at}, and has gone since (process {number} on {host}): its script is over, or it was killed"
     if state == "X":
         return f"has ended without a word (process {number} on {host}): it was killed, crashed, or called os._exit"
     if state in ("T", "t"):

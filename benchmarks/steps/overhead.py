@@ -43,9 +43,9 @@ class Timed(SequenceParallelStrategy):
 
     preflight_s: tuple[float, float] | None = None
 
-    def _preflight(self, handed: Any, batch_idx: int) -> None:
+    def _preflight(self, *args: Any) -> None:
         start = _now()
-        super()._preflight(handed, batch_idx)
+        super()._preflight(*args)
         if self.preflight_s is None:
             self.preflight_s = _since(start)
 

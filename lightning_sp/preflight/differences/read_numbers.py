@@ -21,7 +21,7 @@ from lightning_sp.preflight.trial import Outcome, Trial
 
 # What Hugging Face's interface does by masks and positions is done by the whole ones here.
 _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.py", "transformers/integrations/")
-# Lines that are forced one by one; a step has few.
+# Lines that are forced one by one, where a step has fewer of its own: those are all forced, and come first.
 _MOST_LINES = 12
 
 
@@ -39,9 +39,10 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
         SequenceParallelError: its loss or a gradient depends on such a decision.
     """
     lines = _lines(trial, whole, sharded)
+    most = max(_MOST_LINES, sum(not line.is_installed for line in lines))
     for larger in (True, False):
         if lines and _decides(trial, whole, Forced(lines, larger)) is not False:
-            for line in [*lines][:_MOST_LINES]:
+            for line in [*lines][:most]:
                 if _decides(trial, whole, Forced({line: lines[line]}, larger)):
                     raise SequenceParallelError(_message(trial, line, larger=larger))
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from lightning_sp.comm.hangs.idle import IdleProcess, IdleTime
+from lightning_sp.comm.hangs.idle import IdleProcess, IdleTime, _ticks_of_children
 from lightning_sp.comm.hangs.report import Report, Seen, State, idle_ranks, told_idle
 
 COMPUTES = "while True: pass"
@@ -40,13 +40,18 @@ def test_a_thread_that_computes_is_work():
     thread.join()
 
 
+def _started_by_other_tests():
+    """The ranks of their pools, say, which may end their work at any time."""
+    return set(_ticks_of_children(os.getpid(), []))
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_process_that_computes_is_work_unless_it_is_another_rank(counted):
     shell = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {COMPUTES!r}])"
-    idle = IdleTime(threading.current_thread())
+    idle, others = IdleTime(threading.current_thread()), _started_by_other_tests()
     with subprocess.Popen([sys.executable, "-c", shell if counted else COMPUTES], start_new_session=True) as process:
         try:
-            ranks = [] if counted else [process.pid]
+            ranks = others if counted else {*others, process.pid}
             idle._processes_moved(ranks)
             until, moved = time.monotonic() + (30.0 if counted else 0.5), False
             while time.monotonic() < until and not moved:
@@ -58,13 +63,13 @@ def test_a_process_that_computes_is_work_unless_it_is_another_rank(counted):
 
 
 def test_a_process_that_sleeps_is_no_work():
-    idle = IdleTime(threading.current_thread())
+    idle, others = IdleTime(threading.current_thread()), _started_by_other_tests()
     with subprocess.Popen([sys.executable, "-c", SLEEPS]) as process:
         until, moved = time.monotonic() + 30, True
         while time.monotonic() < until and moved:  # it starts
-            idle._processes_moved([])
+            idle._processes_moved(others)
             time.sleep(0.5)
-            moved = idle._processes_moved([])
+            moved = idle._processes_moved(others)
         assert not moved
         process.kill()
 

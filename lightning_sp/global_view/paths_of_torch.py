@@ -101,6 +101,11 @@ def _mapped(
     """Map a function over tokens, of which each rank has its own, or over another dim, one after the other."""
     as_it_is = partial(original, function, in_dims, out_dims, randomness, chunk_size)
     dims = (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims
+    if _has_sequence(args) and isinstance(dims, (tuple, list)) and _are_nested(args, dims):
+        leaves, structure = tree_flatten(args)
+        of_leaves = lambda *given, **named: function(*tree_unflatten(given, structure), **named)  # noqa: E731
+        flat = tuple(dim for dim, each in zip(dims, args, strict=True) for _ in tree_leaves(each))
+        return _mapped(original, of_leaves, flat, out_dims, randomness, chunk_size, *leaves, **kwargs)
     others = [each for each in args if not isinstance(each, Tensor)]
     is_flat = isinstance(dims, (tuple, list)) and all(each is None or isinstance(each, int) for each in dims)
     known = (
@@ -126,6 +131,12 @@ def _mapped(
         for each, dim in zip(leaves, _dims_of(leaves, out_dims), strict=True)
     ]
     return tree_unflatten(shown, structure)
+
+
+def _are_nested(args: Any, dims: Any) -> bool:
+    """Return whether a dict or a list of tensors is mapped, all of them along one dim."""
+    given = zip(dims, args, strict=True) if len(dims) == len(args) else ()
+    return any(isinstance(dim, int) and isinstance(each, (dict, list, tuple)) for dim, each in given)
 
 
 def _local_arguments(args: Any, dims: Any, own: Placement) -> list[Any] | None:

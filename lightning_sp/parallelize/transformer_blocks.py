@@ -13,8 +13,9 @@ from lightning_sp.parallelize.compilation import without_compilation
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model, outermost first, each once; a block inside a block is not another one.
 
-    They are what Hugging Face names in `_no_split_modules`, and the elements of one class in an `nn.ModuleList` or `nn.Sequential`. A
-    block that its user compiled is there with what `torch.compile` made of it. What holds a model's input embeddings is none: other
+    They are what Hugging Face names in `_no_split_modules`, the elements of one class in an `nn.ModuleList` or `nn.Sequential`, and the
+    members of a list of lists (of each layer its attention and its MLP, whatever their classes). A block that its user compiled is there
+    with what `torch.compile` made of it. What holds a model's input embeddings is none: other
     modules look tokens up in them, outside of its forward.
     """
     names: set[str] = set()
@@ -39,18 +40,34 @@ def _outermost(module: nn.Module, names: set[str], embeddings: set[nn.Module]) -
     for child in module.children():
         if type(without_compilation(child)).__name__ in names and embeddings.isdisjoint(child.modules()):
             yield child
+        elif _is_table(child):
+            yield from _of_rows(child)
         elif isinstance(child, (nn.ModuleList, nn.Sequential)) and _repeats(child):
-            yield from child
+            yield from child.children()  # a list may have None among them
         else:
             yield from _outermost(child, names, embeddings)
 
 
 def _repeats(container: nn.Module) -> bool:
     members = [without_compilation(member) for member in container.children()]
-    kinds = {type(member) for member in members}
-    if kinds & {nn.ModuleList, nn.ModuleDict}:
-        return False  # stacks of blocks: without a forward of their own
-    # A Sequential of two Linear layers is an MLP, not a stack of blocks: a block has parts of its own.
-    return len(kinds) == 1 and all(
-        any(True for _ in m.children()) and any(True for _ in m.parameters()) for m in members
-    )
+    # A Sequential of two Linear layers is an MLP, not a stack of blocks.
+    return len({type(member) for member in members}) == 1 and all(map(_is_block, members))
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Return whether a module is a list of lists: each row holds a layer's parts, an attention and an MLP say, which its owner calls."""
+    rows = [*module.children()] if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else []
+    return bool(rows) and all(isinstance(row, (nn.ModuleList, nn.ModuleDict)) for row in rows)
+
+
+def _of_rows(table: nn.Module) -> Iterator[nn.Module]:
+    for member in table.children():
+        if isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+            yield from _of_rows(member)
+        elif _is_block(without_compilation(member)):
+            yield member
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Return whether a module has parts of its own, and a matrix: a norm around another has none."""
+    return any(True for _ in module.children()) and any(each.dim() > 1 for each in module.parameters())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.context.step import SequenceContext
@@ -144,7 +145,12 @@ def _of_step(context: SequenceContext, module: nn.Module, given: Sequence[Any]) 
     if context.step is None:
         return []
     if context.global_view:
-        return [each for each in given if not isinstance(each, DTensor) and not hasattr(each, "is_term")]
+        # A level of torch.func has no tensor of the sequence, so that each rank has the whole of it.
+        return [
+            each
+            for each in given
+            if not isinstance(each, DTensor) and not hasattr(each, "is_term") and not is_functorch_wrapped_tensor(each)
+        ]
     whole = whole_parameters(module)
     return [each for each in given if _is_among(each, whole)]
 

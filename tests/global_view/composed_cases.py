@@ -125,6 +125,7 @@ def mapped(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
         torch.vmap(torch.vmap(lambda token: w.weight @ token))(x), torch.vmap(lambda row: (row.mean(0), row.cumsum(0)))(x),
         torch.vmap(lambda a: a.softmax(-1), in_dims=2, out_dims=2)(x.view(2, -1, 2, 4)),
         torch.vmap(lambda row, weight: row @ weight, in_dims=(0, None))(x, w.weight),
+        torch.vmap(lambda row, more: row * more["a"] + more["b"][0])(x, {"a": x.mean(1, keepdim=True), "b": [x.cos()]}),
     )  # fmt: skip
 
 

@@ -197,6 +197,15 @@ CASES: dict[str, Case] = {
     "learned positions": lambda x, ids, mask, w: x + F.embedding(torch.arange(x.shape[1]) % V, w.table),
     "positions of shape (1, S)": lambda x, ids, mask, w: x + w.positions[torch.arange(x.size(1)).unsqueeze(0)],
     "embedding": lambda x, ids, mask, w: F.embedding(ids, w.table) * x,
+    "bags of entries": lambda x, ids, mask, w: (
+        F.embedding_bag(
+            (ids.flatten()[:, None] + torch.arange(3)) % V,
+            w.table,
+            mode="sum",
+            per_sample_weights=x.flatten(0, 1)[:, :3],
+        ),
+        F.embedding_bag((ids.flatten()[:, None] + torch.arange(3)) % V, w.table),
+    ),
     "table by index": lambda x, ids, mask, w: w.table[ids] * x,
     "linear and norm": lambda x, ids, mask, w: F.layer_norm(F.linear(x, w.weight, w.bias), (E,)),
     "folded linear": lambda x, ids, mask, w: torch.addmm(w.bias, x.view(-1, E), w.weight).view(*x.shape),

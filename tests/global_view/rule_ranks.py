@@ -147,6 +147,9 @@ class Centred(torch.autograd.Function):
         return grads[0] * 2
 
 
+centred = Centred.apply
+
+
 class Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mask: Tensor, x: Tensor) -> Tensor:
@@ -201,6 +204,7 @@ REFUSED: dict[str, Any] = {
     "another view of memory": lambda x: x.as_strided((2, 3), (1, 1)),
     "an own function of rows and vectors": lambda x: Masked.apply(x[..., 0] * 1, x * 1),
     "an own function": lambda x: Centred.apply(x),
+    "an own function by a name of its own": lambda x: centred(x),
     "a gradient that is normed": lambda x: of_users(lambda g: g / g.norm())(x * 1),
     "a gradient without its mean": lambda x: of_users(lambda g: g - g.mean(1, keepdim=True))(x * 1),
     "a gradient that is clipped": lambda x: of_users(lambda g: g.clamp(-1, 1))(x * 1),

@@ -50,6 +50,7 @@ def test_what_needs_no_whole_stays_split(pools):
         ("learned numbers by position", ["torch.vmap calls with all of them reads (2, 16, 8)", "rule_ranks.py", "unshard(x)"]),
         ("an own function of rows and vectors", ["Masked, an autograd.Function", "Masked.apply(", "unshard(x)"]),
         ("an own function", ["Centred, an autograd.Function", "Centred.apply(x)"]),
+        ("an own function by a name of its own", ["Centred, an autograd.Function", "centred(x)"]),
         ("scores times a tensor, in place", ["mul by a tensor on the scores of an attention"]),
         ("scores that are too many", ["square on the scores", "up to 268435456 numbers on a rank: here 536870912"]),
         ("a maximum with what hides all keys", ["numbers that hide all keys of a query, and a maximum with them"]),

@@ -25,6 +25,9 @@ class Reversed(torch.autograd.Function):
         return -0.3 * grads[0]
 
 
+reverse = Reversed.apply
+
+
 def smeared(x: Tensor, factor: float) -> Tensor:
     """As older repositories fuse what is done number by number; here along the sequence, too."""
     return x * 0.5 * (1.0 + torch.tanh(factor * x)) + x.mean(1, keepdim=True)
@@ -125,4 +128,5 @@ TOKEN_CASES: dict[str, Case] = {
     "tokens copied into their places": copied,
     "a scripted function": lambda x, ids, mask, w: scripted()(x, 0.8),
     "a gradient reversed": lambda x, ids, mask, w: Reversed.apply(x * 2).sin(),
+    "a gradient reversed by a name of its own": lambda x, ids, mask, w: reverse(x * 2).sin(),
 }

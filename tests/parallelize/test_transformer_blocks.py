@@ -18,7 +18,26 @@ def test_stacks_within_a_stack_are_no_blocks_but_what_they_hold_is():
     stacks = nn.ModuleList([nn.ModuleList([block(), block()]), nn.ModuleList([block()])])
     assert transformer_blocks(nn.ModuleDict({"encoder": stacks})) == [*stacks[0], *stacks[1]]
     named = nn.ModuleList([nn.ModuleDict({"a": block()}), nn.ModuleDict({"a": block()})])
-    assert not any(isinstance(each, nn.ModuleDict) for each in transformer_blocks(named))
+    assert transformer_blocks(nn.ModuleDict({"layers": named})) == [named[0]["a"], named[1]["a"]]
+
+
+def test_members_of_a_list_of_lists_are_blocks_whatever_their_classes():
+    class Attention(nn.Sequential):
+        pass
+
+    def layer() -> nn.ModuleList:
+        attention = Attention(nn.LayerNorm(4), nn.Linear(4, 4))
+        # A norm around a norm, a part that is left out, and a layer without parts are none.
+        norms = nn.ModuleList([nn.Sequential(nn.LayerNorm(4)), None])
+        return nn.ModuleList([norms, attention, block(), nn.Linear(4, 4), None])
+
+    table = nn.ModuleList([layer(), layer()])
+    assert transformer_blocks(nn.ModuleDict({"decoder": table})) == [each for row in table for each in (row[1], row[2])]
+
+
+def test_a_list_may_have_none_among_its_blocks():
+    members = nn.ModuleList([block(), None, block()])
+    assert transformer_blocks(nn.ModuleDict({"layers": members})) == [members[0], members[2]]
 
 
 def test_what_holds_the_input_embeddings_is_no_block():

@@ -70,6 +70,15 @@ def of_weights(self: Any, batch: Any) -> Tensor:
     return sum(each * weight for each, weight in zip(losses, norms.mean() / norms, strict=True))
 
 
+def of_schedule(self: Any, batch: Any) -> Tensor:
+    """Weights of rows by the slope of a schedule of noise, by torch.func: nothing of it is of the sequence."""
+    times = (batch["input_ids"][:, 0] + 1).double() / 64
+    slopes, values = torch.vmap(torch.func.grad_and_value(lambda time: 1 - time.square()))(times)
+    logits = self.head(self.body(self.embed(batch["input_ids"])))
+    each = F.cross_entropy(logits.transpose(1, 2), batch["shift_labels"], reduction="none").mean(1)
+    return (each * slopes / (values - 1)).mean()
+
+
 def of_states_twice(self: Any, batch: Any) -> Tensor:
     """GradNorm by hidden states: two heads, one of them the module's own; each is asked before the step's backward goes through it."""
     x = self.table(batch["input_ids"]).unflatten(-1, (4, 8)).transpose(1, 2)
@@ -125,6 +134,7 @@ def learned(self: Any, batch: Any) -> Tensor:
 
 STEPS = {f.__name__: f for f in (
     freelb, fast_gradient, virtual, of_weights, of_states_twice, inner_step, first_rows, first_order, teacher, learned,
+    of_schedule,
 )}  # fmt: skip
 
 

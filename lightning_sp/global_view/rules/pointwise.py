@@ -289,6 +289,18 @@ def embedding(call: Call) -> Any:
     return placed(call.on_locals(), ids.placement)
 
 
+def embedding_bag(call: Call) -> Any:
+    """Look up this rank's bags, where each is a token's: (tokens, entries), weighed or not."""
+    ids, weights = call.args[0], call.argument(8, "per_sample_weights")
+    if not is_sequence(ids) or ids.dim() != 2 or ids.placement.dim != 0 or is_sequence(call.args[1]):
+        return NO_RULE
+    if call.argument(3, "max_norm") is not None or call.argument(5, "scale_grad_by_freq", False):
+        return NO_RULE  # what it does depends on all tokens
+    if weights is not None and not (is_sequence(weights) and weights.placement == ids.placement):
+        return NO_RULE
+    return placed(call.on_locals(), ids.placement)
+
+
 def cell(call: Call) -> Any:
     """Do one step of a recurrent layer on this rank's tokens, each with a state of its own."""
     x, states = call.args[:2]
@@ -363,6 +375,7 @@ RULES: dict[str, Rule] = {
     **named("gather scatter scatter_add scatter_reduce take_along_dim", gather),
     **named("layer_norm rms_norm", normalized),
     **named("embedding", embedding),
+    **named("embedding_bag", embedding_bag),
     **named("normalize cosine_similarity pairwise_distance", normalize),
     **named("one_hot", one_hot),
     **named("bucketize searchsorted", bucketize),

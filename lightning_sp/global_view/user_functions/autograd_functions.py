@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -95,17 +96,30 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def watched_functions() -> Iterator[None]:
     """Run pointwise functions of a user's on this rank's part while this is entered, and refuse others."""
-    own = torch.autograd.Function.__dict__.get("apply")
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    apply = watching(original)
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    # `scan = Scan.apply` at the top of a file keeps torch's own: that calls the one of the class before.
+    function: Any = torch.autograd.Function
+
+    def of_the_class_before(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+    with (
+        _replaced(function, classmethod(watching(function.apply.__func__))),
+        _replaced(_SingleLevelFunction, classmethod(watching(of_the_class_before))),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, apply: Any) -> Iterator[None]:
+    own = owner.__dict__.get("apply")
+    owner.apply = apply
     try:
         yield
     finally:
         if own is None:
-            del torch.autograd.Function.apply
+            del owner.apply
         else:
-            torch.autograd.Function.apply = own  # type: ignore[method-assign]
+            owner.apply = own
 
 
 def _of_all_positions(x: Any, indices: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
+REFUSED = "tests/global_view/test_rules.py::test_what_has_no_rule_is_refused_with_the_users_line"
 RULES = "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward"
 REFUSED = "tests/global_view/test_rules.py::test_what_has_no_rule_is_refused_with_the_users_line"
 TRAINING = "tests/global_view/test_training.py"
@@ -182,6 +183,13 @@ GLOBAL_VIEW = (
         "    found = x.reshape(whole).unfold(own.dim, width, step)\n",
         "    found = x.reshape(whole).unfold(own.dim, width, 1)\n",
         f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a user's autograd.Function by a name of its own, unwatched",
+        "global_view/user_functions/autograd_functions.py",
+        "        _replaced(_SingleLevelFunction, classmethod(watching(of_the_class_before))),\n",
+        "",
+        f"{REFUSED}[an own function by a name of its own-]",
     ),
     fault(
         "a function of positions that reads a rank's part",

@@ -28,6 +28,7 @@ from lightning_sp.parallelize import (
 )
 from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
+from lightning_sp.preflight.recording.attributes import numbers_left
 from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
@@ -57,6 +58,7 @@ class Outcome:
         keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
         hidden: calls that hide terms of the loss.
         read: numbers of the batch that it compares or reads.
+        left: numbers that later steps may go by; known of a whole run alone.
     """
 
     loss: Tensor | None
@@ -71,6 +73,7 @@ class Outcome:
     keeps: bool = False
     hidden: Mapping[Call, Weights] = field(default_factory=dict)
     read: ReadNumbers = field(default_factory=ReadNumbers)
+    left: Mapping[str, float] = field(default_factory=dict)
 
 
 # What to look at where a step fails on one device too.
@@ -167,6 +170,7 @@ class Trial:
                 attention=tuple(calls),
                 hidden=terms.found,
                 read=read,
+                left=numbers_left(self.module),
             )
 
     def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +22,7 @@ RARE = 7
 class Deciding(Plain):
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
-        self.kind = kind
+        self.kind, self.many = kind, False
 
     def decides(self, ids: Tensor) -> Any:
         large = ids > 20
@@ -44,6 +46,24 @@ class Deciding(Plain):
                 return math.prod(ids.shape) >= ROWS * TOKENS
             case "rare":
                 return (ids == RARE).any()
+            case "numpy":
+                return (ids.cpu().numpy() > 20).sum() > 40
+            case "array":
+                return np.unique(np.asarray(ids)).size > 32
+            case "set":
+                return len(set(ids.flatten().tolist())) > 32
+            case "counter":
+                return Counter(ids.flatten().tolist()).most_common(1)[0][1] > 3
+            case "number of numpy":
+                return large.sum().numpy() > 40
+            case "each row":
+                return sum(token > 20 for row in ids for token in row.tolist()) > 40
+            case "rare of Python":
+                return RARE in ids.flatten().tolist()
+            case "both":
+                return large.sum() > 40 and (ids > 10).sum() > 45
+            case "one of two":
+                return large.sum() > 40 and not (ids > 60).sum().item() > 40
             case "tokens":
                 return ids.shape[1] > 1000
         return False
@@ -63,6 +83,17 @@ class Deciding(Plain):
                 loss = loss * (1 + (ids > 20).sum().item() // 41)
             case "weight":
                 loss = loss + ((ids > 20).sum() > 40) * loss
+            case "levels":
+                loss = loss * [1.0, 2.0][int((ids > 20).sum()) // 41]
+            case "rate":
+                rate = 0.05 if (ids > 20).sum() > 40 else 0.1
+                self.optimizers().param_groups[0]["lr"] = rate
+            case "phase":
+                loss = loss * (2 if self.many else 1)
+                self.many = bool((ids > 20).sum() > 40)
+            case "distinct":
+                self.log("distinct", float(len(set(ids.flatten().tolist()))))
+                assert ids.cpu().numpy().max() < VOCAB
             case "logged":
                 self.log("large", (ids > 20).sum().item())
                 assert int(ids.max()) < VOCAB

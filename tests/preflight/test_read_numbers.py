@@ -22,6 +22,18 @@ DECIDING = [
     "steps",
     "bounded",
     "divided",
+    "numpy",
+    "array",
+    "set",
+    "counter",
+    "number of numpy",
+    "each row",
+    "rare of Python",
+    "both",
+    "one of two",
+    "levels",
+    "rate",
+    "phase",
 ]
 
 
@@ -40,7 +52,7 @@ def test_a_step_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pool
         assert found["whole"]
 
 
-@pytest.mark.parametrize("kind", ["logged", "experts", "tokens"])
+@pytest.mark.parametrize("kind", ["logged", "experts", "tokens", "distinct"])
 def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
     [plain] = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, RING):

@@ -9,20 +9,30 @@ decides. On parts each rank would decide by a number of its own tokens.
 from __future__ import annotations
 
 import math
+import traceback
+from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.recording.forced_numbers import Forced
-from lightning_sp.preflight.recording.read_numbers import Line, numbers_of_parts
+from lightning_sp.preflight.recording.read_numbers import Line, numbers_of_parts, raises
 from lightning_sp.preflight.trial import Outcome, Trial
 
 # What Hugging Face's interface does by masks and positions is done by the whole ones here.
 _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.py", "transformers/integrations/")
-# Lines that are forced one by one, where a step has fewer of its own: those are all forced, and come first.
-_MOST_LINES = 12
+
+
+class _Effect(Enum):
+    """What forced numbers do to the whole run."""
+
+    NONE = "the same loss and gradients"
+    OTHER = "another loss, gradient, or number that later steps may go by"
+    CHECKED = "an error that a line of Python raises: a check of its numbers"
+    FAILED = "another error: nothing is known"
 
 
 def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
@@ -36,15 +46,106 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     Communicates: which lines compare such numbers; two whole runs where there are any, and more where these differ.
 
     Raises:
-        SequenceParallelError: its loss or a gradient depends on such a decision.
+        SequenceParallelError: its loss or a gradient depends on such a decision, or nobody can tell.
     """
     lines = _lines(trial, whole, sharded)
-    most = max(_MOST_LINES, sum(not line.is_installed for line in lines))
-    for larger in (True, False):
-        if lines and _decides(trial, whole, Forced(lines, larger)) is not False:
-            for line in [*lines][:most]:
-                if _decides(trial, whole, Forced({line: lines[line]}, larger)):
-                    raise SequenceParallelError(_message(trial, line, larger=larger))
+    if lines:
+        for larger in (True, False):
+            _Search(trial, whole, lines, larger=larger).run()
+
+
+class _Search:
+    """The search for lines that decide, in one direction; a class for it remembers what was tried."""
+
+    def __init__(self, trial: Trial, whole: Outcome, lines: Mapping[Line, int], *, larger: bool) -> None:
+        self._trial, self._whole, self._lines, self._larger = trial, whole, lines, larger
+        self._tried: dict[frozenset[Line], _Effect] = {}
+        self._steady: frozenset[str] | None = None  # numbers left that are the same in two runs
+
+    def run(self) -> None:
+        """Refuse the step where lines decide: together, or one of the user's alone, whose decision others may take back."""
+        self._harmless([*self._lines])
+        for line in self._lines:
+            if not line.is_installed:
+                self._harmless([line])
+
+    def _harmless(self, lines: list[Line]) -> list[Line]:
+        """Return those of some lines that change nothing, together."""
+        effect = self._effect(lines)
+        if effect is _Effect.OTHER:
+            raise SequenceParallelError(self._message(self._first_of(lines)))
+        if effect is _Effect.NONE:
+            return lines
+        if len(lines) == 1:
+            if effect is _Effect.FAILED and not lines[0].is_installed:
+                raise SequenceParallelError(self._message(lines, of=effect))
+            return []
+        half = len(lines) // 2
+        found = self._harmless(lines[:half]) + self._harmless(lines[half:])
+        if len(found) < len(lines):
+            return self._harmless(found) if found else []
+        if effect is _Effect.FAILED and not lines[0].is_installed:
+            raise SequenceParallelError(self._message(lines, of=effect))
+        return lines[:half]
+
+    def _first_of(self, lines: list[Line]) -> list[Line]:
+        """Return the line that decides, alone where it can, of some that do together: behind those without which it does not."""
+        none, all_of_them = 0, len(lines)
+        while all_of_them - none > 1:
+            middle = (none + all_of_them) // 2
+            if self._effect(lines[:middle]) is _Effect.OTHER:
+                all_of_them = middle
+            else:
+                none = middle
+        last = lines[none]
+        return [last] if self._effect([last]) is _Effect.OTHER else lines[:all_of_them]
+
+    def _effect(self, lines: list[Line]) -> _Effect:
+        key = frozenset(lines)
+        if key not in self._tried:
+            self._tried[key] = self._effect_of(Forced({line: self._lines[line] for line in lines}, self._larger))
+        return self._tried[key]
+
+    def _effect_of(self, forced: Forced) -> _Effect:
+        trial, whole = self._trial, self._whole
+        try:
+            other = replace(trial, forced=forced).whole()
+        except Exception as error:
+            if comm.is_of_communication(error):
+                raise
+            checked = all(comm.gather_objects(_is_check(error), trial.control_group))
+            return _Effect.CHECKED if checked else _Effect.FAILED
+        if whole.loss is None or other.loss is None:
+            return _Effect.NONE if other.loss is whole.loss else _Effect.OTHER
+        found = gradient_differences(averaged(whole.loss), averaged(other.loss), whole.gradients, other.gradients)
+        largest = max(relative_differences(found).values())
+        differs = math.isnan(largest) or largest > tolerance_of(whole.dtypes)
+        return _Effect.OTHER if differs or self._leaves_others(other) else _Effect.NONE
+
+    def _leaves_others(self, other: Outcome) -> bool:
+        """Return whether any rank's run leaves other numbers to later steps: a learning rate, a phase. A time is another one in each run."""
+        differ = _unlike(self._whole, other)
+        if not any(comm.gather_objects(bool(differ), self._trial.control_group)):
+            return False
+        if self._steady is None:
+            again = self._trial.whole()
+            self._steady = frozenset(self._whole.left) - _unlike(self._whole, again)
+        return any(comm.gather_objects(bool(differ & self._steady), self._trial.control_group))
+
+    def _message(self, lines: list[Line], of: _Effect = _Effect.OTHER) -> str:
+        *others, line = lines
+        together = f", with what is read at {' and '.join(each.describe() for each in others)}" if others else ""
+        what = (
+            "its loss, a gradient or what it leaves to later steps is another one"
+            if of is _Effect.OTHER
+            else "it fails, so that nobody can tell what it decides,"
+        )
+        return (
+            f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {self._trial.crop} {what} where that "
+            f"number is {'larger' if self._larger else 'smaller'}{together}. Each rank would decide by its own part's, which is not the whole "
+            "batch's; use global_view=True, in which the step reads whole sequences, or make the number whole first: "
+            "lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
+        )
 
 
 def _lines(trial: Trial, whole: Outcome, sharded: Outcome) -> dict[Line, int]:
@@ -58,23 +159,18 @@ def _lines(trial: Trial, whole: Outcome, sharded: Outcome) -> dict[Line, int]:
     return {line: found[line] for line in ordered if not any(path in line.file for path in _CARRIED)}
 
 
-def _decides(trial: Trial, whole: Outcome, forced: Forced) -> bool | None:
-    """Return whether the whole run gives something else with numbers forced; None where it fails so."""
-    try:
-        other = replace(trial, forced=forced).whole()
-    except SequenceParallelError:
-        return None
-    if whole.loss is None or other.loss is None:
-        return other.loss is not whole.loss
-    found = gradient_differences(averaged(whole.loss), averaged(other.loss), whole.gradients, other.gradients)
-    largest = max(relative_differences(found).values())
-    return math.isnan(largest) or largest > tolerance_of(whole.dtypes)
+def _unlike(one: Outcome, other: Outcome) -> frozenset[str]:
+    tolerance = tolerance_of(one.dtypes)
+    names = one.left.keys() & other.left.keys()
+    return frozenset(n for n in names if not math.isclose(one.left[n], other.left[n], rel_tol=tolerance))
 
 
-def _message(trial: Trial, line: Line, *, larger: bool) -> str:
-    return (
-        f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {trial.crop} its loss or a gradient is another "
-        f"one where that number is {'larger' if larger else 'smaller'}. Each rank would decide by its own part's, which is not the "
-        "whole batch's; use global_view=True, in which the step reads whole sequences, or make the number whole first: "
-        "lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
-    )
+def _is_check(error: BaseException) -> bool:
+    """Return whether an error was raised by a line of Python that compares: neither by torch nor by NumPy, which cannot go on."""
+    while error.__cause__ is not None and isinstance(error, SequenceParallelError):
+        error = error.__cause__
+    if isinstance(error, SequenceParallelError) or error.__traceback__ is None:
+        return False
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    name = frame.f_globals.get("__name__", "").partition(".")[0]
+    return name not in ("torch", "numpy") and raises(frame.f_code.co_filename, line)

@@ -54,6 +54,18 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def numbers_left(module: nn.Module) -> dict[str, float]:
+    """Return the plain numbers that later steps may go by: of the user's modules and callbacks, of the optimizers' groups, and of the run."""
+    found = {name: float(value) for name, value in _all_attributes(module) if isinstance(value, (bool, int, float))}
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None:
+        return found
+    groups = enumerate(group for each in trainer.optimizers for group in each.param_groups)
+    numbers = ((f"{option} of group {i}", value) for i, group in groups for option, value in group.items())
+    found |= {name: float(value) for name, value in numbers if isinstance(value, (bool, int, float))}
+    return found | {"should_stop": float(trainer.should_stop)}
+
+
 def changed_attributes(
     module: nn.Module, before: Mapping[str, Any], control_group: ProcessGroup | None, *, evaluates: bool
 ) -> dict[str, float]:

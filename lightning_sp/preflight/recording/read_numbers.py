@@ -2,6 +2,7 @@
 
     if (batch["input_ids"] > 20).sum() > 20:      a part's count stays below 20 where the whole's does not
     if batch["input_ids"].numel() >= 48:          likewise
+    if len(set(ids.tolist())) > 30:               likewise, of what Python or NumPy makes of all tokens
 
 Which numbers are of a rank's tokens is followed from the tensors of the batch through every function of torch that the user's code, or a
 library, calls. What this package's functions give (a loss, `lightning_sp.reductions`) is of all tokens, and begins anew.
@@ -40,7 +41,8 @@ STEPS = {
 }
 # Functions by which Python reads one: a truth, or a number.
 TRUTHS = {"__bool__", "is_nonzero", "contains", "equal", "allclose"}
-NUMBERS = {"item", "tolist", "__int__", "__float__", "__index__"}
+ARRAYS = {"tolist", "numpy", "__array__"}
+NUMBERS = {"item", "__int__", "__float__", "__index__", *ARRAYS}
 # How many numbers a tensor has, which its values may decide.
 SIZES = {"shape", "size", "numel", "nelement", "len"}
 _COUNTING = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
@@ -155,12 +157,14 @@ class Line(NamedTuple):
 
     Args:
         counted: whether it reads a size that values have decided.
+        of_tokens: whether it gives Python or NumPy numbers of each token.
     """
 
     file: str
     line: int
     function: str
     counted: bool
+    of_tokens: bool
 
     @property
     def is_installed(self) -> bool:
@@ -175,7 +179,8 @@ class Line(NamedTuple):
 def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> dict[Line, int]:
     """Return the lines that compare or read numbers of this rank's tokens, and how often. Pure.
 
-    Numbers of each token are none of these: a part has fewer, and each is what it is.
+    Numbers of each token are none of these: a part has fewer, and each is what it is. But where a user's line hands them to Python or NumPy,
+    nobody sees what is made of them.
 
     Args:
         whole: what one device's run has noted.
@@ -190,8 +195,10 @@ def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> d
     for call, read in sharded.calls.items():
         before = whole.calls.get(call)
         alike = read.numbers == 1 or (before is not None and before.numbers in (read.numbers, groups * read.numbers))
-        if alike and read.leaves & split:
-            found[Line(*call[:3], read.counted)] += 1
+        line = Line(*call[:3], read.counted, not alike)
+        handed_over = call.function in ARRAYS and not line.is_installed
+        if (alike or handed_over) and read.leaves & split:
+            found[line] += 1
     return dict(found)
 
 
@@ -233,7 +240,22 @@ def _by_mask(index: Any) -> bool:
     return any(each.dtype in (torch.bool, torch.uint8) for each in _flat((index,)))
 
 
-# ---- sizes that are multiplied
+# ---- lines of the user's, by their text
+
+
+def raises(file: str, line: int) -> bool:
+    """Return whether a line raises by itself: `raise`, or `assert`."""
+    return line in _raising_lines(file)
+
+
+@lru_cache(maxsize=64)
+def _raising_lines(file: str) -> frozenset[int]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return frozenset()
+    found = (each for each in ast.walk(tree) if isinstance(each, (ast.Raise, ast.Assert)))
+    return frozenset(line for each in found for line in range(each.lineno, (each.end_lineno or each.lineno) + 1))
 
 
 def compares_products(file: str, line: int) -> bool:

@@ -48,6 +48,7 @@ from lightning_sp.parallelize.fsdp import (
     without_gradient_sync,
     without_reduction,
     write_counts,
+    writes_to_plain_refused,
 )
 from lightning_sp.parallelize.functional_calls import functional_calls_of_whole_weights
 from lightning_sp.parallelize.initial_weights import (
@@ -147,4 +148,5 @@ __all__ = [
     "without_reduction",
     "without_tiles",
     "write_counts",
+    "writes_to_plain_refused",
 ]

@@ -1,11 +1,13 @@
 """Plain tensors beside sharded ones, in a hook or an optimizer, which torch refuses: `gradient.add_(noise)`, `torch.mul(weight.data, mask)`.
 
 A plain tensor that all ranks hold alike is whole on each of them, and each shard meets its part of it. One that differs is refused.
+One that is written to, `own.add_(gradient)`, is whole and stays so: what it is given is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from lightning_sp.errors import SequenceParallelError
 # Odd numbers without a pattern, of SplitMix64.
 _OF_BITS, _OF_PLACES = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 _REFUSED = "mixed torch.Tensor and DTensor"  # torch's words, before anything is done
+_TRIALS: list[None] = []  # in progress, of what writes to plain tensors
 
 
 def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,18 +39,36 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         except RuntimeError as error:
             given = tree_leaves([args, kwargs])
             learns = any(_is_plain(each) and each.requires_grad for each in given)
-            if _REFUSED not in str(error) or learns or _writes_to_plain(function, args):
+            writes = _written_to(function, args, kwargs)
+            is_written = any(map(_is_plain, writes))
+            if _REFUSED not in str(error) or learns or (is_written and (_TRIALS or not all(map(_is_plain, writes)))):
                 raise
+        if is_written:
+            args, kwargs = tree_map(
+                lambda value: value.full_tensor() if isinstance(value, DTensor) else value, [args, kwargs]
+            )
+            return function(*args, **kwargs)
         like = next(each for each in given if isinstance(each, DTensor))
         args, kwargs = tree_map(lambda value: _replicated(value, like), [args, kwargs])
         return function(*args, **kwargs)
 
 
-def _writes_to_plain(function: Callable[..., Any], args: Any) -> bool:
-    """Return whether a plain tensor would be written to: an optimizer whose state is none of shards steps whole weights."""
+@contextmanager
+def writes_to_plain_refused() -> Iterator[None]:
+    """Let writes of sharded tensors to plain ones fail in torch's words: an optimizer whose state is none of shards steps whole weights."""
+    _TRIALS.append(None)
+    try:
+        yield
+    finally:
+        _TRIALS.pop()
+
+
+def _written_to(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a function writes to."""
     name = str(getattr(function, "__name__", ""))
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return in_place and bool(args) and _is_plain(args[0])
+    in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = tree_leaves([args[0] if in_place and args else None, kwargs.get("out")])
+    return [each for each in written if isinstance(each, Tensor)]
 
 
 def _is_plain(value: Any) -> bool:

@@ -165,6 +165,16 @@ def drawn() -> list[bool]:
     return found
 
 
+def _put(own: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    own[...] = weight
+    return own
+
+
+def _lerped(own: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch._foreach_lerp_(own, weights, 0.1)
+    return own
+
+
 def beside_plain() -> tuple[dict[str, bool], str, bool]:
     """Let plain tensors meet a sharded weight; which results are one device's, a refusal, and whether torch's own come back afterwards."""
     linear = _sharded()
@@ -192,6 +202,13 @@ def beside_plain() -> tuple[dict[str, bool], str, bool]:
         "foreach": lambda w: torch._foreach_mul([w, w], [mask.double(), noise])[1],
         "view(-1)": lambda w: w.view(-1) * 2,
         "numpy": lambda w: torch.from_numpy(w.numpy().copy()),
+        "plain.add_": lambda w: noise.clone().add_(w, alpha=2),
+        "plain.lerp_": lambda w: noise.clone().lerp_(w, 0.1),
+        "plain.copy_": lambda w: noise.clone().copy_(w),
+        "plain[...]": lambda w: _put(noise.clone(), w),
+        "plain +=": lambda w: noise.clone().__iadd__(w),
+        "plain foreach": lambda w: _lerped([noise.clone(), noise.clone()], [w, w])[1],
+        "plain out": lambda w: torch.add(w, w, out=noise.clone()),
     }
     same = {}
     whole = weight.full_tensor()

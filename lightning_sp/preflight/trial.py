@@ -51,6 +51,7 @@ class Outcome:
         buffers: after the step.
         num_sums: cross entropies of it that are sums; known of a sharded run alone.
         num_over_groups: reductions of it over all data-parallel groups; likewise.
+        num_means: cross entropies of it that are means over the tokens of all groups; likewise.
         dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
@@ -66,6 +67,7 @@ class Outcome:
     buffers: dict[str, Tensor]
     num_sums: int = 0
     num_over_groups: int = 0
+    num_means: int = 0
     dtypes: frozenset[torch.dtype] = frozenset()
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
@@ -222,6 +224,7 @@ class Trial:
                     buffers=buffers,
                     num_sums=step.num_sums,
                     num_over_groups=step.num_over_groups,
+                    num_means=len(step.token_counts),
                     numbers=found.numbers,
                     keeps=bool(before.new()),
                     hidden=terms.found,

@@ -29,6 +29,8 @@ class Deciding(Plain):
         match self.kind:
             case "count":
                 return large.sum() > 40
+            case "count of a group" | "mean of a group":
+                return large.sum() > 20
             case "item":
                 return large.sum().item() / 2 >= 20
             case "int":
@@ -71,7 +73,11 @@ class Deciding(Plain):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         ids = batch["input_ids"]
         logits = self.logits(batch)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        targets = batch["shift_labels"].flatten()
+        if self.kind == "mean of a group":
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0), reduction="none").mean()
+        else:
+            loss = F.cross_entropy(logits.flatten(0, 1), targets)
         match self.kind:
             case "where":
                 loss = torch.where((ids > 20).sum() > 40, 2 * loss, loss)
@@ -126,15 +132,23 @@ class Rarely(TokenDataset):
         self.tokens[ROWS, 3] = RARE
 
 
-def fit(kind: str, degrees: dict[str, Any] | None) -> dict[str, Any]:
-    """Train two steps; return their losses, weights, the view, and what was refused."""
+def fit(kind: str, degrees: dict[str, Any] | None, groups: int = 1) -> dict[str, Any]:
+    """Train two steps; return their losses, weights, the view, and what was refused.
+
+    Args:
+        kind: of decision.
+        degrees: None for one device.
+        groups: data-parallel ones, whose batches one device accumulates.
+    """
     torch.manual_seed(3)
-    world = 1 if degrees is None else math.prod(each for each in degrees.values() if each is not False)
+    world = 1 if degrees is None else math.prod(each for each in degrees.values() if type(each) is int)
     strategy = None if degrees is None else {"global_view": "auto", **degrees}
-    trainer, error = quiet_trainer(world, strategy=strategy, max_steps=2, precision="64-true"), ""
+    accumulated = groups if degrees is None else 1
+    options = {"max_steps": 2, "precision": "64-true", "accumulate_grad_batches": accumulated}
+    trainer, error = quiet_trainer(world, strategy=strategy, **options), ""
     module = Deciding(kind)
     try:
-        trainer.fit(module, DataLoader(Rarely(2 * ROWS), batch_size=ROWS))
+        trainer.fit(module, DataLoader(Rarely(2 * ROWS), batch_size=ROWS // groups))
     except SequenceParallelError as refusal:
         error = str(refusal)
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}

@@ -52,6 +52,23 @@ def test_a_step_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pool
         assert found["whole"]
 
 
+GROUPS = {"data_parallel_size": 2, "ring_size": 2}
+
+
+def test_each_data_parallel_group_decides_by_its_own_rows_about_its_own_loss_as_ddp_does(pools):
+    [plain] = pools(1).run(ranks.fit, "mean of a group", None, 2)
+    for found in pools(4).run(ranks.fit, "mean of a group", GROUPS, 2):
+        assert_same({**found, "losses": plain["losses"]}, plain)
+        assert found["whole"]
+
+
+@pytest.mark.parametrize("view", ["auto", True])
+def test_by_its_own_rows_it_may_not_decide_about_a_loss_of_all_groups(pools, view):
+    for found in pools(4).run(ranks.fit, "count of a group", {**GROUPS, "global_view": view}, 2):
+        assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
+        assert "about a loss that is of all groups' tokens" in found["error"]
+
+
 @pytest.mark.parametrize("kind", ["logged", "experts", "tokens", "distinct"])
 def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
     [plain] = pools(1).run(ranks.fit, kind, None)

@@ -19,11 +19,23 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.recording.forced_numbers import Forced
-from lightning_sp.preflight.recording.read_numbers import Line, numbers_of_parts, raises
+from lightning_sp.preflight.recording.read_numbers import Line, numbers_of_groups, numbers_of_parts, raises
 from lightning_sp.preflight.trial import Outcome, Trial
 
 # What Hugging Face's interface does by masks and positions is done by the whole ones here.
 _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.py", "transformers/integrations/")
+
+
+_WHOLE_FIRST = "make the number whole first: lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
+_OF_PARTS = (
+    "Each rank would decide by its own part's, which is not the whole batch's; use global_view=True, in which the step reads whole sequences, "
+    f"or {_WHOLE_FIRST}"
+)
+_OVER_GROUPS = (
+    "Each data-parallel group would decide by its own rows, about a loss that is of all groups' tokens: neither one device's nor DDP's. "
+    f"Either {_WHOLE_FIRST}; or make the loss each group's own, `F.cross_entropy(..., reduction='none').mean()`"
+)
+_EACH_ROW = ". Where Python or NumPy deals with each row by itself, global_view=True shows it whole rows"
 
 
 class _Effect(Enum):
@@ -48,17 +60,27 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     Raises:
         SequenceParallelError: its loss or a gradient depends on such a decision, or nobody can tell.
     """
-    lines = _lines(trial, whole, sharded)
-    if lines:
-        for larger in (True, False):
-            _Search(trial, whole, lines, larger=larger).run()
+    groups = trial.context.mesh.data_parallel_size
+    lines = _lines(trial, numbers_of_parts(whole.read, sharded.read, groups))
+    # A loss by hand is each group's own, and so is what decides about it, as with DDP. One of all groups' tokens is not.
+    of_all_groups = sharded.num_over_groups + sharded.num_means > 0
+    over_groups = groups > 1 and any(comm.gather_objects(of_all_groups, trial.control_group))
+    others = _lines(trial, numbers_of_groups(whole.read, sharded.read)) if over_groups else {}
+    for larger in (True, False):
+        if lines:
+            _Search(trial, whole, lines, larger=larger, over_groups=over_groups).run()
+        if others:
+            _Search(trial, whole, others, larger=larger, over_groups=True).run()
 
 
 class _Search:
     """The search for lines that decide, in one direction; a class for it remembers what was tried."""
 
-    def __init__(self, trial: Trial, whole: Outcome, lines: Mapping[Line, int], *, larger: bool) -> None:
-        self._trial, self._whole, self._lines, self._larger = trial, whole, lines, larger
+    def __init__(
+        self, trial: Trial, whole: Outcome, lines: Mapping[Line, int], *, larger: bool, over_groups: bool
+    ) -> None:
+        self._trial, self._whole, self._lines = trial, whole, lines
+        self._larger, self._over_groups = larger, over_groups
         self._tried: dict[frozenset[Line], _Effect] = {}
         self._steady: frozenset[str] | None = None  # numbers left that are the same in two runs
 
@@ -73,19 +95,19 @@ class _Search:
         """Return those of some lines that change nothing, together."""
         effect = self._effect(lines)
         if effect is _Effect.OTHER:
-            raise SequenceParallelError(self._message(self._first_of(lines)))
+            raise self._refusal(self._first_of(lines), effect)
         if effect is _Effect.NONE:
             return lines
         if len(lines) == 1:
             if effect is _Effect.FAILED and not lines[0].is_installed:
-                raise SequenceParallelError(self._message(lines, of=effect))
+                raise self._refusal(lines, effect)
             return []
         half = len(lines) // 2
         found = self._harmless(lines[:half]) + self._harmless(lines[half:])
         if len(found) < len(lines):
             return self._harmless(found) if found else []
         if effect is _Effect.FAILED and not lines[0].is_installed:
-            raise SequenceParallelError(self._message(lines, of=effect))
+            raise self._refusal(lines, effect)
         return lines[:half]
 
     def _first_of(self, lines: list[Line]) -> list[Line]:
@@ -132,26 +154,25 @@ class _Search:
             self._steady = frozenset(self._whole.left) - _unlike(self._whole, again)
         return any(comm.gather_objects(bool(differ & self._steady), self._trial.control_group))
 
-    def _message(self, lines: list[Line], of: _Effect = _Effect.OTHER) -> str:
+    def _refusal(self, lines: list[Line], effect: _Effect) -> SequenceParallelError:
         *others, line = lines
         together = f", with what is read at {' and '.join(each.describe() for each in others)}" if others else ""
         what = (
             "its loss, a gradient or what it leaves to later steps is another one"
-            if of is _Effect.OTHER
+            if effect is _Effect.OTHER
             else "it fails, so that nobody can tell what it decides,"
         )
-        return (
+        refusal = SequenceParallelError(
             f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {self._trial.crop} {what} where that "
-            f"number is {'larger' if self._larger else 'smaller'}{together}. Each rank would decide by its own part's, which is not the whole "
-            "batch's; use global_view=True, in which the step reads whole sequences, or make the number whole first: "
-            "lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
+            f"number is {'larger' if self._larger else 'smaller'}{together}. {_OVER_GROUPS if self._over_groups else _OF_PARTS}"
+            f"{_EACH_ROW if self._over_groups and line.of_tokens else ''}"
         )
+        refusal.of_part = not self._over_groups  # type: ignore[attr-defined]
+        return refusal
 
 
-def _lines(trial: Trial, whole: Outcome, sharded: Outcome) -> dict[Line, int]:
+def _lines(trial: Trial, own: dict[Line, int]) -> dict[Line, int]:
     """Return the lines of all ranks, of the user's first."""
-    mesh = trial.context.mesh
-    own = numbers_of_parts(whole.read, sharded.read, mesh.data_parallel_size)
     found: dict[Line, int] = {}
     for each in comm.gather_objects(own, trial.control_group):
         found |= {line: max(number, found.get(line, 0)) for line, number in each.items()}

@@ -129,9 +129,10 @@ class ReadNumbers(TorchFunctionMode):
 
 @contextmanager
 def numbers_read(module: nn.Module, context: SequenceContext) -> Iterator[ReadNumbers]:
-    """Note what training_step reads of its batch, where steps see a rank's part; what was followed is forgotten behind it."""
+    """Note what training_step reads of its batch, where steps see a part of it; what was followed is forgotten behind it."""
     mode, step = ReadNumbers(), cast("Any", module).training_step
-    if context.global_view or context.mesh.layout.size == 1:
+    mesh = context.mesh
+    if mesh.layout.size == 1 or (context.global_view and mesh.data_parallel_size == 1):
         yield mode
         return
 
@@ -187,10 +188,7 @@ def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> d
         sharded: what the run on a part has noted.
         groups: data-parallel groups whose rows the whole has.
     """
-    if len(whole.sizes) != len(sharded.sizes):
-        return {}
-    pairs = enumerate(zip(whole.sizes, sharded.sizes, strict=True))
-    split = {i for i, (all_of_it, part) in pairs if _numel(all_of_it) not in (_numel(part), groups * _numel(part))}
+    split = _other_entries(whole, sharded, {1, groups})
     found: Counter[Line] = Counter()
     for call, read in sharded.calls.items():
         before = whole.calls.get(call)
@@ -200,6 +198,31 @@ def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> d
         if (alike or handed_over) and read.leaves & split:
             found[line] += 1
     return dict(found)
+
+
+def numbers_of_groups(whole: ReadNumbers, sharded: ReadNumbers) -> dict[Line, int]:
+    """Return the lines that compare or read numbers of a data-parallel group's rows, and how often. Pure.
+
+    Args:
+        whole: what one device's run on the rows of all groups has noted.
+        sharded: what the run on this group's has noted.
+    """
+    split = _other_entries(whole, sharded, {1})
+    found: Counter[Line] = Counter()
+    for call, read in sharded.calls.items():
+        before = whole.calls.get(call)
+        # Numbers of each row are none of these, either.
+        if before is not None and before.numbers == read.numbers and read.leaves & split:
+            found[Line(*call[:3], read.counted, of_tokens=False)] += 1
+    return dict(found)
+
+
+def _other_entries(whole: ReadNumbers, sharded: ReadNumbers, times: set[int]) -> set[int]:
+    """Return the tensors of the batch, by their number there, that have neither of these times fewer numbers than whole ones."""
+    if len(whole.sizes) != len(sharded.sizes):
+        return set()
+    pairs = enumerate(zip(whole.sizes, sharded.sizes, strict=True))
+    return {i for i, (all_of_it, part) in pairs if _numel(all_of_it) not in [n * _numel(part) for n in times]}
 
 
 def _numel(shape: tuple[int, ...]) -> int:

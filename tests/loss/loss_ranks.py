@@ -142,6 +142,11 @@ class Loss(Plain):
             + 0.5 * last_token(logits).square().mean()
         )
 
+    def _squared_beside_a_mean(self, logits: Tensor, labels: Tensor) -> Any:
+        # A cross entropy that is only looked at does not say how a micro-batch weighs.
+        self._plain(logits, labels)
+        return self._squared(logits, labels)
+
     def _pooled(self, logits: Tensor, labels: Tensor) -> Any:
         return F.cross_entropy(sequence_mean(logits, labels != -100), unshard(labels).amax(1))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.tiny import VOCAB, Plain, TokenDataset, _full, quiet_trainer, tiny_llama
+from tests.trainer.tiny import VOCAB, HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 ROWS, TOKENS = 4, 16
 RARE = 7
@@ -21,8 +21,13 @@ RARE = 7
 
 class Deciding(Plain):
     def __init__(self, kind: str) -> None:
-        super().__init__(tiny_llama)
+        super().__init__(HuggingFaceLlama if kind == "hugging face" else tiny_llama)
         self.kind, self.many = kind, False
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.kind == "hugging face":  # which counts positions by itself
+            return self.model.inner(input_ids=batch["input_ids"]).logits
+        return super().logits(batch)
 
     def decides(self, ids: Tensor) -> Any:
         large = ids > 20
@@ -66,6 +71,8 @@ class Deciding(Plain):
                 return large.sum() > 40 and (ids > 10).sum() > 45
             case "one of two":
                 return large.sum() > 40 and not (ids > 60).sum().item() > 40
+            case "hugging face":
+                return large.sum() > 40
             case "tokens":
                 return ids.shape[1] > 1000
         return False
@@ -124,12 +131,17 @@ class Deciding(Plain):
 
 
 class Rarely(TokenDataset):
-    """The second batch alone has the rare token, at one position."""
+    """The second batch alone has the rare token, at one position. For a model that counts positions by itself it holds none."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, kind: str) -> None:
         super().__init__(size, TOKENS)
+        self.has_positions = kind != "hugging face"
         self.tokens[self.tokens == RARE] = RARE + 1
         self.tokens[ROWS, 3] = RARE
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return row if self.has_positions else {name: row[name] for name in ("input_ids", "shift_labels")}
 
 
 def fit(kind: str, degrees: dict[str, Any] | None, groups: int = 1) -> dict[str, Any]:
@@ -148,7 +160,7 @@ def fit(kind: str, degrees: dict[str, Any] | None, groups: int = 1) -> dict[str,
     trainer, error = quiet_trainer(world, strategy=strategy, **options), ""
     module = Deciding(kind)
     try:
-        trainer.fit(module, DataLoader(Rarely(2 * ROWS), batch_size=ROWS // groups))
+        trainer.fit(module, DataLoader(Rarely(2 * ROWS, kind), batch_size=ROWS // groups))
     except SequenceParallelError as refusal:
         error = str(refusal)
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}

@@ -34,6 +34,7 @@ DECIDING = [
     "levels",
     "rate",
     "phase",
+    "hugging face",
 ]
 
 

@@ -50,17 +50,20 @@ _INSTALLED = ("site-packages", "dist-packages")
 _MOVES = {"to", "cuda", "clone", "detach", "contiguous", "pin_memory"}
 
 
+Entry = tuple[Any, ...]  # keys and numbers that lead to a tensor of the batch
+
+
 class Read(NamedTuple):
     """A call that compares or reads numbers.
 
     Args:
         numbers: how many it gives, or reads.
-        leaves: the tensors of the batch that they were made of, by their number there.
+        leaves: the tensors of the batch that they were made of, by where they are in it.
         counted: whether it reads a size that values have decided.
     """
 
     numbers: int
-    leaves: frozenset[int]
+    leaves: frozenset[Entry]
     counted: bool = False
 
 
@@ -68,13 +71,13 @@ class ReadNumbers(TorchFunctionMode):
     """Notes the calls that compare or read numbers of the batch.
 
     Attributes:
-        sizes: of the batch's tensors, in order.
+        sizes: of the batch's tensors.
         calls: that compare or read.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[tuple[int, ...]] = []
+        self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
         self._leaves = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
@@ -82,9 +85,9 @@ class ReadNumbers(TorchFunctionMode):
 
     def hand(self, batch: Any) -> None:
         """Note the tensors of the batch that the step is given."""
-        for each in _tensors_of(batch):
-            self._leaves[each] = frozenset({len(self.sizes)})
-            self.sizes.append(tuple(each.shape))
+        for entry, each in _tensors_of(batch):
+            self._leaves[each] = frozenset({entry})
+            self.sizes[entry] = tuple(each.shape)
 
     def forget(self) -> None:
         """Let go of all tensors."""
@@ -217,30 +220,32 @@ def numbers_of_groups(whole: ReadNumbers, sharded: ReadNumbers) -> dict[Line, in
     return dict(found)
 
 
-def _other_entries(whole: ReadNumbers, sharded: ReadNumbers, times: set[int]) -> set[int]:
-    """Return the tensors of the batch, by their number there, that have neither of these times fewer numbers than whole ones."""
-    if len(whole.sizes) != len(sharded.sizes):
-        return set()
-    pairs = enumerate(zip(whole.sizes, sharded.sizes, strict=True))
-    return {i for i, (all_of_it, part) in pairs if _numel(all_of_it) not in [n * _numel(part) for n in times]}
+def _other_entries(whole: ReadNumbers, sharded: ReadNumbers, times: set[int]) -> set[Entry]:
+    """Return the tensors of the batch that have none of these times fewer numbers than whole ones; positions, say, only parts may have."""
+    return {
+        entry
+        for entry, part in sharded.sizes.items()
+        if entry in whole.sizes and _numel(whole.sizes[entry]) not in [n * _numel(part) for n in times]
+    }
 
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Return the tensors of nested arguments, in order."""
+def _tensors_of(value: Any, entry: Entry = ()) -> Iterator[tuple[Entry, Tensor]]:
+    """Return the tensors of nested arguments, each with where it is."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_of(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _tensors_of(getattr(value, each.name, None))
-    elif isinstance(getattr(value, "data", None), Mapping):  # a batch of a tokenizer, say
-        yield from _tensors_of(value.data)
+        yield entry, value
+        return
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name, None) for each in fields(value)}
+    elif not isinstance(value, (Mapping, list, tuple)):
+        value = getattr(value, "data", None)  # a batch of a tokenizer, say
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    for key, each in value.items() if isinstance(value, Mapping) else ():
+        yield from _tensors_of(each, (*entry, key))
 
 
 def _flat(values: tuple[Any, ...]) -> Iterator[Tensor]:

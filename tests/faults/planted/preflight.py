@@ -683,8 +683,8 @@ PREFLIGHT = (
     fault(
         "a number that is forced beyond a table, and whose error passes for a check",
         "preflight/differences/read_numbers.py",
-        "            if effect is _Effect.FAILED and not lines[0].is_installed:\n                raise self._refusal(lines, effect)\n            return []",
-        "            return []",
+        "                raise self._refusal(lines, effect)\n            return []",
+        "                pass\n            return []",
         f"{READ}_reads_whole_sequences[levels]",
     ),
     fault(
@@ -707,5 +707,12 @@ PREFLIGHT = (
         "(is_written and (_TRIALS or not all(map(_is_plain, writes))))",
         "is_written",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one",
+    ),
+    fault(
+        "numbers that decide, not looked at in a batch whose part has positions beside it",
+        "preflight/recording/read_numbers.py",
+        "        if entry in whole.sizes and ",
+        "        if whole.sizes.keys() == sharded.sizes.keys() and ",
+        f"{READ}_reads_whole_sequences[hugging face]",
     ),
 )

@@ -11,7 +11,6 @@ from lightning_sp.context.step import Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.reduction import nonzero_count
 
-
 _REENTRANT = "CheckpointFunctionBackward"
 
 

@@ -25,6 +25,7 @@ from lightning_sp.parallelize.fsdp import (
     ParameterLayout,
     RootUnit,
     abandon_forward,
+    as_torch_does,
     cast_as_in_forward,
     check_added,
     check_layout,
@@ -48,7 +49,6 @@ from lightning_sp.parallelize.fsdp import (
     without_gradient_sync,
     without_reduction,
     write_counts,
-    writes_to_plain_refused,
 )
 from lightning_sp.parallelize.functional_calls import functional_calls_of_whole_weights
 from lightning_sp.parallelize.initial_weights import (
@@ -87,6 +87,7 @@ __all__ = [
     "RootUnit",
     "abandon_forward",
     "activation_offload",
+    "as_torch_does",
     "block_checkpoints",
     "broadcast_initial_weights",
     "cast_as_in_forward",
@@ -148,5 +149,4 @@ __all__ = [
     "without_reduction",
     "without_tiles",
     "write_counts",
-    "writes_to_plain_refused",
 ]

@@ -23,6 +23,7 @@ class Deciding(Plain):
     def __init__(self, kind: str) -> None:
         super().__init__(HuggingFaceLlama if kind == "hugging face" else tiny_llama)
         self.kind, self.many = kind, False
+        self.flags: dict[str, Any] = {}
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         if self.kind == "hugging face":  # which counts positions by itself
@@ -104,6 +105,8 @@ class Deciding(Plain):
             case "phase":
                 loss = loss * (2 if self.many else 1)
                 self.many = bool((ids > 20).sum() > 40)
+            case "flag of a hook":
+                self.flags["many"] = (ids > 20).sum() > 40
             case "distinct":
                 self.log("distinct", float(len(set(ids.flatten().tolist()))))
                 assert ids.cpu().numpy().max() < VOCAB
@@ -125,6 +128,11 @@ class Deciding(Plain):
             if mine.any() and mine.sum() > 0:
                 out[mine] += kind * x[mine]
         return F.cross_entropy(out.flatten(0, 1), (ids % VOCAB).flatten())
+
+    def on_after_backward(self) -> None:
+        if self.flags.get("many"):
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.5)  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -34,6 +34,7 @@ DECIDING = [
     "levels",
     "rate",
     "phase",
+    "flag of a hook",
     "hugging face",
 ]
 

@@ -704,8 +704,8 @@ PREFLIGHT = (
     fault(
         "a plain tensor that is written to in a hook, in torch's words",
         "parallelize/fsdp/dtensor/plain_operands.py",
-        "(is_written and (_TRIALS or not all(map(_is_plain, writes))))",
-        "is_written",
+        "    if _TRIALS or not all(to_plain) or",
+        "    if any(to_plain) or",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one",
     ),
     fault(
@@ -714,5 +714,12 @@ PREFLIGHT = (
         "        if entry in whole.sizes and ",
         "        if whole.sizes.keys() == sharded.sizes.keys() and ",
         f"{READ}_reads_whole_sequences[hugging face]",
+    ),
+    fault(
+        "an index that writes to a shard as if it were the whole",
+        "parallelize/fsdp/dtensor/sharded_parts.py",
+        "_writing_whole if name in _ON_WHOLE else _writing",
+        "_writing",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_what_has_no_rule_for_shards_is_done_to_the_whole",
     ),
 )

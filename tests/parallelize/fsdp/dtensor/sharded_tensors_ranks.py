@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -163,6 +164,44 @@ def drawn() -> list[bool]:
             torch.manual_seed(7)
             found.append(torch.equal(draw(module.weight).full_tensor(), one))
     return found
+
+
+INDEX, ONES = torch.tensor([0, 4]), torch.ones(2, 3, dtype=torch.float64)
+# What DTensor has no rule for, or reads and writes a shard by as if it were the whole.
+WITHOUT_RULE: dict[str, Any] = {
+    "mask": lambda w: w[w > 0],
+    "mask of rows": lambda w: w[torch.arange(5) % 2 == 0],
+    "tolist": lambda w: torch.tensor(w.tolist()),
+    "allclose": lambda w: torch.tensor(torch.allclose(w, w + 1e-12)),
+    "unique": lambda w: w.sign().unique(),
+    "nonzero": lambda w: (w > 0).nonzero(),
+    "gather": lambda w: w.gather(0, torch.tensor([[4, 3, 0]])),
+    "renorm": lambda w: torch.renorm(w, 2, 0, 0.1),
+    "searchsorted": lambda w: torch.searchsorted(w[0].sort().values, torch.zeros((), dtype=w.dtype)),
+    "deepcopy": lambda w: copy.deepcopy(w * 1),
+    "index_fill_": lambda w: w.clone().index_fill_(0, INDEX, 1.0),
+    "index_add_": lambda w: w.clone().index_add_(0, INDEX, ONES),
+    "index_copy_": lambda w: w.clone().index_copy_(0, INDEX, ONES),
+    "scatter_": lambda w: w.clone().scatter_(0, torch.tensor([[3] * 3]), 0.5),
+    "put_": lambda w: w.clone().put_(torch.tensor([3, 14]), ONES[0, :2]),
+    "renorm_": lambda w: w.clone().renorm_(2, 0, 0.1),
+    "fill_diagonal_": lambda w: w.clone().fill_diagonal_(1.0),
+    "tril_": lambda w: w.clone().tril_(),
+    "addmm_": lambda w: w.clone().addmm_(w, torch.eye(3, dtype=w.dtype)),
+    "eye_": lambda w: torch.nn.init.eye_(w.clone()),
+}
+
+
+def without_rule() -> dict[str, bool]:
+    """Do to a sharded weight what DTensor has no rule for; which results are one device's."""
+    linear = _sharded()
+    weight: Any = linear.weight.detach()
+    whole, same = weight.full_tensor(), {}
+    with used_as_whole(linear):
+        for name, run in WITHOUT_RULE.items():
+            found = run(weight)
+            same[name] = torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, run(whole))
+    return same
 
 
 def _put(own: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

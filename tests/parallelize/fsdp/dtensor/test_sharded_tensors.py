@@ -43,3 +43,9 @@ def test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one(pools):
             "a tensor of shape (5, 3) that differs between ranks meets a sharded one of shape (5, 3)"
         )
         assert restored, "outside of a run torch's own is back"
+
+
+def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):
+    for same in pools(2).run(ranks.without_rule):
+        assert [name for name, is_same in same.items() if not is_same] == []
+        assert same.keys() == ranks.WITHOUT_RULE.keys()

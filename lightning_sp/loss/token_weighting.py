@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -86,7 +88,8 @@ def counts_in(loss: Tensor, step: Step) -> list[Tensor]:
     if not step.means:
         return step.token_counts
     wanted = {node for node in step.means if node is not None}
-    visited, left, found = {loss.grad_fn}, [loss.grad_fn], set()
+    visited, left = {loss.grad_fn}, [loss.grad_fn]
+    found: set[Any] = set()
     while left and found != wanted:
         node = left.pop(0)
         if node is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -129,6 +130,14 @@ class Deciding(Plain):
                 out[mine] += kind * x[mine]
         return F.cross_entropy(out.flatten(0, 1), (ids % VOCAB).flatten())
 
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        self.log("val_loss", 2 * loss if self.decides(batch["input_ids"]) else loss)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch)
+        return 2 * logits if self.decides(batch["input_ids"]) else logits
+
     def on_after_backward(self) -> None:
         if self.flags.get("many"):
             for parameter in self.parameters():
@@ -174,3 +183,22 @@ def fit(kind: str, degrees: dict[str, Any] | None, groups: int = 1) -> dict[str,
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
     whole = degrees is not None and trainer.strategy.sees_whole_sequences
     return {"error": error, "losses": module.losses, "weights": weights, "whole": whole}
+
+
+def evaluated(kind: str, degrees: dict[str, Any] | None) -> dict[str, Any]:
+    """Validate and predict; return the loss, the predictions, the view of the validation, and what was warned of or refused."""
+    torch.manual_seed(3)
+    world = 1 if degrees is None else 2
+    strategy = None if degrees is None else {"global_view": "auto", **degrees}
+    trainer, error, predicted = quiet_trainer(world, strategy=strategy, precision="64-true"), "", []
+    module, loader = Deciding(kind), DataLoader(Rarely(2 * ROWS, kind), batch_size=ROWS)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        [numbers] = trainer.validate(module, loader, verbose=False)
+        whole = degrees is not None and trainer.strategy.sees_whole_sequences
+        try:
+            predicted = [each["logits"] if isinstance(each, dict) else each for each in trainer.predict(module, loader)]
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+    told = [str(each.message) for each in warned if "decides by a number" in str(each.message)]
+    return {"numbers": numbers, "predicted": predicted, "whole": whole, "warned": told, "error": error}

@@ -84,3 +84,22 @@ def test_without_a_global_view_it_is_refused_with_the_line(pools):
         assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
         assert "(return large.sum() > 40)" in found["error"]
         assert "lightning_sp.reductions.batch_sum(mask.sum(1))" in found["error"]
+
+
+@pytest.mark.parametrize("kind", ["count", "set"])
+def test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pools, kind):
+    [plain] = pools(1).run(ranks.evaluated, kind, None)
+    for found in pools(2).run(ranks.evaluated, kind, RING):
+        assert found["error"] == ""
+        assert found["numbers"] == pytest.approx(plain["numbers"], rel=1e-10)
+        assert all((a - b).abs().max() <= 1e-10 for a, b in zip(found["predicted"], plain["predicted"], strict=True))
+        assert found["whole"]
+
+
+def test_without_a_global_view_it_is_warned_of_and_a_prediction_refused(pools):
+    found = pools(2).run(ranks.evaluated, "count", {**RING, "global_view": False})
+    assert any(
+        "validation_step decides by a number of its tokens, at read_numbers_ranks.py:" in w for w in found[0]["warned"]
+    )
+    for each in found:
+        assert "predict_step decides by a number of its tokens, at read_numbers_ranks.py:" in each["error"]

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
+from functools import partial
+
+from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -27,7 +30,7 @@ _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.p
 
 
 _WHOLE_FIRST = "make the number whole first: lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
-_OF_PARTS = (
+OF_PARTS = (
     "Each rank would decide by its own part's, which is not the whole batch's; use global_view=True, in which the step reads whole sequences, "
     f"or {_WHOLE_FIRST}"
 )
@@ -38,7 +41,7 @@ _OVER_GROUPS = (
 _EACH_ROW = ". Where Python or NumPy deals with each row by itself, global_view=True shows it whole rows"
 
 
-class _Effect(Enum):
+class Effect(Enum):
     """What forced numbers do to the whole run."""
 
     NONE = "the same loss and gradients"
@@ -60,32 +63,50 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     Raises:
         SequenceParallelError: its loss or a gradient depends on such a decision, or nobody can tell.
     """
-    groups = trial.context.mesh.data_parallel_size
-    lines = _lines(trial, numbers_of_parts(whole.read, sharded.read, groups))
+    groups, control_group = trial.context.mesh.data_parallel_size, trial.control_group
+    lines = lines_of_ranks(numbers_of_parts(whole.read, sharded.read, groups), control_group)
     # A loss by hand is each group's own, and so is what decides about it, as with DDP. One of all groups' tokens is not.
     of_all_groups = sharded.num_over_groups + sharded.num_means > 0
-    over_groups = groups > 1 and any(comm.gather_objects(of_all_groups, trial.control_group))
-    others = _lines(trial, numbers_of_groups(whole.read, sharded.read)) if over_groups else {}
+    over_groups = groups > 1 and any(comm.gather_objects(of_all_groups, control_group))
+    others = lines_of_ranks(numbers_of_groups(whole.read, sharded.read), control_group) if over_groups else {}
+    forcing = _Forcing(trial, whole)
+    for found, of_groups in ((lines, over_groups), (others, True)):
+        search_lines(found, forcing.effect, partial(_refusal, trial, over_groups=of_groups))
+
+
+def search_lines(
+    lines: Mapping[Line, int],
+    effect: Callable[[Forced], Effect],
+    refusal: Callable[[list[Line], Effect, bool], SequenceParallelError],
+) -> None:
+    """Raise a refusal where lines decide: together, or one of the user's alone, whose decision others may take back. On all ranks.
+
+    Args:
+        lines: of all ranks.
+        effect: of numbers forced.
+        refusal: of lines, by what they do, and whether their numbers are larger then.
+    """
     for larger in (True, False):
         if lines:
-            _Search(trial, whole, lines, larger=larger, over_groups=over_groups).run()
-        if others:
-            _Search(trial, whole, others, larger=larger, over_groups=True).run()
+            _Search(lines, effect, refusal, larger=larger).run()
 
 
 class _Search:
     """The search for lines that decide, in one direction; a class for it remembers what was tried."""
 
     def __init__(
-        self, trial: Trial, whole: Outcome, lines: Mapping[Line, int], *, larger: bool, over_groups: bool
+        self,
+        lines: Mapping[Line, int],
+        effect: Callable[[Forced], Effect],
+        refusal: Callable[[list[Line], Effect, bool], SequenceParallelError],
+        *,
+        larger: bool,
     ) -> None:
-        self._trial, self._whole, self._lines = trial, whole, lines
-        self._larger, self._over_groups = larger, over_groups
-        self._tried: dict[frozenset[Line], _Effect] = {}
-        self._steady: frozenset[str] | None = None  # numbers left that are the same in two runs
+        self._lines, self._effect_of, self._refusal, self._larger = lines, effect, refusal, larger
+        self._tried: dict[frozenset[Line], Effect] = {}
 
     def run(self) -> None:
-        """Refuse the step where lines decide: together, or one of the user's alone, whose decision others may take back."""
+        """Refuse the step where lines decide."""
         self._harmless([*self._lines])
         for line in self._lines:
             if not line.is_installed:
@@ -94,20 +115,20 @@ class _Search:
     def _harmless(self, lines: list[Line]) -> list[Line]:
         """Return those of some lines that change nothing, together."""
         effect = self._effect(lines)
-        if effect is _Effect.OTHER:
-            raise self._refusal(self._first_of(lines), effect)
-        if effect is _Effect.NONE:
+        if effect is Effect.OTHER:
+            raise self._refusal(self._first_of(lines), effect, self._larger)
+        if effect is Effect.NONE:
             return lines
         if len(lines) == 1:
-            if effect is _Effect.FAILED and not lines[0].is_installed:
-                raise self._refusal(lines, effect)
+            if effect is Effect.FAILED and not lines[0].is_installed:
+                raise self._refusal(lines, effect, self._larger)
             return []
         half = len(lines) // 2
         found = self._harmless(lines[:half]) + self._harmless(lines[half:])
         if len(found) < len(lines):
             return self._harmless(found) if found else []
-        if effect is _Effect.FAILED and not lines[0].is_installed:
-            raise self._refusal(lines, effect)
+        if effect is Effect.FAILED and not lines[0].is_installed:
+            raise self._refusal(lines, effect, self._larger)
         return lines[:half]
 
     def _first_of(self, lines: list[Line]) -> list[Line]:
@@ -115,34 +136,40 @@ class _Search:
         none, all_of_them = 0, len(lines)
         while all_of_them - none > 1:
             middle = (none + all_of_them) // 2
-            if self._effect(lines[:middle]) is _Effect.OTHER:
+            if self._effect(lines[:middle]) is Effect.OTHER:
                 all_of_them = middle
             else:
                 none = middle
         last = lines[none]
-        return [last] if self._effect([last]) is _Effect.OTHER else lines[:all_of_them]
+        return [last] if self._effect([last]) is Effect.OTHER else lines[:all_of_them]
 
-    def _effect(self, lines: list[Line]) -> _Effect:
+    def _effect(self, lines: list[Line]) -> Effect:
         key = frozenset(lines)
         if key not in self._tried:
             self._tried[key] = self._effect_of(Forced({line: self._lines[line] for line in lines}, self._larger))
         return self._tried[key]
 
-    def _effect_of(self, forced: Forced) -> _Effect:
+
+class _Forcing:
+    """Whole runs with numbers forced; a class for it remembers what is the same in two runs."""
+
+    def __init__(self, trial: Trial, whole: Outcome) -> None:
+        self._trial, self._whole = trial, whole
+        self._steady: frozenset[str] | None = None  # numbers left that are the same in two runs
+
+    def effect(self, forced: Forced) -> Effect:
+        """Return what forced numbers do to the whole run. Every rank must call it."""
         trial, whole = self._trial, self._whole
         try:
             other = replace(trial, forced=forced).whole()
         except Exception as error:
-            if comm.is_of_communication(error):
-                raise
-            checked = all(comm.gather_objects(_is_check(error), trial.control_group))
-            return _Effect.CHECKED if checked else _Effect.FAILED
+            return effect_of_error(error, trial.control_group)
         if whole.loss is None or other.loss is None:
-            return _Effect.NONE if other.loss is whole.loss else _Effect.OTHER
+            return Effect.NONE if other.loss is whole.loss else Effect.OTHER
         found = gradient_differences(averaged(whole.loss), averaged(other.loss), whole.gradients, other.gradients)
         largest = max(relative_differences(found).values())
         differs = math.isnan(largest) or largest > tolerance_of(whole.dtypes)
-        return _Effect.OTHER if differs or self._leaves_others(other) else _Effect.NONE
+        return Effect.OTHER if differs or self._leaves_others(other) else Effect.NONE
 
     def _leaves_others(self, other: Outcome) -> bool:
         """Return whether any rank's run leaves other numbers to later steps: a learning rate, a phase. A time is another one in each run."""
@@ -154,27 +181,37 @@ class _Search:
             self._steady = frozenset(self._whole.left) - _unlike(self._whole, again)
         return any(comm.gather_objects(bool(differ & self._steady), self._trial.control_group))
 
-    def _refusal(self, lines: list[Line], effect: _Effect) -> SequenceParallelError:
-        *others, line = lines
-        together = f", with what is read at {' and '.join(each.describe() for each in others)}" if others else ""
-        what = (
-            "its loss, a gradient or what it leaves to later steps is another one"
-            if effect is _Effect.OTHER
-            else "it fails, so that nobody can tell what it decides,"
-        )
-        refusal = SequenceParallelError(
-            f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {self._trial.crop} {what} where that "
-            f"number is {'larger' if self._larger else 'smaller'}{together}. {_OVER_GROUPS if self._over_groups else _OF_PARTS}"
-            f"{_EACH_ROW if self._over_groups and line.of_tokens else ''}"
-        )
-        refusal.of_part = not self._over_groups  # type: ignore[attr-defined]
-        return refusal
+
+def effect_of_error(error: Exception, control_group: ProcessGroup | None) -> Effect:
+    """Return what an error says of the numbers that were forced; it is raised again where other ranks are its cause. On all ranks."""
+    if comm.is_of_communication(error):
+        raise error
+    return Effect.CHECKED if all(comm.gather_objects(_is_check(error), control_group)) else Effect.FAILED
 
 
-def _lines(trial: Trial, own: dict[Line, int]) -> dict[Line, int]:
-    """Return the lines of all ranks, of the user's first."""
+def _refusal(
+    trial: Trial, lines: list[Line], effect: Effect, larger: bool, *, over_groups: bool
+) -> SequenceParallelError:
+    *others, line = lines
+    together = f", with what is read at {' and '.join(each.describe() for each in others)}" if others else ""
+    what = (
+        "its loss, a gradient or what it leaves to later steps is another one"
+        if effect is Effect.OTHER
+        else "it fails, so that nobody can tell what it decides,"
+    )
+    refusal = SequenceParallelError(
+        f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {trial.crop} {what} where that "
+        f"number is {'larger' if larger else 'smaller'}{together}. {_OVER_GROUPS if over_groups else OF_PARTS}"
+        f"{_EACH_ROW if over_groups and line.of_tokens else ''}"
+    )
+    refusal.of_part = not over_groups  # type: ignore[attr-defined]
+    return refusal
+
+
+def lines_of_ranks(own: dict[Line, int], control_group: ProcessGroup | None) -> dict[Line, int]:
+    """Return the lines of all ranks, of the user's first. Every rank must call it."""
     found: dict[Line, int] = {}
-    for each in comm.gather_objects(own, trial.control_group):
+    for each in comm.gather_objects(own, control_group):
         found |= {line: max(number, found.get(line, 0)) for line, number in each.items()}
     ordered = sorted(found, key=lambda line: (line.is_installed, line))
     return {line: found[line] for line in ordered if not any(path in line.file for path in _CARRIED)}

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ class ReadNumbers(TorchFunctionMode):
         place = users_place(sys._getframe(1))
         if place is None and name not in _MOVES:
             return output
-        leaves = frozenset().union(*(self._leaves[each] for each in given))
+        leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
         if place is not None:
             self._note(place, name, given[0], output, leaves)
         counts = name in _COUNTING or (name == "where" and len(args) == 1) or (name == "getitem" and _by_mask(args[1]))
@@ -117,7 +117,7 @@ class ReadNumbers(TorchFunctionMode):
                 self._counted[each] = True
         return output
 
-    def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[int]) -> None:
+    def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[Entry]) -> None:
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
         counted = name in SIZES and given in self._counted
@@ -131,29 +131,35 @@ class ReadNumbers(TorchFunctionMode):
 
 
 @contextmanager
-def numbers_read(module: nn.Module, context: SequenceContext) -> Iterator[ReadNumbers]:
-    """Note what training_step reads of its batch, where steps see a part of it; what was followed is forgotten behind it."""
-    mode, step = ReadNumbers(), cast("Any", module).training_step
+def numbers_read(module: nn.Module, context: SequenceContext, name: str = "training_step") -> Iterator[ReadNumbers]:
+    """Note what a step reads of its batch, where steps see a part of it; what was followed is forgotten behind it.
+
+    Args:
+        module: whose step it is.
+        context: of the step.
+        name: of the step.
+    """
+    mode, step = ReadNumbers(), getattr(module, name, None)
     mesh = context.mesh
-    if mesh.layout.size == 1 or (context.global_view and mesh.data_parallel_size == 1):
+    if step is None or mesh.layout.size == 1 or (context.global_view and mesh.data_parallel_size == 1):
         yield mode
         return
 
-    def training_step(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         mode.hand((args, kwargs))
         return step(*args, **kwargs)
 
-    own = vars(module).get("training_step")
-    vars(module)["training_step"] = training_step
+    own = vars(module).get(name)
+    vars(module)[name] = noted
     try:
         with mode:
             yield mode
     finally:
         mode.forget()
         if own is None:
-            del vars(module)["training_step"]
+            del vars(module)[name]
         else:
-            vars(module)["training_step"] = own
+            vars(module)[name] = own
 
 
 class Line(NamedTuple):

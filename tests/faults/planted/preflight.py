@@ -722,4 +722,18 @@ PREFLIGHT = (
         "_writing",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_what_has_no_rule_for_shards_is_done_to_the_whole",
     ),
+    fault(
+        "a validation that decides by a number of its part",
+        "preflight/evaluation/evaluation_runs.py",
+        "    search_lines(lines, effect, refusal)\n",
+        "",
+        "tests/preflight/test_read_numbers.py::test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences[count]",
+    ),
+    fault(
+        "a flag that a number of a part decides for a hook",
+        "preflight/recording/attributes.py",
+        "        return value.numel() == 1 and _is_number(value) and",
+        "        return value.numel() == 0 and _is_number(value) and",
+        f"{READ}_reads_whole_sequences[flag of a hook]",
+    ),
 )

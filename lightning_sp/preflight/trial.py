@@ -21,7 +21,6 @@ from lightning_sp.parallelize import (
     failing_together,
     gathered,
     reduce_dtypes,
-    run_with_whole_parameters,
     with_whole_weights,
     without_checkpoints,
     without_tiles,
@@ -392,12 +391,6 @@ def together() -> Iterator[None]:
     told = comm.tell_failure(None, named=False)
     if told is not None:
         raise SequenceParallelError(told)
-
-
-def run_forward(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Run a step of which nothing but its errors is asked: with a graph in training, for it may ask for gradients by itself."""
-    with torch.set_grad_enabled(module.training):
-        run_with_whole_parameters(run)
 
 
 def _loss_of_whole(output: Any) -> Tensor | None:

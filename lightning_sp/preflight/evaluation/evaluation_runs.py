@@ -139,7 +139,7 @@ def _shown(
     return found.numbers, outputs, kept, read
 
 
-def check_decisions(
+def decision_of_part(
     own: Crop,
     runner: StepRunner,
     run: RunStep,
@@ -149,12 +149,8 @@ def check_decisions(
     *,
     name: str,
     predicts: bool,
-) -> None:
-    """Refuse a step that decides by a number of its part of the batch, at a line of the user's. Every rank must call it.
-
-    Raises:
-        SequenceParallelError: what it shows depends on such a decision; on all ranks.
-    """
+) -> SequenceParallelError | None:
+    """Return a refusal of a step that decides what it shows by a number of its part, at a line of the user's. Every rank must call it."""
     world = runner.groups.world
     lines = {each: n for each, n in lines_of_ranks(part.read, world).items() if not each.is_installed}
     unlike = partial(output_differences, tolerance=TOLERANCES[torch.float32], in_16_bits=False)
@@ -183,7 +179,11 @@ def check_decisions(
             f"{does} where that number is {'larger' if larger else 'smaller'}. {OF_PARTS}"
         )
 
-    search_lines(lines, effect, refusal)
+    try:
+        search_lines(lines, effect, refusal)
+    except SequenceParallelError as error:
+        return error
+    return None
 
 
 def _is_close(one: Number, other: Number | None) -> bool:

@@ -24,7 +24,7 @@ from lightning_sp.preflight.evaluation.evaluation_runs import (
     PartRun,
     WholeOutput,
     WholeRun,
-    check_decisions,
+    decision_of_part,
     find_others,
     run_part,
     run_whole,
@@ -123,21 +123,17 @@ def compare_evaluation(
             ran_whole = True
             _read_ahead(crop, own, options, runner, run, name, may_retry=may_retry)
             part = run_part(own, runner, run, options, whole, whole_output, name=name, predicts=predicts)
-            found = None
-            try:
-                check_decisions(own, runner, run, options, whole, part, name=name, predicts=predicts)
-            except SequenceParallelError as error:
-                found = error
+            decision = decision_of_part(own, runner, run, options, whole, part, name=name, predicts=predicts)
     except Exception as error:  # on all ranks; what is wrong with the step itself, it will say itself
         _raise_not_compared(name, error, ran_whole)
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
     keeps = _judge(part, runner, name, (own.rows, crop.tokens), monitored, may_retry=may_retry)
-    if found is not None and (may_retry or predicts):
-        raise found
-    if found is not None:
-        rank_zero_warn(str(found))
+    if decision is not None and (may_retry or predicts):
+        raise decision
+    if decision is not None:
+        rank_zero_warn(str(decision))
     return keeps
 
 

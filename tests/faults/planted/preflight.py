@@ -88,8 +88,8 @@ PREFLIGHT = (
     fault(
         "random numbers that each shard draws alike",
         "parallelize/fsdp/dtensor/sharded_parts.py",
-        "_drawing(original) if name in _RANDOM else _writing(original)",
-        "_writing(original)",
+        "_drawing if name in _RANDOM else ",
+        "",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_random_numbers_are_those_of_the_whole",
     ),
     fault(
@@ -683,15 +683,15 @@ PREFLIGHT = (
     fault(
         "a number that is forced beyond a table, and whose error passes for a check",
         "preflight/differences/read_numbers.py",
-        "                raise self._refusal(lines, effect)\n            return []",
+        "                raise self._refusal(lines, effect, self._larger)\n            return []",
         "                pass\n            return []",
         f"{READ}_reads_whole_sequences[levels]",
     ),
     fault(
         "a learning rate that a number of a part decides",
         "preflight/differences/read_numbers.py",
-        "_Effect.OTHER if differs or self._leaves_others(other) else",
-        "_Effect.OTHER if differs else",
+        "Effect.OTHER if differs or self._leaves_others(other) else",
+        "Effect.OTHER if differs else",
         f"{READ}_reads_whole_sequences[rate]",
     ),
     fault(
@@ -725,8 +725,8 @@ PREFLIGHT = (
     fault(
         "a validation that decides by a number of its part",
         "preflight/evaluation/evaluation_runs.py",
-        "    search_lines(lines, effect, refusal)\n",
-        "",
+        "        search_lines(lines, effect, refusal)\n",
+        "        pass\n",
         "tests/preflight/test_read_numbers.py::test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences[count]",
     ),
     fault(

@@ -330,7 +330,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         if not self._module.automatic_optimization:
             closure_loss = self._steps.before_backward(closure_loss)
         elif step is not None:
-            closure_loss = self._weighed(closure_loss, step.token_counts)
+            closure_loss = self._weighed(closure_loss, step)
         if loops.is_update(self._module.trainer):
             module, clipping, world = self._module, loops.clipping(self._module.trainer), self._groups.world
             self._run.update.tell(self.optimizers, module.trainer.global_step, world, root=module, clipping=clipping)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -41,6 +42,7 @@ class Step:
         num_over_groups: of those, over the rows of all data-parallel groups.
         row_losses: of those over one target for each row, this rank's sums: equal on all ranks of a sequence, or made from a shard.
         token_counts: valid tokens of each intercepted mean, over `summed_over`, as scalar tensors.
+        means: the node of autograd's graph of each of those, None outside of a graph; empty where the step says itself what its tokens are.
         requested_causal: whether the masks that a Hugging Face model asked for were causal.
         attention_patterns: of the attention calls, one after the other.
         checked_padding_masks: explicit masks, with their versions, that were found equal to the batch's padding mask.
@@ -60,6 +62,7 @@ class Step:
     num_over_groups: int = 0
     row_losses: list[Tensor] = field(default_factory=list)
     token_counts: list[Tensor] = field(default_factory=list)
+    means: list[Any] = field(default_factory=list)
     requested_causal: set[bool] = field(default_factory=set)
     attention_patterns: list[AttentionPattern] = field(default_factory=list)
     checked_padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)

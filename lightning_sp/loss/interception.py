@@ -222,9 +222,11 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         elif kind == "rows" and mesh.layout.size > 1:
             step.row_losses.append(total.detach())
         both = comm.sum_over_ranks(torch.stack([total, count]), step.summed_over if group is None else group)
+        mean = both[0] / nonzero_count(both[1].detach())
         if kind != "row":
             step.token_counts.append(both[1].detach())
-        return both[0] / nonzero_count(both[1].detach())
+            step.means.append(mean.grad_fn)
+        return mean
 
     def _real_tokens(self, step: Step) -> Tensor | None:
         """Return which of this rank's tokens are no padding of ours, (rows * s,), where class probabilities cannot say it."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_sp.context.step import Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.reduction import nonzero_count
+
+_REENTRANT = "CheckpointFunctionBackward"
 
 
 class TokenWindow:
@@ -71,6 +76,33 @@ class TokenWindow:
         if first is None or total is None or accumulate == 1:
             return None
         return accumulate * first / nonzero_count(total)
+
+
+def counts_in(loss: Tensor, step: Step) -> list[Tensor]:
+    """Return the token counts of those means that a loss is made of: one that is only logged does not weigh the micro-batch.
+
+    Args:
+        loss: of a micro-batch.
+        step: whose means were counted.
+    """
+    if not step.means:
+        return step.token_counts
+    wanted = {node for node in step.means if node is not None}
+    visited, left = {loss.grad_fn}, [loss.grad_fn]
+    found: set[Any] = set()
+    while left and found != wanted:
+        node = left.pop(0)
+        if node is None:
+            continue
+        if node in wanted:
+            found.add(node)
+        elif node.name() == _REENTRANT:  # its mean was made outside of any graph
+            return step.token_counts
+        for other, _ in node.next_functions:
+            if other is not None and other not in visited:
+                visited.add(other)
+                left.append(other)
+    return [count for count, node in zip(step.token_counts, step.means, strict=True) if node in found]
 
 
 def _alike(counts: list[Tensor]) -> bool:

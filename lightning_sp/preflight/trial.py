@@ -21,13 +21,13 @@ from lightning_sp.parallelize import (
     failing_together,
     gathered,
     reduce_dtypes,
-    run_with_whole_parameters,
     with_whole_weights,
     without_checkpoints,
     without_tiles,
 )
 from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
+from lightning_sp.preflight.recording.attributes import numbers_left
 from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
@@ -50,6 +50,7 @@ class Outcome:
         buffers: after the step.
         num_sums: cross entropies of it that are sums; known of a sharded run alone.
         num_over_groups: reductions of it over all data-parallel groups; likewise.
+        num_means: cross entropies of it that are means over the tokens of all groups; likewise.
         dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
@@ -57,6 +58,7 @@ class Outcome:
         keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
         hidden: calls that hide terms of the loss.
         read: numbers of the batch that it compares or reads.
+        left: numbers that later steps may go by; known of a whole run alone.
     """
 
     loss: Tensor | None
@@ -64,6 +66,7 @@ class Outcome:
     buffers: dict[str, Tensor]
     num_sums: int = 0
     num_over_groups: int = 0
+    num_means: int = 0
     dtypes: frozenset[torch.dtype] = frozenset()
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
@@ -71,6 +74,7 @@ class Outcome:
     keeps: bool = False
     hidden: Mapping[Call, Weights] = field(default_factory=dict)
     read: ReadNumbers = field(default_factory=ReadNumbers)
+    left: Mapping[str, float] = field(default_factory=dict)
 
 
 # What to look at where a step fails on one device too.
@@ -167,6 +171,7 @@ class Trial:
                 attention=tuple(calls),
                 hidden=terms.found,
                 read=read,
+                left=numbers_left(self.module),
             )
 
     def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:
@@ -218,6 +223,7 @@ class Trial:
                     buffers=buffers,
                     num_sums=step.num_sums,
                     num_over_groups=step.num_over_groups,
+                    num_means=len(step.token_counts),
                     numbers=found.numbers,
                     keeps=bool(before.new()),
                     hidden=terms.found,
@@ -385,12 +391,6 @@ def together() -> Iterator[None]:
     told = comm.tell_failure(None, named=False)
     if told is not None:
         raise SequenceParallelError(told)
-
-
-def run_forward(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Run a step of which nothing but its errors is asked: with a graph in training, for it may ask for gradients by itself."""
-    with torch.set_grad_enabled(module.training):
-        run_with_whole_parameters(run)
 
 
 def _loss_of_whole(output: Any) -> Tensor | None:

@@ -180,7 +180,7 @@ class StepRunner:
         self._check_reached(step)
         output, counts = mean_of_returned_sum(output, step.summed_over)
         if counts is not None:
-            step.token_counts = counts
+            step.token_counts, step.means = counts, []
         self._check_loss(step, output)
         return output
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sp.loss.token_weighting import TokenWindow, scale_gradients
+from lightning_sp.context.step import Step
+from lightning_sp.loss.token_weighting import TokenWindow, counts_in, scale_gradients
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
 
@@ -24,9 +25,9 @@ class TokenWeightedStrategy(ShardedModelStrategy):
         """Begin a fit, which refuses micro-batches of which it is not known how they weigh, or does not."""
         self._window = TokenWindow(refuses=refuses)
 
-    def _weighed(self, loss: Tensor, token_counts: list[Tensor]) -> Tensor:
+    def _weighed(self, loss: Tensor, step: Step) -> Tensor:
         """Return what the backward of a micro-batch begins with."""
-        return self._window.weigh(loss, token_counts) if self._accumulate > 1 else loss
+        return self._window.weigh(loss, counts_in(loss, step)) if self._accumulate > 1 else loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -142,6 +142,11 @@ class Loss(Plain):
             + 0.5 * last_token(logits).square().mean()
         )
 
+    def _squared_beside_a_mean(self, logits: Tensor, labels: Tensor) -> Any:
+        # A cross entropy that is only looked at does not say how a micro-batch weighs.
+        self._plain(logits, labels)
+        return self._squared(logits, labels)
+
     def _pooled(self, logits: Tensor, labels: Tensor) -> Any:
         return F.cross_entropy(sequence_mean(logits, labels != -100), unshard(labels).amax(1))
 
@@ -247,7 +252,16 @@ def rows_of(masks: str, size: int = 8) -> list[dict[str, Tensor]]:
 # Means over the rows of each data-parallel group, of which there are two.
 OF_GROUPS = ("of_group", "of_group_plainly")
 # Losses without a count of tokens: accumulation divides by the number of micro-batches.
-UNCOUNTED = ("linear_chunks", "summed", "over_rows", "chunks", "row_means", "masked_by_hand", "squared")
+UNCOUNTED = (
+    "linear_chunks",
+    "summed",
+    "over_rows",
+    "chunks",
+    "row_means",
+    "masked_by_hand",
+    "squared",
+    "squared_beside_a_mean",
+)
 
 
 def by_hand(kind: str, masks: str, micro: int = 2, accumulate: int = 1, size: int = 8, **_: Any) -> dict[str, Any]:

@@ -41,6 +41,7 @@ CASES = [
     dict(kind="summed", masks="uneven", strategy=RING, accumulate=3, size=8),
     dict(kind="masked_by_hand", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="squared", masks="uneven", strategy=ULYSSES, accumulate=3, size=8, preflight=True),
+    dict(kind="squared_beside_a_mean", masks="uneven", strategy=ULYSSES, accumulate=3, size=8),
     dict(kind="pooled", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="gathered", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="chunks", masks="uneven", strategy=RING, preflight=True, size=4),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from tests.trainer.tiny import VOCAB, Plain, TokenDataset, _full, quiet_trainer, tiny_llama
+from tests.trainer.tiny import VOCAB, HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 ROWS, TOKENS = 4, 16
 RARE = 7
@@ -19,14 +22,22 @@ RARE = 7
 
 class Deciding(Plain):
     def __init__(self, kind: str) -> None:
-        super().__init__(tiny_llama)
-        self.kind = kind
+        super().__init__(HuggingFaceLlama if kind == "hugging face" else tiny_llama)
+        self.kind, self.many = kind, False
+        self.flags: dict[str, Any] = {}
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.kind == "hugging face":  # which counts positions by itself
+            return self.model.inner(input_ids=batch["input_ids"]).logits
+        return super().logits(batch)
 
     def decides(self, ids: Tensor) -> Any:
         large = ids > 20
         match self.kind:
             case "count":
                 return large.sum() > 40
+            case "count of a group" | "mean of a group":
+                return large.sum() > 20
             case "item":
                 return large.sum().item() / 2 >= 20
             case "int":
@@ -44,6 +55,26 @@ class Deciding(Plain):
                 return math.prod(ids.shape) >= ROWS * TOKENS
             case "rare":
                 return (ids == RARE).any()
+            case "numpy":
+                return (ids.cpu().numpy() > 20).sum() > 40
+            case "array":
+                return np.unique(np.asarray(ids)).size > 32
+            case "set":
+                return len(set(ids.flatten().tolist())) > 32
+            case "counter":
+                return Counter(ids.flatten().tolist()).most_common(1)[0][1] > 3
+            case "number of numpy":
+                return large.sum().numpy() > 40
+            case "each row":
+                return sum(token > 20 for row in ids for token in row.tolist()) > 40
+            case "rare of Python":
+                return RARE in ids.flatten().tolist()
+            case "both":
+                return large.sum() > 40 and (ids > 10).sum() > 45
+            case "one of two":
+                return large.sum() > 40 and not (ids > 60).sum().item() > 40
+            case "hugging face":
+                return large.sum() > 40
             case "tokens":
                 return ids.shape[1] > 1000
         return False
@@ -51,7 +82,11 @@ class Deciding(Plain):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         ids = batch["input_ids"]
         logits = self.logits(batch)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        targets = batch["shift_labels"].flatten()
+        if self.kind == "mean of a group":
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0), reduction="none").mean()
+        else:
+            loss = F.cross_entropy(logits.flatten(0, 1), targets)
         match self.kind:
             case "where":
                 loss = torch.where((ids > 20).sum() > 40, 2 * loss, loss)
@@ -63,6 +98,19 @@ class Deciding(Plain):
                 loss = loss * (1 + (ids > 20).sum().item() // 41)
             case "weight":
                 loss = loss + ((ids > 20).sum() > 40) * loss
+            case "levels":
+                loss = loss * [1.0, 2.0][int((ids > 20).sum()) // 41]
+            case "rate":
+                rate = 0.05 if (ids > 20).sum() > 40 else 0.1
+                self.optimizers().param_groups[0]["lr"] = rate
+            case "phase":
+                loss = loss * (2 if self.many else 1)
+                self.many = bool((ids > 20).sum() > 40)
+            case "flag of a hook":
+                self.flags["many"] = (ids > 20).sum() > 40
+            case "distinct":
+                self.log("distinct", float(len(set(ids.flatten().tolist()))))
+                assert ids.cpu().numpy().max() < VOCAB
             case "logged":
                 self.log("large", (ids > 20).sum().item())
                 assert int(ids.max()) < VOCAB
@@ -82,30 +130,75 @@ class Deciding(Plain):
                 out[mine] += kind * x[mine]
         return F.cross_entropy(out.flatten(0, 1), (ids % VOCAB).flatten())
 
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        self.log("val_loss", 2 * loss if self.decides(batch["input_ids"]) else loss)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch)
+        return 2 * logits if self.decides(batch["input_ids"]) else logits
+
+    def on_after_backward(self) -> None:
+        if self.flags.get("many"):
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Rarely(TokenDataset):
-    """The second batch alone has the rare token, at one position."""
+    """The second batch alone has the rare token, at one position. For a model that counts positions by itself it holds none."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, kind: str) -> None:
         super().__init__(size, TOKENS)
+        self.has_positions = kind != "hugging face"
         self.tokens[self.tokens == RARE] = RARE + 1
         self.tokens[ROWS, 3] = RARE
 
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return row if self.has_positions else {name: row[name] for name in ("input_ids", "shift_labels")}
 
-def fit(kind: str, degrees: dict[str, Any] | None) -> dict[str, Any]:
-    """Train two steps; return their losses, weights, the view, and what was refused."""
+
+def fit(kind: str, degrees: dict[str, Any] | None, groups: int = 1) -> dict[str, Any]:
+    """Train two steps; return their losses, weights, the view, and what was refused.
+
+    Args:
+        kind: of decision.
+        degrees: None for one device.
+        groups: data-parallel ones, whose batches one device accumulates.
+    """
     torch.manual_seed(3)
-    world = 1 if degrees is None else math.prod(each for each in degrees.values() if each is not False)
+    world = 1 if degrees is None else math.prod(each for each in degrees.values() if type(each) is int)
     strategy = None if degrees is None else {"global_view": "auto", **degrees}
-    trainer, error = quiet_trainer(world, strategy=strategy, max_steps=2, precision="64-true"), ""
+    accumulated = groups if degrees is None else 1
+    options = {"max_steps": 2, "precision": "64-true", "accumulate_grad_batches": accumulated}
+    trainer, error = quiet_trainer(world, strategy=strategy, **options), ""
     module = Deciding(kind)
     try:
-        trainer.fit(module, DataLoader(Rarely(2 * ROWS), batch_size=ROWS))
+        trainer.fit(module, DataLoader(Rarely(2 * ROWS, kind), batch_size=ROWS // groups))
     except SequenceParallelError as refusal:
         error = str(refusal)
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
     whole = degrees is not None and trainer.strategy.sees_whole_sequences
     return {"error": error, "losses": module.losses, "weights": weights, "whole": whole}
+
+
+def evaluated(kind: str, degrees: dict[str, Any] | None) -> dict[str, Any]:
+    """Validate and predict; return the loss, the predictions, the view of the validation, and what was warned of or refused."""
+    torch.manual_seed(3)
+    world = 1 if degrees is None else 2
+    strategy = None if degrees is None else {"global_view": "auto", **degrees}
+    trainer, error, predicted = quiet_trainer(world, strategy=strategy, precision="64-true"), "", []
+    module, loader = Deciding(kind), DataLoader(Rarely(2 * ROWS, kind), batch_size=ROWS)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        [numbers] = trainer.validate(module, loader, verbose=False)
+        whole = degrees is not None and trainer.strategy.sees_whole_sequences
+        try:
+            predicted = [each["logits"] if isinstance(each, dict) else each for each in trainer.predict(module, loader)]
+        except SequenceParallelError as refusal:
+            error = str(refusal)
+    told = [str(each.message) for each in warned if "decides by a number" in str(each.message)]
+    return {"numbers": numbers, "predicted": predicted, "whole": whole, "warned": told, "error": error}

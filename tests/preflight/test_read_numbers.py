@@ -22,6 +22,20 @@ DECIDING = [
     "steps",
     "bounded",
     "divided",
+    "numpy",
+    "array",
+    "set",
+    "counter",
+    "number of numpy",
+    "each row",
+    "rare of Python",
+    "both",
+    "one of two",
+    "levels",
+    "rate",
+    "phase",
+    "flag of a hook",
+    "hugging face",
 ]
 
 
@@ -40,7 +54,24 @@ def test_a_step_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pool
         assert found["whole"]
 
 
-@pytest.mark.parametrize("kind", ["logged", "experts", "tokens"])
+GROUPS = {"data_parallel_size": 2, "ring_size": 2}
+
+
+def test_each_data_parallel_group_decides_by_its_own_rows_about_its_own_loss_as_ddp_does(pools):
+    [plain] = pools(1).run(ranks.fit, "mean of a group", None, 2)
+    for found in pools(4).run(ranks.fit, "mean of a group", GROUPS, 2):
+        assert_same({**found, "losses": plain["losses"]}, plain)
+        assert found["whole"]
+
+
+@pytest.mark.parametrize("view", ["auto", True])
+def test_by_its_own_rows_it_may_not_decide_about_a_loss_of_all_groups(pools, view):
+    for found in pools(4).run(ranks.fit, "count of a group", {**GROUPS, "global_view": view}, 2):
+        assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
+        assert "about a loss that is of all groups' tokens" in found["error"]
+
+
+@pytest.mark.parametrize("kind", ["logged", "experts", "tokens", "distinct"])
 def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
     [plain] = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, RING):
@@ -53,3 +84,22 @@ def test_without_a_global_view_it_is_refused_with_the_line(pools):
         assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
         assert "(return large.sum() > 40)" in found["error"]
         assert "lightning_sp.reductions.batch_sum(mask.sum(1))" in found["error"]
+
+
+@pytest.mark.parametrize("kind", ["count", "set"])
+def test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pools, kind):
+    [plain] = pools(1).run(ranks.evaluated, kind, None)
+    for found in pools(2).run(ranks.evaluated, kind, RING):
+        assert found["error"] == ""
+        assert found["numbers"] == pytest.approx(plain["numbers"], rel=1e-10)
+        assert all((a - b).abs().max() <= 1e-10 for a, b in zip(found["predicted"], plain["predicted"], strict=True))
+        assert found["whole"]
+
+
+def test_without_a_global_view_it_is_warned_of_and_a_prediction_refused(pools):
+    found = pools(2).run(ranks.evaluated, "count", {**RING, "global_view": False})
+    assert any(
+        "validation_step decides by a number of its tokens, at read_numbers_ranks.py:" in w for w in found[0]["warned"]
+    )
+    for each in found:
+        assert "predict_step decides by a number of its tokens, at read_numbers_ranks.py:" in each["error"]

@@ -3,6 +3,7 @@
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.checked_gathers import failing_together
+from lightning_sp.parallelize.fsdp.dtensor.plain_operands import as_torch_does
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
 from lightning_sp.parallelize.fsdp.inner_backward import gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
@@ -28,6 +29,7 @@ __all__ = [
     "ParameterLayout",
     "RootUnit",
     "abandon_forward",
+    "as_torch_does",
     "cast_as_in_forward",
     "check_added",
     "check_layout",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.context.sequence import SequenceInfo
@@ -13,6 +15,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
+from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.untouched_batch import untouched_batch
 
@@ -51,3 +54,9 @@ def untouched_run(batch: Any, options: ShardOptions, device: torch.device) -> Ru
     held, info = shard_batch(batch, SequenceLayout(), 0, replace(options, apart=False))
     info = info if info.documents_declared else replace(info, boundaries=None)
     return Run(untouched_batch(batch, held, device), info.to(device))
+
+
+def run_forward(module: nn.Module, run: Callable[[], Any]) -> None:
+    """Run a step of which nothing but its errors is asked: with a graph in training, for it may ask for gradients by itself."""
+    with torch.set_grad_enabled(module.training):
+        run_with_whole_parameters(run)

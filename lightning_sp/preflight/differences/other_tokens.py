@@ -66,7 +66,7 @@ def calls_of_training(trial: Trial, whole: Outcome) -> CropCalls:
         whole=whole.attention,
         shorter=shorter,
         is_text=is_text,
-        lengths=[_lengths(batch, whole.read.sizes) for batch in batches],
+        lengths=[_lengths(batch, [*whole.read.sizes.values()]) for batch in batches],
     )
 
 

@@ -9,20 +9,45 @@ decides. On parts each rank would decide by a number of its own tokens.
 from __future__ import annotations
 
 import math
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import Enum
+from functools import partial
+
+from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.recording.forced_numbers import Forced
-from lightning_sp.preflight.recording.read_numbers import Line, numbers_of_parts
+from lightning_sp.preflight.recording.read_numbers import Line, numbers_of_groups, numbers_of_parts, raises
 from lightning_sp.preflight.trial import Outcome, Trial
 
 # What Hugging Face's interface does by masks and positions is done by the whole ones here.
 _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.py", "transformers/integrations/")
-# Lines that are forced one by one, where a step has fewer of its own: those are all forced, and come first.
-_MOST_LINES = 12
+
+
+_WHOLE_FIRST = "make the number whole first: lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
+OF_PARTS = (
+    "Each rank would decide by its own part's, which is not the whole batch's; use global_view=True, in which the step reads whole sequences, "
+    f"or {_WHOLE_FIRST}"
+)
+_OVER_GROUPS = (
+    "Each data-parallel group would decide by its own rows, about a loss that is of all groups' tokens: neither one device's nor DDP's. "
+    f"Either {_WHOLE_FIRST}; or make the loss each group's own, `F.cross_entropy(..., reduction='none').mean()`"
+)
+_EACH_ROW = ". Where Python or NumPy deals with each row by itself, global_view=True shows it whole rows"
+
+
+class Effect(Enum):
+    """What forced numbers do to the whole run."""
+
+    NONE = "the same loss and gradients"
+    OTHER = "another loss, gradient, or number that later steps may go by"
+    CHECKED = "an error that a line of Python raises: a check of its numbers"
+    FAILED = "another error: nothing is known"
 
 
 def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
@@ -36,45 +61,174 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     Communicates: which lines compare such numbers; two whole runs where there are any, and more where these differ.
 
     Raises:
-        SequenceParallelError: its loss or a gradient depends on such a decision.
+        SequenceParallelError: its loss or a gradient depends on such a decision, or nobody can tell.
     """
-    lines = _lines(trial, whole, sharded)
-    most = max(_MOST_LINES, sum(not line.is_installed for line in lines))
+    groups, control_group = trial.context.mesh.data_parallel_size, trial.control_group
+    lines = lines_of_ranks(numbers_of_parts(whole.read, sharded.read, groups), control_group)
+    # A loss by hand is each group's own, and so is what decides about it, as with DDP. One of all groups' tokens is not.
+    of_all_groups = sharded.num_over_groups + sharded.num_means > 0
+    over_groups = groups > 1 and any(comm.gather_objects(of_all_groups, control_group))
+    others = lines_of_ranks(numbers_of_groups(whole.read, sharded.read), control_group) if over_groups else {}
+    forcing = _Forcing(trial, whole)
+    for found, of_groups in ((lines, over_groups), (others, True)):
+        search_lines(found, forcing.effect, partial(_refusal, trial, over_groups=of_groups))
+
+
+def search_lines(
+    lines: Mapping[Line, int],
+    effect: Callable[[Forced], Effect],
+    refusal: Callable[[list[Line], Effect, bool], SequenceParallelError],
+) -> None:
+    """Raise a refusal where lines decide: together, or one of the user's alone, whose decision others may take back. On all ranks.
+
+    Args:
+        lines: of all ranks.
+        effect: of numbers forced.
+        refusal: of lines, by what they do, and whether their numbers are larger then.
+    """
     for larger in (True, False):
-        if lines and _decides(trial, whole, Forced(lines, larger)) is not False:
-            for line in [*lines][:most]:
-                if _decides(trial, whole, Forced({line: lines[line]}, larger)):
-                    raise SequenceParallelError(_message(trial, line, larger=larger))
+        if lines:
+            _Search(lines, effect, refusal, larger=larger).run()
 
 
-def _lines(trial: Trial, whole: Outcome, sharded: Outcome) -> dict[Line, int]:
-    """Return the lines of all ranks, of the user's first."""
-    mesh = trial.context.mesh
-    own = numbers_of_parts(whole.read, sharded.read, mesh.data_parallel_size)
+class _Search:
+    """The search for lines that decide, in one direction; a class for it remembers what was tried."""
+
+    def __init__(
+        self,
+        lines: Mapping[Line, int],
+        effect: Callable[[Forced], Effect],
+        refusal: Callable[[list[Line], Effect, bool], SequenceParallelError],
+        *,
+        larger: bool,
+    ) -> None:
+        self._lines, self._effect_of, self._refusal, self._larger = lines, effect, refusal, larger
+        self._tried: dict[frozenset[Line], Effect] = {}
+
+    def run(self) -> None:
+        """Refuse the step where lines decide."""
+        self._harmless([*self._lines])
+        for line in self._lines:
+            if not line.is_installed:
+                self._harmless([line])
+
+    def _harmless(self, lines: list[Line]) -> list[Line]:
+        """Return those of some lines that change nothing, together."""
+        effect = self._effect(lines)
+        if effect is Effect.OTHER:
+            raise self._refusal(self._first_of(lines), effect, self._larger)
+        if effect is Effect.NONE:
+            return lines
+        if len(lines) == 1:
+            if effect is Effect.FAILED and not lines[0].is_installed:
+                raise self._refusal(lines, effect, self._larger)
+            return []
+        half = len(lines) // 2
+        found = self._harmless(lines[:half]) + self._harmless(lines[half:])
+        if len(found) < len(lines):
+            return self._harmless(found) if found else []
+        if effect is Effect.FAILED and not lines[0].is_installed:
+            raise self._refusal(lines, effect, self._larger)
+        return lines[:half]
+
+    def _first_of(self, lines: list[Line]) -> list[Line]:
+        """Return the line that decides, alone where it can, of some that do together: behind those without which it does not."""
+        none, all_of_them = 0, len(lines)
+        while all_of_them - none > 1:
+            middle = (none + all_of_them) // 2
+            if self._effect(lines[:middle]) is Effect.OTHER:
+                all_of_them = middle
+            else:
+                none = middle
+        last = lines[none]
+        return [last] if self._effect([last]) is Effect.OTHER else lines[:all_of_them]
+
+    def _effect(self, lines: list[Line]) -> Effect:
+        key = frozenset(lines)
+        if key not in self._tried:
+            self._tried[key] = self._effect_of(Forced({line: self._lines[line] for line in lines}, self._larger))
+        return self._tried[key]
+
+
+class _Forcing:
+    """Whole runs with numbers forced; a class for it remembers what is the same in two runs."""
+
+    def __init__(self, trial: Trial, whole: Outcome) -> None:
+        self._trial, self._whole = trial, whole
+        self._steady: frozenset[str] | None = None  # numbers left that are the same in two runs
+
+    def effect(self, forced: Forced) -> Effect:
+        """Return what forced numbers do to the whole run. Every rank must call it."""
+        trial, whole = self._trial, self._whole
+        try:
+            other = replace(trial, forced=forced).whole()
+        except Exception as error:
+            return effect_of_error(error, trial.control_group)
+        if whole.loss is None or other.loss is None:
+            return Effect.NONE if other.loss is whole.loss else Effect.OTHER
+        found = gradient_differences(averaged(whole.loss), averaged(other.loss), whole.gradients, other.gradients)
+        largest = max(relative_differences(found).values())
+        differs = math.isnan(largest) or largest > tolerance_of(whole.dtypes)
+        return Effect.OTHER if differs or self._leaves_others(other) else Effect.NONE
+
+    def _leaves_others(self, other: Outcome) -> bool:
+        """Return whether any rank's run leaves other numbers to later steps: a learning rate, a phase. A time is another one in each run."""
+        differ = _unlike(self._whole, other)
+        if not any(comm.gather_objects(bool(differ), self._trial.control_group)):
+            return False
+        if self._steady is None:
+            again = self._trial.whole()
+            self._steady = frozenset(self._whole.left) - _unlike(self._whole, again)
+        return any(comm.gather_objects(bool(differ & self._steady), self._trial.control_group))
+
+
+def effect_of_error(error: Exception, control_group: ProcessGroup | None) -> Effect:
+    """Return what an error says of the numbers that were forced; it is raised again where other ranks are its cause. On all ranks."""
+    if comm.is_of_communication(error):
+        raise error
+    return Effect.CHECKED if all(comm.gather_objects(_is_check(error), control_group)) else Effect.FAILED
+
+
+def _refusal(
+    trial: Trial, lines: list[Line], effect: Effect, larger: bool, *, over_groups: bool
+) -> SequenceParallelError:
+    *others, line = lines
+    together = f", with what is read at {' and '.join(each.describe() for each in others)}" if others else ""
+    what = (
+        "its loss, a gradient or what it leaves to later steps is another one"
+        if effect is Effect.OTHER
+        else "it fails, so that nobody can tell what it decides,"
+    )
+    refusal = SequenceParallelError(
+        f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {trial.crop} {what} where that "
+        f"number is {'larger' if larger else 'smaller'}{together}. {_OVER_GROUPS if over_groups else OF_PARTS}"
+        f"{_EACH_ROW if over_groups and line.of_tokens else ''}"
+    )
+    refusal.of_part = not over_groups  # type: ignore[attr-defined]
+    return refusal
+
+
+def lines_of_ranks(own: dict[Line, int], control_group: ProcessGroup | None) -> dict[Line, int]:
+    """Return the lines of all ranks, of the user's first. Every rank must call it."""
     found: dict[Line, int] = {}
-    for each in comm.gather_objects(own, trial.control_group):
+    for each in comm.gather_objects(own, control_group):
         found |= {line: max(number, found.get(line, 0)) for line, number in each.items()}
     ordered = sorted(found, key=lambda line: (line.is_installed, line))
     return {line: found[line] for line in ordered if not any(path in line.file for path in _CARRIED)}
 
 
-def _decides(trial: Trial, whole: Outcome, forced: Forced) -> bool | None:
-    """Return whether the whole run gives something else with numbers forced; None where it fails so."""
-    try:
-        other = replace(trial, forced=forced).whole()
-    except SequenceParallelError:
-        return None
-    if whole.loss is None or other.loss is None:
-        return other.loss is not whole.loss
-    found = gradient_differences(averaged(whole.loss), averaged(other.loss), whole.gradients, other.gradients)
-    largest = max(relative_differences(found).values())
-    return math.isnan(largest) or largest > tolerance_of(whole.dtypes)
+def _unlike(one: Outcome, other: Outcome) -> frozenset[str]:
+    tolerance = tolerance_of(one.dtypes)
+    names = one.left.keys() & other.left.keys()
+    return frozenset(n for n in names if not math.isclose(one.left[n], other.left[n], rel_tol=tolerance))
 
 
-def _message(trial: Trial, line: Line, *, larger: bool) -> str:
-    return (
-        f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {trial.crop} its loss or a gradient is another "
-        f"one where that number is {'larger' if larger else 'smaller'}. Each rank would decide by its own part's, which is not the "
-        "whole batch's; use global_view=True, in which the step reads whole sequences, or make the number whole first: "
-        "lightning_sp.reductions.batch_sum(mask.sum(1)), sequence_max(x)"
-    )
+def _is_check(error: BaseException) -> bool:
+    """Return whether an error was raised by a line of Python that compares: neither by torch nor by NumPy, which cannot go on."""
+    while error.__cause__ is not None and isinstance(error, SequenceParallelError):
+        error = error.__cause__
+    if isinstance(error, SequenceParallelError) or error.__traceback__ is None:
+        return False
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    name = frame.f_globals.get("__name__", "").partition(".")[0]
+    return name not in ("torch", "numpy") and raises(frame.f_code.co_filename, line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +19,19 @@ from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.other_tokens import CropCalls, modules_of_other_tokens
+from lightning_sp.preflight.differences.read_numbers import (
+    OF_PARTS,
+    Effect,
+    effect_of_error,
+    lines_of_ranks,
+    search_lines,
+)
 from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.numbers import RankNumbers
+from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
+from lightning_sp.preflight.recording.read_numbers import Line, ReadNumbers, numbers_of_parts, numbers_read
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation import isolated
@@ -47,6 +57,7 @@ class WholeRun:
         other: likewise, of a run with another seed.
         kept: for later.
         kept_again: likewise, of the other run.
+        read: numbers of the batch that it compares or reads.
     """
 
     numbers: Mapping[str, Number]
@@ -55,6 +66,7 @@ class WholeRun:
     other: list[Any]
     kept: list[Any]
     kept_again: list[Any]
+    read: ReadNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +78,14 @@ class PartRun:
         outputs: what differs of a prediction, in words; empty for nothing.
         kept: likewise, of what is kept for later.
         keeps: whether a rank keeps something.
+        read: numbers of its part that it compares or reads.
     """
 
     numbers: RankNumbers
     outputs: str
     kept: str
     keeps: bool
+    read: dict[Line, int]
 
 
 def find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> None:
@@ -84,28 +98,98 @@ def find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptio
             runner.context.unsharded.set(*others)
 
 
-def run_whole(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, *, predicts: bool) -> WholeRun:
+def run_whole(
+    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, *, name: str, predicts: bool
+) -> WholeRun:
     """Run a step on this rank's group's crop as one device would, twice. Every rank must call it."""
-    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
-
-    def shown(seed: int) -> tuple[Mapping[str, Number], list[Any], list[Any]]:
-        part, before = untouched_run(own.batch, options, runner.device), KeptValues(module)
-        with (
-            together(),
-            alone(module, runner.context, part.info, device=runner.device, uneven=own.uneven_entries, seed=seed),
-            recorded_numbers(module) as found,
-        ):
-            output = run(part.batch, part.info)
-            found.returned(output)
-            found.attributes(module, world, evaluates=True)
-            found.metrics(module, mesh.data_group, world, mesh.token_group)
-            outputs, kept = leaves(output) if predicts else [], leaves(before.new())
-        runner.end_without_backward()
-        return found.numbers, outputs, kept
-
+    shown = partial(_shown, own, runner, run, options, name=name, predicts=predicts)
     # Of numbers a time is told by two equal runs, of predictions what is drawn by two seeds.
-    (numbers, outputs, kept), (again, other, kept_again) = shown(SEED), shown(SEED + 1 if predicts else SEED)
-    return WholeRun(numbers=numbers, again=again, outputs=outputs, other=other, kept=kept, kept_again=kept_again)
+    numbers, outputs, kept, read = shown(SEED)
+    again, other, kept_again, _ = shown(SEED + 1 if predicts else SEED)
+    return WholeRun(
+        numbers=numbers, again=again, outputs=outputs, other=other, kept=kept, kept_again=kept_again, read=read
+    )
+
+
+def _shown(
+    own: Crop,
+    runner: StepRunner,
+    run: RunStep,
+    options: ShardOptions,
+    seed: int,
+    *,
+    name: str,
+    predicts: bool,
+    forced: Forced | None = None,
+) -> tuple[Mapping[str, Number], list[Any], list[Any], ReadNumbers]:
+    mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
+    part, before = untouched_run(own.batch, options, runner.device), KeptValues(module)
+    with (
+        together(),
+        alone(module, runner.context, part.info, device=runner.device, uneven=own.uneven_entries, seed=seed),
+        recorded_numbers(module) as found,
+    ):
+        with numbers_read(module, runner.context, name) as read, forcing(forced):
+            output = run(part.batch, part.info)
+        found.returned(output)
+        found.attributes(module, world, evaluates=True)
+        found.metrics(module, mesh.data_group, world, mesh.token_group)
+        outputs, kept = leaves(output) if predicts else [], leaves(before.new())
+    runner.end_without_backward()
+    return found.numbers, outputs, kept, read
+
+
+def decision_of_part(
+    own: Crop,
+    runner: StepRunner,
+    run: RunStep,
+    options: ShardOptions,
+    whole: WholeRun,
+    part: PartRun,
+    *,
+    name: str,
+    predicts: bool,
+) -> SequenceParallelError | None:
+    """Return a refusal of a step that decides what it shows by a number of its part, at a line of the user's. Every rank must call it."""
+    world = runner.groups.world
+    lines = {each: n for each, n in lines_of_ranks(part.read, world).items() if not each.is_installed}
+    unlike = partial(output_differences, tolerance=TOLERANCES[torch.float32], in_16_bits=False)
+
+    def effect(forced: Forced) -> Effect:
+        try:
+            numbers, outputs, kept, _ = _shown(
+                own, runner, run, options, SEED, name=name, predicts=predicts, forced=forced
+            )
+        except Exception as error:
+            return effect_of_error(error, world)
+        steady = {n: each.value for n, each in whole.numbers.items() if _is_close(each, whole.again.get(n))}
+        differs = numbers.keys() != whole.numbers.keys() or any(
+            not _is_close(numbers[n], whole.numbers[n]) for n in steady
+        )
+        differs = differs or bool([*unlike(outputs, whole.outputs, whole.other)])
+        differs = differs or bool([*unlike(kept, whole.kept, whole.kept_again)])
+        return Effect.OTHER if any(comm.gather_objects(differs, world)) else Effect.NONE
+
+    def refusal(found: list[Line], what: Effect, larger: bool) -> SequenceParallelError:
+        does = (
+            "it shows something else" if what is Effect.OTHER else "it fails, so that nobody can tell what it decides,"
+        )
+        return SequenceParallelError(
+            f"preflight: {name} decides by a number of its tokens, at {found[-1].describe()}: on a crop of {own.rows} x {own.tokens} tokens "
+            f"{does} where that number is {'larger' if larger else 'smaller'}. {OF_PARTS}"
+        )
+
+    try:
+        search_lines(lines, effect, refusal)
+    except SequenceParallelError as error:
+        return error
+    return None
+
+
+def _is_close(one: Number, other: Number | None) -> bool:
+    return other is not None and (
+        math.isclose(one.value, other.value, rel_tol=1e-6) or (math.isnan(one.value) and math.isnan(other.value))
+    )
 
 
 def run_part(
@@ -116,6 +200,7 @@ def run_part(
     whole: WholeRun,
     whole_output: WholeOutput,
     *,
+    name: str,
     predicts: bool,
 ) -> PartRun:
     """Run a step on this rank's part; say in words what differs of what it returns, where that counts, and keeps. Every rank must call it."""
@@ -124,7 +209,7 @@ def run_part(
     before = KeptValues(module)
     draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn
     with together(), isolated(module, runner.device), draws, recorded_numbers(module) as found:
-        with failing_together(module):
+        with failing_together(module), numbers_read(module, runner.context, name) as read:
             output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
         found.returned(output)
         found.attributes(module, world, evaluates=True)
@@ -141,6 +226,7 @@ def run_part(
         outputs="; ".join(compared(shown, whole.outputs, whole.other)),
         kept=why or "; ".join(compared(kept, whole.kept, whole.kept_again)),
         keeps=keeps,
+        read={} if runner.context.global_view else numbers_of_parts(whole.read, read, 1),
     )
 
 

@@ -24,6 +24,7 @@ from lightning_sp.preflight.evaluation.evaluation_runs import (
     PartRun,
     WholeOutput,
     WholeRun,
+    decision_of_part,
     find_others,
     run_part,
     run_whole,
@@ -116,18 +117,24 @@ def compare_evaluation(
 
             def run_on(own: Crop) -> WholeRun:
                 find_others(own, runner, run, options)
-                return run_whole(own, runner, run, options, predicts=predicts)
+                return run_whole(own, runner, run, options, name=name, predicts=predicts)
 
             crop, own, whole = _whole_on_a_crop(batch, cut, run_on, runner, config, options)
             ran_whole = True
             _read_ahead(crop, own, options, runner, run, name, may_retry=may_retry)
-            part = run_part(own, runner, run, options, whole, whole_output, predicts=predicts)
+            part = run_part(own, runner, run, options, whole, whole_output, name=name, predicts=predicts)
+            decision = decision_of_part(own, runner, run, options, whole, part, name=name, predicts=predicts)
     except Exception as error:  # on all ranks; what is wrong with the step itself, it will say itself
         _raise_not_compared(name, error, ran_whole)
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
-    return _judge(part, runner, name, (own.rows, crop.tokens), monitored, may_retry=may_retry)
+    keeps = _judge(part, runner, name, (own.rows, crop.tokens), monitored, may_retry=may_retry)
+    if decision is not None and (may_retry or predicts):
+        raise decision
+    if decision is not None:
+        rank_zero_warn(str(decision))
+    return keeps
 
 
 def _read_ahead(

@@ -19,11 +19,11 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight.crops.both_runs import untouched_run
+from lightning_sp.preflight.crops.both_runs import run_forward, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, rebuild_plain
 from lightning_sp.preflight.crops.shorter import RunStep
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
-from lightning_sp.preflight.trial import alone, run_forward, together
+from lightning_sp.preflight.trial import alone, together
 from lightning_sp.step.runner import StepRunner
 
 

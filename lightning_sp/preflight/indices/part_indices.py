@@ -17,11 +17,11 @@ from torch import Tensor
 from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, batch_entries, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.crops.both_runs import part_run
+from lightning_sp.preflight.crops.both_runs import part_run, run_forward
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shorter import RunStep
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
-from lightning_sp.preflight.trial import alone, run_forward
+from lightning_sp.preflight.trial import alone
 from lightning_sp.step.runner import StepRunner
 
 # Of the names that are known, those of targets: the others are ids, masks, and places of tokens that go with them.

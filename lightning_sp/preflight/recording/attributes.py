@@ -54,6 +54,30 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def numbers_left(module: nn.Module) -> dict[str, float]:
+    """Return the single numbers that later steps and hooks may go by: in attributes, lists and dicts of the user's modules and callbacks, in
+    buffers, in the optimizers' groups, and of the run."""
+    found: dict[str, Any] = dict(module.named_buffers())
+    for name, value in _all_attributes(module):
+        found[name] = value
+        if isinstance(value, (list, tuple, deque, dict)) and len(value) <= MAX_VISITED:
+            found |= {
+                f"{name}[{key!r}]": v for key, v in (value.items() if isinstance(value, dict) else enumerate(value))
+            }
+    trainer = getattr(module, "_trainer", None)
+    if trainer is not None:
+        groups = enumerate(group for each in trainer.optimizers for group in each.param_groups)
+        found |= {f"{option} of group {i}": value for i, group in groups for option, value in group.items()}
+        found["should_stop"] = trainer.should_stop
+    return {name: float(value) for name, value in found.items() if _is_single(value)}
+
+
+def _is_single(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and _is_number(value) and not isinstance(value, GlobalTensor)
+    return isinstance(value, (bool, int, float))
+
+
 def changed_attributes(
     module: nn.Module, before: Mapping[str, Any], control_group: ProcessGroup | None, *, evaluates: bool
 ) -> dict[str, float]:

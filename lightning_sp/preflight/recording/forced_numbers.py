@@ -3,6 +3,7 @@
     count = (ids > 20).sum();  if count > 20: ...            larger: taken        smaller: not taken
     if mask.any(): ...                                       larger: taken        smaller: left as it is
     loss * (1 + count // 44)                                 larger: of more      smaller: of less, where it is the same for a count near by
+    len(set(ids.tolist()))                                   of more tokens, most of them the largest, or the smallest
 
 Whether anything is there (`any`, `> 0`) is never forced to no: what is done with it is there too. And a part has none of it where other parts
 have some: their losses differ then, which every step looks at.
@@ -15,16 +16,20 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
-from lightning_sp.preflight.recording.read_numbers import COMPARISONS, NUMBERS, SIZES, STEPS, TRUTHS, Line
+from lightning_sp.preflight.recording.read_numbers import ARRAYS, COMPARISONS, NUMBERS, SIZES, STEPS, TRUTHS, Line
 
 # Of a number that Python takes as its own.
 _TIMES = 4
+# Of tokens that Python or NumPy gets: so many times more are the largest, or smallest, and no more are in between.
+_FAR = 16
+_BETWEEN = 2**18
 # What gives a number of tokens or of chunks: fewer of these would leave out what is there.
 _ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "long", "int", "short"}
 _NAMES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
@@ -79,6 +84,8 @@ class ForcedNumbers(TorchFunctionMode):
         if found is not None and name in STEPS:
             larger_alone = name in _ROUNDING and not self._larger
             return output if larger_alone else self._stepped(function, args, kwargs or {}, output)
+        if found is not None and name in ARRAYS and found[1].of_tokens:
+            return function(_of_more_tokens(args[0], larger=self._larger), *args[1:], **(kwargs or {}))
         return output if found is None else self._forced(name, args, output, *found)
 
     def _stepped(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -115,8 +122,29 @@ class ForcedNumbers(TorchFunctionMode):
                 if isinstance(output, torch.Size)
                 else _made(made, output, budget)
             )
+        if name in ARRAYS and output.dtype.kind == "b":
+            return output if not self._larger else np.ones_like(output)
         # Python's own int and float cannot be told from others: one that is larger shows what a comparison would.
         return _TIMES * (output + 1) if self._larger else output
+
+
+def _of_more_tokens(x: Tensor, *, larger: bool) -> Tensor:
+    """Return a tensor of more tokens: its own several times, all numbers in between, and most of them the largest, or the smallest."""
+    if not x.dim() or not x.numel() or x.is_complex():
+        return x
+    x = x.detach()
+    dim = 1 if x.dim() > 2 else x.dim() - 1
+    low, high = x.min(), x.max()
+    if x.is_floating_point() or x.dtype is torch.bool:
+        between = torch.stack([low, high])
+    else:
+        between = torch.arange(int(low), min(int(high) + 1, int(low) + _BETWEEN), device=x.device).to(x.dtype)
+    far = (high if larger else low).expand(_FAR * (x.shape[dim] + len(between)))
+    added = torch.cat([between, far])
+    shape = [*x.shape]
+    shape[dim] = len(added)
+    added = added.view([-1 if d == dim else 1 for d in range(x.dim())]).expand(shape)
+    return torch.cat([*([x] * _TIMES), added], dim)
 
 
 def _farther(number: Any, *, larger: bool) -> Any:

@@ -278,6 +278,8 @@ def users_place(frame: FrameType | None) -> tuple[str, int] | None:
     """Return the file and line of the user's that calls a function of torch; None where it is called by this package, or Lightning."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
+        if name == "lightning_sp.preflight.recording.logged":
+            return None  # what notes a number that is logged
         if name != "torch" and not name.startswith(("torch.", "lightning_sp.preflight.recording.")):
             ours = name.startswith(("lightning_sp.", "lightning.")) and not name.startswith("lightning_sp.models.")
             return None if ours else (frame.f_code.co_filename, frame.f_lineno)

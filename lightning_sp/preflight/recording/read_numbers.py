@@ -2,6 +2,7 @@
 
     if (batch["input_ids"] > 20).sum() > 20:      a part's count stays below 20 where the whole's does not
     if batch["input_ids"].numel() >= 48:          likewise
+    if len(set(ids.tolist())) > 30:               likewise, of what Python or NumPy makes of all tokens
 
 Which numbers are of a rank's tokens is followed from the tensors of the batch through every function of torch that the user's code, or a
 library, calls. What this package's functions give (a loss, `lightning_sp.reductions`) is of all tokens, and begins anew.
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,8 @@ STEPS = {
 }
 # Functions by which Python reads one: a truth, or a number.
 TRUTHS = {"__bool__", "is_nonzero", "contains", "equal", "allclose"}
-NUMBERS = {"item", "tolist", "__int__", "__float__", "__index__"}
+ARRAYS = {"tolist", "numpy", "__array__"}
+NUMBERS = {"item", "__int__", "__float__", "__index__", *ARRAYS}
 # How many numbers a tensor has, which its values may decide.
 SIZES = {"shape", "size", "numel", "nelement", "len"}
 _COUNTING = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
@@ -48,17 +50,20 @@ _INSTALLED = ("site-packages", "dist-packages")
 _MOVES = {"to", "cuda", "clone", "detach", "contiguous", "pin_memory"}
 
 
+Entry = tuple[Any, ...]  # keys and numbers that lead to a tensor of the batch
+
+
 class Read(NamedTuple):
     """A call that compares or reads numbers.
 
     Args:
         numbers: how many it gives, or reads.
-        leaves: the tensors of the batch that they were made of, by their number there.
+        leaves: the tensors of the batch that they were made of, by where they are in it.
         counted: whether it reads a size that values have decided.
     """
 
     numbers: int
-    leaves: frozenset[int]
+    leaves: frozenset[Entry]
     counted: bool = False
 
 
@@ -66,13 +71,13 @@ class ReadNumbers(TorchFunctionMode):
     """Notes the calls that compare or read numbers of the batch.
 
     Attributes:
-        sizes: of the batch's tensors, in order.
+        sizes: of the batch's tensors.
         calls: that compare or read.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[tuple[int, ...]] = []
+        self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
         self._leaves = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
@@ -80,9 +85,9 @@ class ReadNumbers(TorchFunctionMode):
 
     def hand(self, batch: Any) -> None:
         """Note the tensors of the batch that the step is given."""
-        for each in _tensors_of(batch):
-            self._leaves[each] = frozenset({len(self.sizes)})
-            self.sizes.append(tuple(each.shape))
+        for entry, each in _tensors_of(batch):
+            self._leaves[each] = frozenset({entry})
+            self.sizes[entry] = tuple(each.shape)
 
     def forget(self) -> None:
         """Let go of all tensors."""
@@ -101,7 +106,7 @@ class ReadNumbers(TorchFunctionMode):
         place = users_place(sys._getframe(1))
         if place is None and name not in _MOVES:
             return output
-        leaves = frozenset().union(*(self._leaves[each] for each in given))
+        leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
         if place is not None:
             self._note(place, name, given[0], output, leaves)
         counts = name in _COUNTING or (name == "where" and len(args) == 1) or (name == "getitem" and _by_mask(args[1]))
@@ -112,7 +117,7 @@ class ReadNumbers(TorchFunctionMode):
                 self._counted[each] = True
         return output
 
-    def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[int]) -> None:
+    def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[Entry]) -> None:
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
         counted = name in SIZES and given in self._counted
@@ -126,28 +131,35 @@ class ReadNumbers(TorchFunctionMode):
 
 
 @contextmanager
-def numbers_read(module: nn.Module, context: SequenceContext) -> Iterator[ReadNumbers]:
-    """Note what training_step reads of its batch, where steps see a rank's part; what was followed is forgotten behind it."""
-    mode, step = ReadNumbers(), cast("Any", module).training_step
-    if context.global_view or context.mesh.layout.size == 1:
+def numbers_read(module: nn.Module, context: SequenceContext, name: str = "training_step") -> Iterator[ReadNumbers]:
+    """Note what a step reads of its batch, where steps see a part of it; what was followed is forgotten behind it.
+
+    Args:
+        module: whose step it is.
+        context: of the step.
+        name: of the step.
+    """
+    mode, step = ReadNumbers(), getattr(module, name, None)
+    mesh = context.mesh
+    if step is None or mesh.layout.size == 1 or (context.global_view and mesh.data_parallel_size == 1):
         yield mode
         return
 
-    def training_step(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         mode.hand((args, kwargs))
         return step(*args, **kwargs)
 
-    own = vars(module).get("training_step")
-    vars(module)["training_step"] = training_step
+    own = vars(module).get(name)
+    vars(module)[name] = noted
     try:
         with mode:
             yield mode
     finally:
         mode.forget()
         if own is None:
-            del vars(module)["training_step"]
+            del vars(module)[name]
         else:
-            vars(module)["training_step"] = own
+            vars(module)[name] = own
 
 
 class Line(NamedTuple):
@@ -155,12 +167,14 @@ class Line(NamedTuple):
 
     Args:
         counted: whether it reads a size that values have decided.
+        of_tokens: whether it gives Python or NumPy numbers of each token.
     """
 
     file: str
     line: int
     function: str
     counted: bool
+    of_tokens: bool
 
     @property
     def is_installed(self) -> bool:
@@ -175,42 +189,69 @@ class Line(NamedTuple):
 def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> dict[Line, int]:
     """Return the lines that compare or read numbers of this rank's tokens, and how often. Pure.
 
-    Numbers of each token are none of these: a part has fewer, and each is what it is.
+    Numbers of each token are none of these: a part has fewer, and each is what it is. But where a user's line hands them to Python or NumPy,
+    nobody sees what is made of them.
 
     Args:
         whole: what one device's run has noted.
         sharded: what the run on a part has noted.
         groups: data-parallel groups whose rows the whole has.
     """
-    if len(whole.sizes) != len(sharded.sizes):
-        return {}
-    pairs = enumerate(zip(whole.sizes, sharded.sizes, strict=True))
-    split = {i for i, (all_of_it, part) in pairs if _numel(all_of_it) not in (_numel(part), groups * _numel(part))}
+    split = _other_entries(whole, sharded, {1, groups})
     found: Counter[Line] = Counter()
     for call, read in sharded.calls.items():
         before = whole.calls.get(call)
         alike = read.numbers == 1 or (before is not None and before.numbers in (read.numbers, groups * read.numbers))
-        if alike and read.leaves & split:
-            found[Line(*call[:3], read.counted)] += 1
+        line = Line(*call[:3], read.counted, not alike)
+        handed_over = call.function in ARRAYS and not line.is_installed
+        if (alike or handed_over) and read.leaves & split:
+            found[line] += 1
     return dict(found)
+
+
+def numbers_of_groups(whole: ReadNumbers, sharded: ReadNumbers) -> dict[Line, int]:
+    """Return the lines that compare or read numbers of a data-parallel group's rows, and how often. Pure.
+
+    Args:
+        whole: what one device's run on the rows of all groups has noted.
+        sharded: what the run on this group's has noted.
+    """
+    split = _other_entries(whole, sharded, {1})
+    found: Counter[Line] = Counter()
+    for call, read in sharded.calls.items():
+        before = whole.calls.get(call)
+        # Numbers of each row are none of these, either.
+        if before is not None and before.numbers == read.numbers and read.leaves & split:
+            found[Line(*call[:3], read.counted, of_tokens=False)] += 1
+    return dict(found)
+
+
+def _other_entries(whole: ReadNumbers, sharded: ReadNumbers, times: set[int]) -> set[Entry]:
+    """Return the tensors of the batch that have none of these times fewer numbers than whole ones; positions, say, only parts may have."""
+    return {
+        entry
+        for entry, part in sharded.sizes.items()
+        if entry in whole.sizes and _numel(whole.sizes[entry]) not in [n * _numel(part) for n in times]
+    }
 
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Return the tensors of nested arguments, in order."""
+def _tensors_of(value: Any, entry: Entry = ()) -> Iterator[tuple[Entry, Tensor]]:
+    """Return the tensors of nested arguments, each with where it is."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_of(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _tensors_of(getattr(value, each.name, None))
-    elif isinstance(getattr(value, "data", None), Mapping):  # a batch of a tokenizer, say
-        yield from _tensors_of(value.data)
+        yield entry, value
+        return
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name, None) for each in fields(value)}
+    elif not isinstance(value, (Mapping, list, tuple)):
+        value = getattr(value, "data", None)  # a batch of a tokenizer, say
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    for key, each in value.items() if isinstance(value, Mapping) else ():
+        yield from _tensors_of(each, (*entry, key))
 
 
 def _flat(values: tuple[Any, ...]) -> Iterator[Tensor]:
@@ -233,7 +274,22 @@ def _by_mask(index: Any) -> bool:
     return any(each.dtype in (torch.bool, torch.uint8) for each in _flat((index,)))
 
 
-# ---- sizes that are multiplied
+# ---- lines of the user's, by their text
+
+
+def raises(file: str, line: int) -> bool:
+    """Return whether a line raises by itself: `raise`, or `assert`."""
+    return line in _raising_lines(file)
+
+
+@lru_cache(maxsize=64)
+def _raising_lines(file: str) -> frozenset[int]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return frozenset()
+    found = (each for each in ast.walk(tree) if isinstance(each, (ast.Raise, ast.Assert)))
+    return frozenset(line for each in found for line in range(each.lineno, (each.end_lineno or each.lineno) + 1))
 
 
 def compares_products(file: str, line: int) -> bool:

@@ -33,6 +33,7 @@ from torch.optim import (
 from lightning_sp import comm
 from lightning_sp.checkpoint import sharded_like
 from lightning_sp.mesh import tensor_parallel_part
+from lightning_sp.parallelize import as_torch_does
 from lightning_sp.trainer.optimizers.part_steps import step_only
 
 # Each element's step is made of its own gradients alone.
@@ -86,7 +87,8 @@ def _trial(optimizer: Optimizer) -> Verdict:
         except Exception as error:  # it cannot be made anew, or takes no such small weights: nothing is known
             return Verdict(untried=_first_line(error))
         try:
-            moved_shards = _stepped(optimizer, shards)
+            with as_torch_does():
+                moved_shards = _stepped(optimizer, shards)
         except Exception as error:  # whatever an operation on sharded tensors raises
             return Verdict(fails=_first_line(error))
     for whole, step, own in zip(_all(wholes), moved, moved_shards, strict=True):

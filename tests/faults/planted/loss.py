@@ -116,7 +116,7 @@ LOSS = (
     fault(
         "the mean of the micro-batches' means",
         "strategy.py",
-        "            closure_loss = self._weighed(closure_loss, step.token_counts)\n",
+        "            closure_loss = self._weighed(closure_loss, step)\n",
         "            pass\n",
         LOSSES,
     ),
@@ -155,5 +155,12 @@ LOSS = (
         "        seed = batch.seed if self.context.run_mesh.layout.size > 1 else None\n",
         "        seed = None\n",
         "tests/trainer/test_whole_batches.py::test_ranks_of_a_sequence_draw_alike_and_groups_and_steps_do_not",
+    ),
+    fault(
+        "a cross entropy that is only looked at, and says how its micro-batch weighs",
+        "loss/token_weighting.py",
+        "    if not step.means:\n",
+        "    if True:\n",
+        "tests/loss/test_loss.py::test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens[2]",
     ),
 )

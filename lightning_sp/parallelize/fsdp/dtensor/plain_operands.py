@@ -1,11 +1,16 @@
 """Plain tensors beside sharded ones, in a hook or an optimizer, which torch refuses: `gradient.add_(noise)`, `torch.mul(weight.data, mask)`.
 
 A plain tensor that all ranks hold alike is whole on each of them, and each shard meets its part of it. One that differs is refused.
+One that is written to, `own.add_(gradient)`, is whole and stays so: what it is given is gathered.
+
+What DTensor has no rule for, `weight[weight > 0]`, `gradient.tolist()`, `torch.unique(weight)`, is done to whole tensors, and gives plain ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +24,15 @@ from lightning_sp.errors import SequenceParallelError
 # Odd numbers without a pattern, of SplitMix64.
 _OF_BITS, _OF_PLACES = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 _REFUSED = "mixed torch.Tensor and DTensor"  # torch's words, before anything is done
+_NO_RULE = (
+    "Sharding propagation failed",
+    "does not have a sharding strategy registered",
+    "is not supported for tensor subclasses",
+    "invalid python storage",
+)
+# Of a plain index, which a shard would be read with as if it were the whole.
+_INDEXED = {"gather", "take", "take_along_dim", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
+_TRIALS: list[None] = []  # in progress, in which torch's own words are asked for
 
 
 def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,40 +44,107 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         SequenceParallelError: one that differs between ranks; on all of them.
     """
     kwargs = kwargs or {}
+    if isinstance(out := kwargs.get("out"), DTensor):  # `torch.eye(5, 3, out=weight)` would make each shard the whole
+        found = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+        return out.copy_(found.detach())
     with torch._C.DisableTorchFunctionSubclass():
+        if getattr(function, "__name__", "") in _INDEXED and not _learns(args, kwargs):
+            return _of_wholes(function, args, kwargs)
         try:
             return function(*args, **kwargs)
-        except RuntimeError as error:
-            given = tree_leaves([args, kwargs])
-            learns = any(_is_plain(each) and each.requires_grad for each in given)
-            if _REFUSED not in str(error) or learns or _writes_to_plain(function, args):
+        except (RuntimeError, NotImplementedError) as error:
+            instead = _instead(function, args, kwargs, str(error))
+            if instead is None:
                 raise
-        like = next(each for each in given if isinstance(each, DTensor))
-        args, kwargs = tree_map(lambda value: _replicated(value, like), [args, kwargs])
-        return function(*args, **kwargs)
+        return instead()
 
 
-def _writes_to_plain(function: Callable[..., Any], args: Any) -> bool:
-    """Return whether a plain tensor would be written to: an optimizer whose state is none of shards steps whole weights."""
+def _instead(function: Callable[..., Any], args: Any, kwargs: Any, why: str) -> Callable[[], Any] | None:
+    """Return what gives what a function would give of whole tensors, by why DTensor refuses it; None where nothing does."""
+    written = _written_to(function, args, kwargs)
+    to_plain = [_is_plain(each) for each in written]
+    if _REFUSED in why:
+        given = tree_leaves([args, kwargs])
+        if any(_is_plain(each) and each.requires_grad for each in given):
+            return None
+        if not any(to_plain):
+            return partial(_of_replicated, function, args, kwargs)
+    elif not any(words in why for words in _NO_RULE):
+        return None
+    if _TRIALS or not all(to_plain) or _learns(args, kwargs):
+        return None
+    if getattr(function, "__name__", "") == "__deepcopy__":
+        return lambda: args[0].detach().clone()
+    return partial(_of_wholes, function, args, kwargs)
+
+
+def _of_replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with plain tensors as ones that are whole on every rank; with whole ones where DTensor has no rule, a mask as index."""
+    like = next(each for each in tree_leaves([args, kwargs]) if isinstance(each, DTensor))
+    replicated = tree_map(lambda value: _replicated(value, like), [args, kwargs])
+    try:
+        return function(*replicated[0], **replicated[1])
+    except (RuntimeError, NotImplementedError) as error:
+        instead = None if _REFUSED in str(error) else _instead(function, args, kwargs, str(error))
+        if instead is None:
+            raise
+    return instead()
+
+
+def _learns(args: Any, kwargs: Any) -> bool:
+    given = tree_leaves([args, kwargs]) if torch.is_grad_enabled() else []
+    return any(isinstance(each, Tensor) and each.requires_grad for each in given)
+
+
+def _of_wholes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with what is sharded whole, on every rank."""
+    args, kwargs = tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, [args, kwargs])
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def as_torch_does() -> Iterator[None]:
+    """Let what DTensor has no rule for fail in torch's words: an optimizer whose operations are none of shards steps whole weights."""
+    _TRIALS.append(None)
+    try:
+        yield
+    finally:
+        _TRIALS.pop()
+
+
+def _written_to(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a function writes to."""
     name = str(getattr(function, "__name__", ""))
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return in_place and bool(args) and _is_plain(args[0])
+    in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = tree_leaves([args[0] if in_place and args else None, kwargs.get("out")])
+    return [each for each in written if isinstance(each, Tensor)]
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
-def _replicated(value: Any, like: DTensor) -> Any:
-    """Return a plain tensor as one that is whole on every rank of a sharded one's mesh; anything else as it is."""
-    if not _is_plain(value) or value.numel() == 1:
-        return value
+def check_alike(value: Any, like: DTensor) -> None:
+    """Refuse a plain tensor that differs between ranks, beside a sharded one. Every rank must call it.
+
+    Communicates: an all_reduce of 16 bytes.
+
+    Raises:
+        SequenceParallelError: it differs; on all ranks.
+    """
     if not comm.all_equal(_digest(value).to(like.device)):
         raise SequenceParallelError(
             f"a tensor of shape {tuple(value.shape)} that differs between ranks meets a sharded one of shape {tuple(like.shape)}: each rank "
             "would go on with its own part of it; draw it as the sharded one (torch.randn_like(gradient)), or by a generator with one seed, or "
             "make it of what all ranks know"
         )
+
+
+def _replicated(value: Any, like: DTensor) -> Any:
+    """Return a plain tensor as one that is whole on every rank of a sharded one's mesh; anything else as it is."""
+    if not _is_plain(value) or value.numel() == 1:
+        return value
+    check_alike(value, like)
     return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)  # type: ignore[no-untyped-call,unused-ignore]
 
 

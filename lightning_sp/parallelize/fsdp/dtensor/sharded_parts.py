@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
+from lightning_sp.parallelize.fsdp.dtensor.plain_operands import check_alike
+
 _ATEN = torch.ops.aten
 PART_OPS = (
     _ATEN.select.int,
@@ -31,6 +33,32 @@ PART_OPS = (
 )
 RANDOM_OPS = (_ATEN.randn_like.default, _ATEN.rand_like.default, _ATEN.bernoulli.default)
 _RANDOM = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
+# Which DTensor writes to a shard as if it were the whole, or makes it another one's, or refuses: written to the whole here.
+_ON_WHOLE = {
+    *(
+        "index_fill_",
+        "index_add_",
+        "index_copy_",
+        "index_put_",
+        "index_reduce_",
+        "put_",
+        "scatter_",
+        "scatter_add_",
+        "scatter_reduce_",
+    ),
+    *(
+        "masked_scatter_",
+        "fill_diagonal_",
+        "tril_",
+        "triu_",
+        "renorm_",
+        "addr_",
+        "addmm_",
+        "addmv_",
+        "addbmm_",
+        "baddbmm_",
+    ),
+}
 _DUNDERS = (
     "__iadd__",
     "__isub__",
@@ -88,7 +116,8 @@ def writing_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the methods of DTensor that write, by name, as they are while a run is in progress."""
     for name in _WRITES:
         if callable(original := getattr(Tensor, name, None)):
-            yield name, _drawing(original) if name in _RANDOM else _writing(original)
+            made = _drawing if name in _RANDOM else _writing_whole if name in _ON_WHOLE else _writing
+            yield name, made(original)
     yield "__setitem__", _set_item
     yield "detach", detach
 
@@ -99,6 +128,22 @@ def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, *args, **kwargs)
         _bring_home(self)
         return result
+
+    return write
+
+
+def _writing_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def write(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Tensor) and not isinstance(each, DTensor):
+                check_alike(each, self)
+        with torch.no_grad():
+            whole = _whole(self)
+            original(whole, *(_plain(each) for each in args), **{name: _plain(each) for name, each in kwargs.items()})
+            _keep_shard(self, whole)
+        _bring_home(self)
+        return self
 
     return write
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -165,6 +166,54 @@ def drawn() -> list[bool]:
     return found
 
 
+INDEX, ONES = torch.tensor([0, 4]), torch.ones(2, 3, dtype=torch.float64)
+# What DTensor has no rule for, or reads and writes a shard by as if it were the whole.
+WITHOUT_RULE: dict[str, Any] = {
+    "mask": lambda w: w[w > 0],
+    "mask of rows": lambda w: w[torch.arange(5) % 2 == 0],
+    "tolist": lambda w: torch.tensor(w.tolist()),
+    "allclose": lambda w: torch.tensor(torch.allclose(w, w + 1e-12)),
+    "unique": lambda w: w.sign().unique(),
+    "nonzero": lambda w: (w > 0).nonzero(),
+    "gather": lambda w: w.gather(0, torch.tensor([[4, 3, 0]])),
+    "renorm": lambda w: torch.renorm(w, 2, 0, 0.1),
+    "searchsorted": lambda w: torch.searchsorted(w[0].sort().values, torch.zeros((), dtype=w.dtype)),
+    "deepcopy": lambda w: copy.deepcopy(w * 1),
+    "index_fill_": lambda w: w.clone().index_fill_(0, INDEX, 1.0),
+    "index_add_": lambda w: w.clone().index_add_(0, INDEX, ONES),
+    "index_copy_": lambda w: w.clone().index_copy_(0, INDEX, ONES),
+    "scatter_": lambda w: w.clone().scatter_(0, torch.tensor([[3] * 3]), 0.5),
+    "put_": lambda w: w.clone().put_(torch.tensor([3, 14]), ONES[0, :2]),
+    "renorm_": lambda w: w.clone().renorm_(2, 0, 0.1),
+    "fill_diagonal_": lambda w: w.clone().fill_diagonal_(1.0),
+    "tril_": lambda w: w.clone().tril_(),
+    "addmm_": lambda w: w.clone().addmm_(w, torch.eye(3, dtype=w.dtype)),
+    "eye_": lambda w: torch.nn.init.eye_(w.clone()),
+}
+
+
+def without_rule() -> dict[str, bool]:
+    """Do to a sharded weight what DTensor has no rule for; which results are one device's."""
+    linear = _sharded()
+    weight: Any = linear.weight.detach()
+    whole, same = weight.full_tensor(), {}
+    with used_as_whole(linear):
+        for name, run in WITHOUT_RULE.items():
+            found = run(weight)
+            same[name] = torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, run(whole))
+    return same
+
+
+def _put(own: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    own[...] = weight
+    return own
+
+
+def _lerped(own: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch._foreach_lerp_(own, weights, 0.1)
+    return own
+
+
 def beside_plain() -> tuple[dict[str, bool], str, bool]:
     """Let plain tensors meet a sharded weight; which results are one device's, a refusal, and whether torch's own come back afterwards."""
     linear = _sharded()
@@ -192,6 +241,13 @@ def beside_plain() -> tuple[dict[str, bool], str, bool]:
         "foreach": lambda w: torch._foreach_mul([w, w], [mask.double(), noise])[1],
         "view(-1)": lambda w: w.view(-1) * 2,
         "numpy": lambda w: torch.from_numpy(w.numpy().copy()),
+        "plain.add_": lambda w: noise.clone().add_(w, alpha=2),
+        "plain.lerp_": lambda w: noise.clone().lerp_(w, 0.1),
+        "plain.copy_": lambda w: noise.clone().copy_(w),
+        "plain[...]": lambda w: _put(noise.clone(), w),
+        "plain +=": lambda w: noise.clone().__iadd__(w),
+        "plain foreach": lambda w: _lerped([noise.clone(), noise.clone()], [w, w])[1],
+        "plain out": lambda w: torch.add(w, w, out=noise.clone()),
     }
     same = {}
     whole = weight.full_tensor()

@@ -38,8 +38,14 @@ def test_random_numbers_are_those_of_the_whole(pools):
 def test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one(pools):
     for same, refusal, restored in pools(2).run(ranks.beside_plain):
         assert [name for name, is_same in same.items() if not is_same] == []
-        assert len(same) == 19
+        assert len(same) == 26
         assert refusal.startswith(
             "a tensor of shape (5, 3) that differs between ranks meets a sharded one of shape (5, 3)"
         )
         assert restored, "outside of a run torch's own is back"
+
+
+def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):
+    for same in pools(2).run(ranks.without_rule):
+        assert [name for name, is_same in same.items() if not is_same] == []
+        assert same.keys() == ranks.WITHOUT_RULE.keys()

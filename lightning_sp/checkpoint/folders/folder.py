@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from lightning_sp.checkpoint.folders.address import Address, Location
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 
 META, METADATA, MANIFEST, PARTIAL, REPLACED = "meta.pt", ".metadata", "manifest.json", ".partial", ".replaced"
 # Of one whole file: Lightning's.
@@ -307,5 +307,5 @@ def first_failure(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items(), key=lambda item: int(item[0]))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
+        return f"rank {rank}: {told_error(cause)}"
+    return told_error(error)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from lightning_sp.comm.groups import cached_per_world, when_destroyed
 from lightning_sp.comm.hangs.main_thread import place_of_error
 from lightning_sp.comm.hangs.meeting import Meeting
+from lightning_sp.comm.hangs.raised import raised
 from lightning_sp.comm.hangs.report import Report, State, process_here, told_places
 from lightning_sp.comm.hangs.side_channel import SideChannel
-from lightning_sp.comm.hangs.watch import STAYS_S, RunWatch, raised
+from lightning_sp.comm.hangs.watch import STAYS_S, RunWatch
 
 # What this process has told of a world that it has destroyed in a run: the world, and what is kept for it, is gone then.
 _destroyed: list[str] = []

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.trainer.processes.other_ranks import wait_at_exit, wait_no_more
 from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, STARTED_IN, is_stopped
 
@@ -140,7 +140,7 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(error, Exception) and (where := comm.destroyed_in_run()):
             raise SequenceParallelError(
                 f"this rank {where}: every message between ranks needs them, to the end of the run; call "
-                f"torch.distributed.destroy_process_group after trainer.fit, on all ranks ({type(error).__name__}: {error})"
+                f"torch.distributed.destroy_process_group after trainer.fit, on all ranks ({told_error(error)})"
             ) from error
         if isinstance(error, Exception) and (named := comm.connection_error(error, told)) is not None:
             raise named from error

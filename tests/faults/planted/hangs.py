@@ -148,4 +148,32 @@ HANGS = (
         "            silent_s=0.0,\n",
         "tests/comm/hangs/test_meeting.py::test_a_rank_that_says_nothing_is_silent_from_the_first_question_on",
     ),
+    fault(
+        "an error of one rank that has no text, and is told to nobody",
+        "errors.py",
+        "    except Exception as failed:\n        return f\"(its __str__",
+        "    except SystemExit as failed:\n        return f\"(its __str__",
+        "tests/comm/hangs/test_raised.py::test_a_text_that_fails_has_its_class_all_the_same",
+    ),
+    fault(
+        "an error of a loader's worker, told by torch's own first line",
+        "comm/hangs/raised.py",
+        "    if _OF_WORKER not in first or not files:\n",
+        "    if True:\n",
+        "tests/comm/hangs/test_raised.py::test_an_error_of_a_loaders_worker_is_that_of_its_line",
+    ),
+    fault(
+        "an error behind a run, of which those who wait for it there are not told",
+        "comm/hangs/runs.py",
+        '    meeting.end(f"rank {rank} {why}, behind run {runs.number}")\n',
+        "",
+        "tests/comm/hangs/test_meeting.py::test_a_rank_whose_script_fails_behind_a_run_is_named_where_others_wait_for_it",
+    ),
+    fault(
+        "a rank behind its run that stays when the process that started it is gone",
+        "trainer/processes/parent.py",
+        "            _end_with_parent(signal.SIGTERM)\n",
+        "            pass\n",
+        "tests/trainer/processes/test_launchers.py::test_a_rank_ends_with_the_process_that_started_it[behind its run]",
+    ),
 )

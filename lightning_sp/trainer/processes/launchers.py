@@ -100,6 +100,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         # Lightning's observer gets this list.
         self.procs[:] = [cast(Any, ChildRank(each)) for each in self.procs]
 
+    def ended(self) -> str:
+        """Return which of the ranks that this process has started have ended, and how; empty for none."""
+        codes = {rank: (each.pid, each.poll()) for rank, each in enumerate(self.procs, 1)}
+        return ", ".join(
+            f"rank {rank} (process {pid}) has ended with code {code}"
+            for rank, (pid, code) in codes.items()
+            if code is not None
+        )
+
     def kill_stopped(self) -> None:
         """Kill the ranks that are stopped: they do not see that the run has ended, and keep their memory and device."""
         for each in self.procs:

@@ -127,7 +127,8 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         if not _distributed_is_initialized():
-            with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size):
+            gone = self.launcher.ended if isinstance(self.launcher, ScriptLauncher) else str
+            with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size, gone=gone):
                 _init_dist_connection(
                     self.cluster_environment,
                     self._process_group_backend,

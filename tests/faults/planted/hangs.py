@@ -151,8 +151,8 @@ HANGS = (
     fault(
         "an error of one rank that has no text, and is told to nobody",
         "errors.py",
-        "    except Exception as failed:\n        return f\"(its __str__",
-        "    except SystemExit as failed:\n        return f\"(its __str__",
+        '    except Exception as failed:\n        return f"(its __str__',
+        '    except SystemExit as failed:\n        return f"(its __str__',
         "tests/comm/hangs/test_raised.py::test_a_text_that_fails_has_its_class_all_the_same",
     ),
     fault(

@@ -29,6 +29,7 @@ META, METADATA, MANIFEST, PARTIAL, REPLACED = "meta.pt", ".metadata", "manifest.
 # Of one whole file: Lightning's.
 FILE_SUFFIX = ".ckpt"
 # Of an object store: what one save's folder begins with.
+_MOST_NAMED = 5
 SAVE = "save-"
 FORMAT = 1
 _CHUNK_BYTES = 1 << 24
@@ -241,7 +242,9 @@ def _check_manifest_there(path: Location) -> None:
             f"checkpoint {path} is half-written: it holds {len(names)} files and no {MANIFEST}, which a save writes last (or "
             "it is a distributed checkpoint of another strategy); resume from an earlier checkpoint"
         )
-    raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST})")
+    inside = sorted(name for name in names if (path / name / MANIFEST).is_file() or name.endswith(".ckpt"))
+    give = f"; give one of those below it: {', '.join(inside[:_MOST_NAMED])}" if inside else ""
+    raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST}){give}")
 
 
 def _check_listed(path: Location, files: dict[str, tuple[int, int]]) -> None:

@@ -176,4 +176,11 @@ HANGS = (
         "            pass\n",
         "tests/trainer/processes/test_launchers.py::test_a_rank_ends_with_the_process_that_started_it[behind its run]",
     ),
+    fault(
+        "a rank that waits for as long as a start may take for one that has ended",
+        "trainer/processes/joining.py",
+        "            if (ended := gone()) and not joined.wait(_GRACE_S):\n",
+        "            if (ended := ''):\n",
+        "tests/trainer/processes/test_joining.py::test_a_rank_that_waits_for_one_that_has_ended_ends[rank 1 (process 12) has ended with code 0-60.0-1]",
+    ),
 )

@@ -172,6 +172,20 @@ USERS = (
         f"{UPDATE}[eval-modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, ]",
     ),
     fault(
+        "another dropout on one rank from a later step on",
+        "step/agreement/agreed_update.py",
+        "            sum(p for _, p in dropped),\n            sum(number * p for number, p in dropped),\n",
+        "",
+        f"{UPDATE}[dropout-p of dropout modules (their sum, and that of each times its number) is (0.1, ]",
+    ),
+    fault(
+        "one rank's write to its optimizer's state",
+        "step/agreement/agreed_writes.py",
+        "(*numbers, *self._state_writes().values())",
+        "tuple(numbers)",
+        "tests/step/agreement/test_agreed_writes.py::test_a_write_of_one_rank_to_its_optimizers_state_is_refused[state-on_train_batch_end]",
+    ),
+    fault(
         "another gradient_clip_val on one rank in a run",
         "trainer/loops.py",
         '        "gradient_clip_val": trainer.gradient_clip_val,\n',

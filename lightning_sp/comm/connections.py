@@ -94,6 +94,20 @@ def connection_error(error: BaseException, told: str = "") -> SequenceParallelEr
     )
 
 
+def check_port() -> None:
+    """Refuse a MASTER_PORT that no process can listen at. Without communication.
+
+    Raises:
+        SequenceParallelError: with what is given.
+    """
+    given = os.environ.get("MASTER_PORT")
+    if given is not None and not (given.isdecimal() and 0 < int(given) < 1 << 16):
+        raise SequenceParallelError(
+            f"MASTER_PORT={given!r}: must be a whole number from 1 to 65535, the port at which rank 0 listens; where this script starts the ranks "
+            "of its host, unset it, and a free one is chosen"
+        )
+
+
 def check_address_here(address: str) -> None:
     """Refuse an address that is no host's, and warn of another host's, where all ranks are of this host and are to meet at it.
 

@@ -77,6 +77,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        comm.check_port()
         if self.num_nodes == 1:
             comm.check_address_here(self.cluster_environment.main_address)
         try:

@@ -169,6 +169,7 @@ class ProcessStrategy(ParallelStrategy):
         rank, size, limit = self.global_rank, self.world_size, self._start_timeout
         if (store := comm.fresh_store(rank, size, limit)) is not None:
             return store
+        comm.check_port()
         at = self.cluster_environment.main_address, self.cluster_environment.main_port
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = at[0], str(at[1])  # as Lightning does a moment later
         return comm.joined_store(rank, size, limit, at=at, run=os.environ.get(RUN, ""))

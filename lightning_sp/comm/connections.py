@@ -103,8 +103,8 @@ def check_port() -> None:
     given = os.environ.get("MASTER_PORT")
     if given is not None and not (given.isdecimal() and 0 < int(given) < 1 << 16):
         raise SequenceParallelError(
-            f"MASTER_PORT={given!r}: must be a whole number from 1 to 65535, the port at which rank 0 listens; where this script starts the ranks "
-            "of its host, unset it, and a free one is chosen"
+            f"MASTER_PORT={given!r}: must be a whole number from 1 to 65535, the port at which rank 0 listens; where this script starts the "
+            "ranks of its host, unset it, and a free one is chosen"
         )
 
 

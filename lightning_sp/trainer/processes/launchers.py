@@ -53,6 +53,10 @@ class ChildRank:
         """The code with which it has ended."""
         return self.poll()
 
+    def poll_now(self) -> int | None:
+        """Return the code with which it has ended, None for none."""
+        return self._process.poll()
+
     def poll(self) -> int | None:
         """Return the code with which it has ended, None for a while after its end, too."""
         code = self._process.poll()
@@ -103,7 +107,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def ended(self) -> str:
         """Return which of the ranks that this process has started have ended, and how; empty for none."""
-        codes = {rank: (each.pid, each.poll()) for rank, each in enumerate(self.procs, 1)}
+        ranks = cast(list[ChildRank], self.procs)
+        codes = {rank: (each.pid, each.poll_now()) for rank, each in enumerate(ranks, 1)}
         return ", ".join(
             f"rank {rank} (process {pid}) has ended with code {code}"
             for rank, (pid, code) in codes.items()

@@ -63,7 +63,9 @@ def join_without(ended: str, joined_s: float) -> None:
         time.sleep(joined_s)
 
 
-@pytest.mark.parametrize(("ended", "joined_s", "code"), [(ENDED, 60.0, 1), (ENDED, 0.3, 0), ("", 1.0, 0)])
+@pytest.mark.parametrize(
+    ("ended", "joined_s", "code"), [(ENDED, 60.0, 1), (ENDED, 0.3, 0), ("", 1.0, 0)], ids=["waits", "meets", "all"]
+)
 def test_a_rank_that_waits_for_one_that_has_ended_ends(capfd, ended, joined_s, code):
     """It waits in native code. Of one that has met the others its run says more."""
     waiting = multiprocessing.get_context("fork").Process(target=join_without, args=(ended, joined_s))

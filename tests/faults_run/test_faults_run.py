@@ -84,7 +84,7 @@ EXPECTED = {
     ),
     "an error in the loader": ("rank 1 has raised OSError: cannot read sample, in tests/faults_run/script.py:", RAISED),
     "an error in a loader's worker": (
-        "has raised OSError: Caught OSError in DataLoader worker process 0. OSError: cannot read sample (File ",
+        "has raised OSError: Caught OSError in DataLoader worker process 0. OSError: cannot read sample (tests/faults_run/script.py:",
         RAISED,
     ),
     "on_train_batch_start skips a batch on one rank": (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_sp.comm.hangs.main_thread import Place
+import re
+
+from lightning_sp.comm.hangs.main_thread import Place, told_line
 from lightning_sp.errors import text_of
 
 _MOST_LETTERS = 1000
 # torch raises what a loader's worker has raised with that process' whole traceback as text.
 _OF_WORKER = " in DataLoader worker process "
+_LINE = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
 def raised(error: BaseException, place: Place) -> str:
@@ -23,8 +26,9 @@ def raised(error: BaseException, place: Place) -> str:
 def _one_line(text: str) -> str:
     """Return the first line, and of an error of a loader's worker where it was raised there, and what it says itself."""
     first, *rest = text.split("\n")
-    files = [number for number, line in enumerate(rest) if line.startswith('  File "')]
-    if _OF_WORKER not in first or not files:
+    lines = [(number, found) for number, line in enumerate(rest) if (found := _LINE.fullmatch(line))]
+    if _OF_WORKER not in first or not lines:
         return first
-    said = next((line for line in rest[files[-1] :] if line and not line.startswith(" ")), "")
-    return f"{first} {said} ({rest[files[-1]].strip()})"
+    number, (file, at, function) = lines[-1][0], lines[-1][1].groups()
+    said = next((line for line in rest[number:] if line and not line.startswith(" ")), "")
+    return f"{first} {said} ({told_line((file, int(at), function))})"

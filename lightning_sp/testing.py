@@ -12,8 +12,9 @@ import multiprocessing
 import os
 import queue
 import socket
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
@@ -37,6 +38,8 @@ def free_port() -> int:
 
 # What the first call of a pool takes besides: its processes start.
 _START_S = 30.0
+# How often a call that waits looks whether its processes live.
+_LOOK_S = 0.5
 
 
 # What makes NCCL take several ranks of one GPU: it refuses two of one host, and believes what it is told of hosts (NCCL, "Environment
@@ -52,7 +55,7 @@ class RankPool:
     Args:
         size: number of ranks.
         timeout_s: limit of each call and of each collective in it.
-        others_s: how long the other ranks may still answer once one has failed.
+        others_s: how long the other ranks may still answer once one has failed or ended.
         preload: modules that the ranks' server imports once for all ranks. The first pool of a process decides, for the server stays.
         device: "cpu" for ranks of gloo; "cuda" for ranks of NCCL that share the first GPU, each on a node of its own to NCCL and Lightning.
 
@@ -115,15 +118,23 @@ class RankPool:
             tasks.put((function, args))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        while len(results) + len(failures) < self.size:
+        known, deadline_s = 0, time.monotonic() + self.timeout_s + _START_S
+        while silent := set(range(self.size)) - results.keys() - failures.keys():
             try:
-                rank, ok, value = self._results.get(timeout=self.others_s if failures else self.timeout_s + _START_S)
+                rank, ok, value = self._results.get(timeout=min(_LOOK_S, max(deadline_s - time.monotonic(), 0)))
             except queue.Empty:
-                break
-            if ok:
-                results[rank] = ForkingPickler.loads(value)
+                ended = self._ended(silent)
+                if len(ended) == len(silent) or time.monotonic() >= deadline_s:
+                    break
             else:
-                failures[rank] = value
+                ended = []
+                if ok:
+                    results[rank] = ForkingPickler.loads(value)
+                else:
+                    failures[rank] = value
+            # With each rank that fails or ends the others may still answer, for a while.
+            if len(failures) + len(ended) > known:
+                known, deadline_s = len(failures) + len(ended), time.monotonic() + self.others_s
         if len(results) < self.size:
             self.failure = self._why(failures, set(range(self.size)) - results.keys() - failures.keys())
             self._kill()
@@ -133,11 +144,15 @@ class RankPool:
 
     def _why(self, failures: dict[int, str], silent: set[int]) -> str:
         first = [f"rank {rank} of {self.size} failed first:\n{text}" for rank, text in list(failures.items())[:1]]
-        ended = [rank for rank in silent if not self._processes[rank].is_alive()]
-        within = f"{self.others_s:g} s more" if failures else f"{self.timeout_s + _START_S:g} s"
-        return "\n".join(
-            first + [f"no answer from ranks {sorted(silent)} within {within}; of them ended: {ended}"] * bool(silent)
-        )
+        ended = {rank: self._processes[rank].exitcode for rank in self._ended(silent)}
+        within = f"{self.others_s:g} s more" if failures or ended else f"{self.timeout_s + _START_S:g} s"
+        told = f"no answer from ranks {sorted(silent)} within {within}; of them ended: {sorted(ended)}"
+        if len(ended) == len(silent):
+            told = f"ranks {sorted(silent)} have ended without an answer, with exit codes {[*ended.values()]}"
+        return "\n".join(first + [told] * bool(silent))
+
+    def _ended(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in sorted(ranks) if not self._processes[rank].is_alive()]
 
     def stop(self) -> None:
         """Tell the processes to end, without waiting for them."""

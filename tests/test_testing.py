@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from lightning_sp import testing
 from lightning_sp.testing import RankPool
-from tests.testing_ranks import Tell, hanging_ranks, late, rank_of, seed_once
+from tests.testing_ranks import Tell, hanging_ranks, late, leave, rank_of, seed_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,6 +47,16 @@ def test_a_rank_that_does_not_answer_ends_the_pool(monkeypatch):
         for process in pool._processes:
             process.join(5)
             assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("leaving", [(0,), (0, 1)])
+def test_ranks_that_end_in_a_call_end_the_pool_long_before_its_limit(leaving):
+    began_s = time.monotonic()
+    with RankPool(2, timeout_s=300, others_s=0.5) as pool:
+        which = re.escape(str([*leaving]))
+        with pytest.raises(RuntimeError, match=rf"^ranks {which} have ended without an answer, with exit codes \[7"):
+            pool.run(leave, leaving)
+    assert time.monotonic() - began_s < 100
 
 
 def test_an_interrupted_call_ends_the_pool():

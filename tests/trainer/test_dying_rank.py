@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -65,8 +66,8 @@ def _is_running(pid: int) -> bool:
 def test_a_rank_that_exits_is_an_error_on_the_others():
     """The others fail in their next collective, far below the limits of 300 s and, here, of a call."""
     with pytest.raises(RuntimeError) as ended:
-        run_ranks(dying_rank.fit, 2, "exit", timeout_s=100, others_s=0.5)
-    first, _, rest = str(ended.value).partition("no answer from ranks ")
+        run_ranks(dying_rank.fit, 2, "exit", timeout_s=100, others_s=60)
+    first, _, rest = str(ended.value).partition("\nranks ")
     assert first.startswith("rank 0 of 2 failed first:")
     assert "\nRuntimeError: " in first
-    assert rest == "[1] within 0.5 s more; of them ended: [1]"
+    assert re.fullmatch(r"\[1\] have ended without an answer, with exit codes \[-?\d+\]", rest)

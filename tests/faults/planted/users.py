@@ -249,6 +249,13 @@ USERS = (
         f"{PEFT}::test_virtual_tokens_train_and_are_saved_as_on_one_device[prompt]",
     ),
     fault(
+        "a part of the weights that is saved for the whole, without a word",
+        "parallelize/live_saves.py",
+        "        _warn_of_shard()\n",
+        "        pass\n",
+        "tests/parallelize/test_live_saves.py::test_a_part_that_is_saved_for_the_whole_is_said_once[state_dict]",
+    ),
+    fault(
         "a prompt that is saved as a zero",
         "parallelize/live_saves.py",
         "nn.Parameter(state[n]) if n in state else",

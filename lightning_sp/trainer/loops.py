@@ -47,7 +47,7 @@ def decided_by(trainer: Trainer) -> dict[str, Any]:
     Of an evaluation the last two alone.
     """
     of_all = {
-        "the stage that reads a batch": str(trainer.state.stage),
+        "the stage that reads a batch": trainer.state.stage.value if trainer.state.stage is not None else "none",
         "logged with sync_dist=True": ", ".join(_names_over_ranks(trainer)),
     }
     if not trainer.training:

@@ -15,6 +15,23 @@ class SequenceParallelError(ValueError):
     """
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's text, also where its own `__str__` fails or gives what no other process can read.
+
+    One rank's error is told to the others as text: without it they would wait.
+    """
+    try:
+        text = str(error)
+    except Exception as failed:
+        return f"(its __str__ has raised {type(failed).__name__})"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def told_error(error: BaseException) -> str:
+    """Return an error's class and text, as the last line of a traceback has them."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

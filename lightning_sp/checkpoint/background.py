@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_sp import comm
 from lightning_sp.checkpoint.folders.folder import first_failure, remove_incomplete
 from lightning_sp.checkpoint.staged import StagedFolder, WrittenPart
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 
 # Where a run ends by an error: for the own part, and for those of others after it.
 _WRITES_S, _OTHERS_S = 300.0, 60.0
@@ -81,7 +81,7 @@ class _Pending:
                 self.folder.complete([each for each in parts if isinstance(each, WrittenPart)])
                 return ""
         except Exception as error:
-            failed = [str(error) if isinstance(error, SequenceParallelError) else f"{type(error).__name__}: {error}"]
+            failed = [str(error) if isinstance(error, SequenceParallelError) else told_error(error)]
         remove_incomplete(self.path)
         return failed[0]
 

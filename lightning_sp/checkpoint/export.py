@@ -26,7 +26,7 @@ from lightning_sp.checkpoint.folders.folder import (
 )
 from lightning_sp.checkpoint.folders.metadata import checked_reader
 from lightning_sp.checkpoint.folders.read import read_file, read_folder
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.weights.single_numbers import SINGLE_NUMBERS
 
 FORMATS = (".pt", ".safetensors")
@@ -63,9 +63,7 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
         _write(state, temporary, target.suffix)
         temporary.replace(target)
     except Exception as error:  # a full disk: of torch and of safetensors in classes of their own
-        raise SequenceParallelError(
-            f"export to {target} could not be written: {type(error).__name__}: {error}"
-        ) from error
+        raise SequenceParallelError(f"export to {target} could not be written: {told_error(error)}") from error
     return target
 
 

@@ -25,7 +25,13 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
-from lightning_sp.comm.connections import check_address_here, connection_error, is_of_communication, is_of_other_ranks
+from lightning_sp.comm.connections import (
+    check_address_here,
+    check_port,
+    connection_error,
+    is_of_communication,
+    is_of_other_ranks,
+)
 from lightning_sp.comm.differences import digest_of, told_differences
 from lightning_sp.comm.failing_together import (
     CheckedAllGather,
@@ -103,6 +109,7 @@ __all__ = [
     "cached_per_world",
     "check_address_here",
     "check_peers",
+    "check_port",
     "check_same_batch",
     "connection_error",
     "copy_to_ranks",

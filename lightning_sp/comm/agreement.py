@@ -267,9 +267,9 @@ def _refuse(
     if any(report.has_error for report in reports):
         agree(error, group)
     _check_passes(reports)
+    _check_loops(reports, loop, group)  # where one validates and another trains, their samples differ for that
     _check_digests(reports)
     _check_whole(reports)
-    _check_loops(reports, loop, group)
     if len({each.shards for each in reports}) > 1:
         refuse_writes(written.described(), group)
     raise SequenceParallelError("ranks say different things of one batch: a rank joined late or has ended")

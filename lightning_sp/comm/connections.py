@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_sp.comm.groups import timeout_s
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, text_of
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,15 @@ _PORT_TAKEN = "EADDRINUSE"
 
 def is_of_communication(error: BaseException) -> bool:
     """Return whether an error is that of a message between ranks: too late, or of a rank that has ended."""
-    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _OF_COMMUNICATION)
+    text = text_of(error)
+    return isinstance(error, dist.DistError) or any(mark in text for mark in _OF_COMMUNICATION)
 
 
 def is_of_other_ranks(error: BaseException) -> bool:
     """Return whether an error of a message is another rank's affair: not this process' own limit, and not named yet."""
-    return is_of_communication(error) and not isinstance(error, SequenceParallelError) and _NO_FILES not in str(error)
+    return (
+        is_of_communication(error) and not isinstance(error, SequenceParallelError) and _NO_FILES not in text_of(error)
+    )
 
 
 def connection_error(error: BaseException, told: str = "") -> SequenceParallelError | None:
@@ -50,25 +53,26 @@ def connection_error(error: BaseException, told: str = "") -> SequenceParallelEr
     """
     if isinstance(error, SequenceParallelError) or not is_of_communication(error):
         return None
-    said = str(error).strip().split("\n")[0].partition(" This is typically caused by")[0]
+    text = text_of(error)
+    said = text.strip().split("\n")[0].partition(" This is typically caused by")[0]
     for words, variable in _NO_INTERFACE.items():
-        if words in str(error):
+        if words in text:
             return SequenceParallelError(
                 f"{variable}={os.environ.get(variable)!r} on host {socket.gethostname()}: there is no such network interface, or it has no "
                 f"address; {_interfaces()}: set {variable} to the one by which the nodes reach each other ({said})"
             )
-    if _NO_FILES in str(error):
+    if _NO_FILES in text:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return SequenceParallelError(
             f"this process may have {allowed} files open, and a connection to each other rank is one or more of them: raise the limit where "
             f"ranks are started (ulimit -n 65536), or let the loader's workers share less (torch.multiprocessing.set_sharing_strategy) ({said})"
         )
-    if _PORT_TAKEN in str(error):
+    if _PORT_TAKEN in text:
         return SequenceParallelError(
             f"MASTER_PORT={os.environ.get('MASTER_PORT')!r} on host {socket.gethostname()} is another process's, of another run say: "
             f"ranks would meet there; unset MASTER_PORT, and a free one is chosen, or give another ({said})"
         )
-    if _NO_MESH in str(error):
+    if _NO_MESH in text:
         return SequenceParallelError(f"{_no_mesh()} ({said})")
     if not dist.is_initialized():
         return SequenceParallelError(
@@ -88,6 +92,20 @@ def connection_error(error: BaseException, told: str = "") -> SequenceParallelEr
         "of the rank that ended first says why; if none has ended, one was later than that, and a larger timeout_s helps; go on from the last "
         f"checkpoint, trainer.fit(..., ckpt_path=...) ({said})"
     )
+
+
+def check_port() -> None:
+    """Refuse a MASTER_PORT that no process can listen at. Without communication.
+
+    Raises:
+        SequenceParallelError: with what is given.
+    """
+    given = os.environ.get("MASTER_PORT")
+    if given is not None and not (given.isdecimal() and 0 < int(given) < 1 << 16):
+        raise SequenceParallelError(
+            f"MASTER_PORT={given!r}: must be a whole number from 1 to 65535, the port at which rank 0 listens; where this script starts the "
+            "ranks of its host, unset it, and a free one is chosen"
+        )
 
 
 def check_address_here(address: str) -> None:

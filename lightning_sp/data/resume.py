@@ -17,6 +17,7 @@ from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.replace_sampler import training_sampler
 from lightning_sp.data.loop_state import ENDLESS, align_loop_state, finished_epoch, sampler_cursor
 from lightning_sp.data.samplers.batch_split import num_trained
+from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -61,7 +62,7 @@ def loader_cursor(trainer: Any, *, epoch: int, rows: int, dp_size: int) -> dict[
 
 
 def align_loops(cursor: dict[str, Any], fit_loop: dict[str, Any], trainer: Any, *, dp_size: int) -> None:
-    """Make the stored loop counters agree with the cursor, in place, before Lightning loads them.
+    """Make the stored loop counters agree with the cursor, in place, before Lightning loads them; note in the cursor whether it begins an epoch.
 
     Raises:
         SequenceParallelError: a run at these degrees cannot continue there.
@@ -69,6 +70,9 @@ def align_loops(cursor: dict[str, Any], fit_loop: dict[str, Any], trainer: Any, 
     steps, length = cursor.get("steps", 0), ENDLESS
     if cursor["kind"] == "order":
         steps = cursor["global_samples_consumed"] // cursor["global_batch_size"]
+    # Stored behind an epoch: nothing of an order is left, and the next one is this run's own, as Lightning has it.
+    cursor["begins_epoch"] = not steps and fit_loop["epoch_progress"]["current"]["processed"] >= cursor["epoch"] > 0
+    if cursor["kind"] == "order":
         size, accumulation = cursor["global_batch_size"], trainer.accumulate_grad_batches
         if size % accumulation == 0:  # otherwise `resume_loader` refuses
             trained = num_trained(cursor["num_samples"], size, accumulation, cursor["last"])
@@ -118,11 +122,15 @@ def resume_loader(loader: Any, cursor: dict[str, Any]) -> None:
         SequenceParallelError: the loader, its order or the global batch differ from the stored ones.
     """
     sampler = training_sampler(loader)
+    if cursor.get("begins_epoch") and cursor["kind"] == "order":
+        _begin_epoch(sampler, cursor)
+        return
     if cursor["kind"] == "order":
         if sampler is None:
             raise SequenceParallelError(
                 f"the checkpoint's data cursor is of a loader whose order lightning_sp gives ({cursor['num_samples']} samples), this "
-                f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or start without the cursor"
+                f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or resume from "
+                "a checkpoint that was stored behind an epoch"
             )
         sampler.load_state_dict(cursor)
         return
@@ -140,6 +148,22 @@ def resume_loader(loader: Any, cursor: dict[str, Any]) -> None:
             f"sequence_parallel: {loader.skip} micro-batches of {type(loader.loader).__name__} are read again and discarded, to continue "
             f"within epoch {cursor['epoch']}: {_sameness(loader, cursor['epoch'])}"
         )
+
+
+def _begin_epoch(sampler: GlobalBatchSampler | None, cursor: dict[str, Any]) -> None:
+    """Begin a stored epoch by this run's own data, and say what is other than in the run before."""
+    if sampler is None:
+        return
+    stored = {name: cursor[name] for name in ("seed", "shuffle", "num_samples", "global_batch_size")}
+    own = {
+        **{name: getattr(sampler, name, None) for name in stored},
+        "global_batch_size": sampler.split.global_batch_size,
+    }
+    if other := [f"{name} is {own[name]}, and was {stored[name]}" for name in stored if own[name] != stored[name]]:
+        rank_zero_warn(
+            f"sequence_parallel: epoch {cursor['epoch']} begins in an order of its own: {'; '.join(other)} in the run that stored the checkpoint"
+        )
+    sampler.resume(0, cursor["epoch"])
 
 
 def _sameness(loader: BroadcastLoader, epoch: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.global_view.placement import Placement, Storage
 
 
@@ -126,7 +126,7 @@ def _or_break(dispatch: Any) -> Any:
         except NotImplementedError:
             raise
         except Exception as error:  # a refusal, or numbers that are not there: what comes of it is seen when it runs
-            raise NotTracedError(f"{type(error).__name__}: {error}") from error
+            raise NotTracedError(told_error(error)) from error
 
     return breaking
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.staged import SAVED_OPERATORS
+from lightning_sp.errors import text_of
 from lightning_sp.global_view.compiled.front_end import FrontEnd
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
@@ -150,10 +151,10 @@ def refuses_measuring(module: nn.Module, error: RuntimeError) -> bool:
 
     `torch.func` takes no hooks of saved tensors, and Dynamo compiles nothing under a dispatch mode.
     """
-    if not is_measured(module) or not any(words in str(error) for words in _OF_MEASURING):
+    if not is_measured(module) or not any(words in text_of(error) for words in _OF_MEASURING):
         return False
     block_checkpoints(module).measure_no_more()
-    if _DISPATCH in str(error):
+    if _DISPATCH in text_of(error):
         torch.compiler.reset()  # Dynamo has noted that it compiles that function never
     return True
 

@@ -1,5 +1,7 @@
 """`save_pretrained`, `torch.save` and `copy.deepcopy` of a model whose parameters are sharded: refused with the lines that do it.
 
+A shard by itself, of a `state_dict`, may be saved on every rank, and rank 0's file alone has a part of the weights: that is said.
+
 Hugging Face and PEFT read storages that a shard does not have, and FSDP2's classes cannot be pickled. To gather here would need all ranks, and
 users save on rank 0.
 """
@@ -7,14 +9,17 @@ users save on rank 0.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_sp.errors import SequenceParallelError
 
@@ -27,6 +32,7 @@ def refuse_live_saves(root: nn.Module) -> None:
 
     Modules that FSDP2 shards say how they are saved and copied, in place of an error of pickle's.
     """
+    DTensor.__reduce_ex__ = _pickle_shard  # type: ignore[method-assign,assignment]
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # FSDP2 makes a class for each of the user's, which only sharded modules have.
@@ -36,6 +42,25 @@ def refuse_live_saves(root: nn.Module) -> None:
         save = getattr(module, "save_pretrained", None)
         if callable(save) and "save_pretrained" not in vars(module):
             module.save_pretrained = partial(_save, save, module)  # type: ignore[assignment]
+
+
+def _pickle_shard(tensor: DTensor, protocol: Any) -> Any:
+    """Pickle as torch does, and say that it is a part."""
+    own = tensor.to_local() if not all(each.is_replicate() for each in tensor.placements) else None
+    if own is not None and own.numel() < tensor.numel():
+        _warn_of_shard()
+    return Tensor.__reduce_ex__(tensor, protocol)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _warn_of_shard() -> None:
+    rank = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "this process"
+    warnings.warn(
+        f"sequence_parallel: torch.save, or pickle, of sharded tensors, of a state_dict() say: what {rank} saves is its part of them alone, and "
+        "the weights are lost without the files of all ranks; gather on all ranks, then save on one: state = "
+        "trainer.strategy.whole_state_dict(module); if trainer.is_global_zero: torch.save(state, path)",
+        stacklevel=4,
+    )
 
 
 def _refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, text_of
 from lightning_sp.parallelize import optional_units, used_parameters
 from lightning_sp.preflight.comparison import plain_name
 
@@ -18,7 +18,7 @@ _OF_FREED_WEIGHTS = ("DTensor", "its data is not allocated")
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(text_of(error).splitlines()), type(error).__name__)
 
 
 @contextmanager
@@ -43,13 +43,13 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
             with _forgotten_if_it_fails(module):
                 loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if "storage of size 0" in str(error):
+            if "storage of size 0" in text_of(error):
                 raise SequenceParallelError(
                     f"preflight: the backward of training_step needs weights that FSDP freed after another backward within the step ({error}); "
                     "torch.autograd.grad(..., create_graph=True), as a gradient penalty has it, is differentiated once more; write the penalty "
                     "with finite differences, (critic(x + d) - critic(x)) / d.norm(), or leave it out"
                 ) from error
-            if not any(words in str(error) for words in _OF_FREED_WEIGHTS):
+            if not any(words in text_of(error) for words in _OF_FREED_WEIGHTS):
                 raise
             raise SequenceParallelError(
                 f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({_first_line(error)}): a function of the "

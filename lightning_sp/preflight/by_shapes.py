@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from lightning_sp.errors import text_of
+
 # A process that waits for a lock which a thread of its parent held at the fork would wait for ever.
 LIMIT_S = 40.0
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -116,7 +118,7 @@ def _in_child(writer: int, module: nn.Module, runs: Sequence[Callable[[], Any]])
                     each()
                 called.append(seen.found)
     except BaseException as error:  # nothing may go on in this process
-        failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        failure = f"{type(error).__name__}: {text_of(error).strip().splitlines()[0] if text_of(error).strip() else ''}"
     try:
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(

@@ -15,7 +15,7 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, text_of, told_error
 from lightning_sp.layout import positions
 from lightning_sp.parallelize import (
     failing_together,
@@ -160,7 +160,7 @@ class Trial:
                         raise  # another rank is late or has ended: nothing is known of the model
                     remedy = _OF_INDEX if isinstance(error, IndexError) else _OF_LENGTH
                     raise SequenceParallelError(
-                        f"preflight: training_step fails on {self.crop}: {type(error).__name__}: {error}; {remedy}"
+                        f"preflight: training_step fails on {self.crop}: {told_error(error)}; {remedy}"
                     ) from error
             return Outcome(
                 loss=loss,
@@ -256,10 +256,10 @@ class Trial:
                 raise  # another rank is late or has ended: nothing is known of the model
             if self.context.global_view:
                 raise SequenceParallelError(
-                    f"preflight: training_step runs on {self.crop} whole, and fails in the global view: {type(error).__name__}: {error}"
+                    f"preflight: training_step runs on {self.crop} whole, and fails in the global view: {told_error(error)}"
                 ) from error
             raise SequenceParallelError(
-                f"preflight: training_step runs on {self.crop} whole, and fails on shards: {type(error).__name__}: {error}; the model compares "
+                f"preflight: training_step runs on {self.crop} whole, and fails on shards: {told_error(error)}; the model compares "
                 "or counts something over all tokens of its input, of which it sees this rank's alone; do that on the whole batch, in the "
                 "collate function say, or with lightning_sp.reductions; or use global_view=True, which shows the step whole sequences"
             ) from error
@@ -382,8 +382,8 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         named = isinstance(error, SequenceParallelError)
-        told = comm.tell_failure(str(error) if named else f"{type(error).__name__}: {error}", named=named)
-        if told is None or told in (str(error), f"{type(error).__name__}: {error}"):
+        told = comm.tell_failure(text_of(error) if named else told_error(error), named=named)
+        if told is None or told in (text_of(error), told_error(error)):
             raise
         if comm.is_of_communication(error) and comm.is_of_communication(RuntimeError(told)):
             raise  # each rank lost another in its own words

@@ -41,16 +41,20 @@ def forbid_inference_mode(trainer: Trainer) -> None:
 
 
 def decided_by(trainer: Trainer) -> dict[str, Any]:
-    """Return by what a fit decides whether a step follows a micro-batch, and whether another batch does; and what is logged over all ranks.
+    """Return by what a fit decides whether a step follows a micro-batch, and whether another batch does; what a batch is for, and what is logged
+    over all ranks.
 
-    Of an evaluation the last alone.
+    Of an evaluation the last two alone.
     """
-    logged = {"logged with sync_dist=True": ", ".join(_names_over_ranks(trainer))}
+    of_all = {
+        "the stage that reads a batch": trainer.state.stage.value if trainer.state.stage is not None else "none",
+        "logged with sync_dist=True": ", ".join(_names_over_ranks(trainer)),
+    }
     if not trainer.training:
-        return logged
+        return of_all
     loop = trainer.fit_loop
     return {
-        **logged,
+        **of_all,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "max_steps": loop.epoch_loop.max_steps,
         "max_epochs": loop.max_epochs,

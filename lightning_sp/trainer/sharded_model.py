@@ -37,7 +37,7 @@ from lightning_sp.checkpoint import (
 )
 from lightning_sp.config import StrategyConfig, resolve_degrees
 from lightning_sp.data.loaders.coordinates import DataCoordinates
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.parallelize import (
     MetaDevice,
     recorded,
@@ -168,7 +168,7 @@ class ShardedModelStrategy(ProcessStrategy):
             yield
         except Exception as error:
             with suppress(SequenceParallelError):
-                comm.agree(f"configure_model failed: {type(error).__name__}: {error}", self._groups.world)
+                comm.agree(f"configure_model failed: {told_error(error)}", self._groups.world)
             raise
         comm.agree(None, self._groups.world)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.checkpoint import derived_seed, export_checkpoint
@@ -274,6 +274,7 @@ def refusals(pools: Any, good: Path, folder: Path) -> dict[str, list[str]]:
     cut = folder / "cut.ckpt"
     cut.write_bytes((folder / "file.ckpt").read_bytes()[:5000])
     torch.save({"a": torch.ones(1)}, folder / "weights.pt")
+    save_file({"a": torch.ones(1)}, folder / "weights.safetensors")
     cases = {name: (str(damaged(good, folder / f"damaged {name}", name)), "") for name in DAMAGE}
     cases |= {
         "missing": (str(folder / "nowhere"), ""),
@@ -285,6 +286,9 @@ def refusals(pools: Any, good: Path, folder: Path) -> dict[str, list[str]]:
         "another depth": (str(good), json.dumps({"layers": 3})),
         "a device": ("/dev/null", ""),
         "an address": ("s3://bucket/x.ckpt", ""),
+        "a file of it": (str(good / ".metadata"), ""),
+        "exported weights": (str(folder / "weights.safetensors"), ""),
+        "the folder of all": (str(folder), ""),
     }
     by_rank = pools(2).run(ranks.refusals, list(cases.values()))
     return {name: [rank[i] for rank in by_rank] for i, name in enumerate(cases)}
@@ -303,6 +307,9 @@ def refusals(pools: Any, good: Path, folder: Path) -> dict[str, list[str]]:
         ("another width", "is of another model: 29 of 29 tensors differ in shape (model.embedding.weight is (61, 32) there and (61, 64) here;"),
         ("another depth", "is of another model: 12 are only in this model (model.layers.2.attention_norm.weight,"),
         ("an address", "checkpoint s3://bucket/x.ckpt cannot be read: "),
+        ("a file of it", ".metadata is a file of the checkpoint folder "),
+        ("exported weights", "weights.safetensors is no checkpoint of a Trainer but weights: to start from exported weights, load them"),
+        ("the folder of all", "is a folder without a checkpoint in it (no manifest.json); give one of those below it: cut.ckpt, damaged "),
     ],
 )  # fmt: skip
 def test_a_bad_checkpoint_is_refused_by_name_on_all_ranks(

@@ -136,7 +136,7 @@ def unequal_cotangents():
     return [part.tolist() for part in parts], of_sum.tolist(), x.grad.tolist()
 
 
-def same_batch(errors, digests, data_ranks, passes):
+def same_batch(errors, digests, data_ranks, passes, stages=("train",) * 4):
     """Return what `check_same_batch` raised on this rank, None where it let the batch pass."""
     rank = dist.get_rank()
     try:
@@ -146,6 +146,7 @@ def same_batch(errors, digests, data_ranks, passes):
             data_parallel_rank=data_ranks[rank],
             num_ring_passes=passes[rank],
             num_groups=len({*data_ranks}),
+            loop={"the stage that reads a batch": stages[rank]},
         )
     except SequenceParallelError as error:
         return str(error)

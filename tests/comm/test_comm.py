@@ -132,6 +132,14 @@ def test_ranks_of_one_sequence_hold_one_batch(pools, errors, digests, passes, ex
         assert expected is None or message.startswith(expected)
 
 
+def test_a_rank_that_validates_where_others_train_is_named_by_that(pools):
+    """Its samples differ for that, and not for the loader."""
+    stages = ["train", "train", "train", "validate"]
+    for message in pools(4).run(same_batch, [None] * 4, [5, 5, 7, 8], [0, 0, 1, 1], [8] * 4, stages):
+        assert message.startswith("ranks would go on in other ways: the stage that reads a batch is "), message
+        assert "train on rank 0, 1, 2; validate on rank 3: must be the same on all" in message, message
+
+
 def test_a_fault_of_the_only_rank_is_raised(pools):
     assert pools(1).run(same_batch, [FAULT], [1], [0], [0]) == [FAULT]
 

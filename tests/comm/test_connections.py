@@ -70,6 +70,20 @@ def test_an_address_that_is_not_this_hosts_is_named_before_it_is_tried(caplog):
         comm.check_address_here("nowhere.invalid")
 
 
+@pytest.mark.parametrize("given", ["abc", "", "0", "-1", "65536", "29500.5"])
+def test_what_is_no_port_is_named_before_it_is_tried(monkeypatch, given):
+    monkeypatch.setenv("MASTER_PORT", given)
+    with pytest.raises(
+        SequenceParallelError, match=rf"^MASTER_PORT={given!r}: must be a whole number from 1 to 65535, "
+    ):
+        comm.check_port()
+    for right in ("1", "29500", "65535"):
+        monkeypatch.setenv("MASTER_PORT", right)
+        comm.check_port()
+    monkeypatch.delenv("MASTER_PORT")
+    comm.check_port()
+
+
 def test_a_port_that_is_taken_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     error = dist.DistNetworkError("The server socket has failed to listen. port: 29500, code: -98, name: EADDRINUSE")

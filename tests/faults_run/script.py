@@ -32,6 +32,8 @@ TIMES = "max_time on one rank"
 IN_SETUP, IN_TEARDOWN = "sleeps in setup", "sleeps in teardown"
 BEHIND, BETWEEN = "sleeps behind the fit", "sleeps between two runs"
 ALONE, ALONE_0 = "a second run of one rank alone", "a second run of rank 0 alone"
+EXPORTS, LEAVES = "an error behind the fit, others in an export", "sys.exit(0) before the fit"
+WORKER = "an error in a loader's worker"
 
 
 def is_due(batch_idx: int, rank: int = 1) -> bool:
@@ -104,7 +106,7 @@ class SlowToEnd(pl.Callback):
 
 class Samples(TokenDataset):
     def __getitem__(self, index: int) -> Any:
-        if FAULT == "an error in the loader" and index >= 4 and os.environ.get("LOCAL_RANK") == "1":
+        if FAULT in ("an error in the loader", WORKER) and index >= 4 and os.environ.get("LOCAL_RANK") == "1":
             print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
             raise OSError("cannot read sample")
         return super().__getitem__(index)
@@ -135,6 +137,15 @@ def leave(module: Any, loss: Any) -> Any:
 
 def fail(module: Any, loss: Any) -> Any:
     raise ValueError("my own error")
+
+
+class TextlessError(Exception):
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+def fail_without_text(module: Any, loss: Any) -> Any:
+    raise TextlessError
 
 
 def sleep(module: Any, loss: Any) -> Any:
@@ -195,6 +206,7 @@ FAULTS: dict[str, Any] = {
     "KeyboardInterrupt": interrupt,
     "an error in training_step": fail,
     "an error in training_step of rank 0": fail,
+    "an error without a text": fail_without_text,
     "an error, and a callback that takes long to end": fail,
     "an error in the backward": raise_in_backward,
     "sleeps": sleep,
@@ -253,6 +265,10 @@ def write(module: Any) -> None:
     module.model.head.weight.data.mul_(0.5)
 
 
+def forget(module: Any) -> None:
+    module.optimizers().state.clear()
+
+
 AFTER_A_BATCH: dict[str, Any] = {
     "trainer.should_stop on one rank": should_stop,
     "save_checkpoint on one rank": save,
@@ -265,13 +281,15 @@ AFTER_A_BATCH: dict[str, Any] = {
     "a weight replaced on one rank": replace,
     "zero_grad() on one rank": zero_grad,
     "weight.data.mul_() on one rank": write,
+    "optimizer.state.clear() on one rank": forget,
 }
 AT_START = [DROPS, ORDERS, TIMES]
-BEFORE_AND_BEHIND = [IN_SETUP, IN_TEARDOWN, BEHIND, BETWEEN, ALONE, ALONE_0]
+BEFORE_AND_BEHIND = [LEAVES, IN_SETUP, IN_TEARDOWN, BEHIND, BETWEEN, ALONE, ALONE_0, EXPORTS]
 NAMES = [
     *(each for each in FAULTS if each != "late for a while"),
     *AFTER_A_BATCH,
     "an error in the loader",
+    WORKER,
     SKIPS,
     *AT_START,
     *BEFORE_AND_BEHIND,
@@ -280,6 +298,8 @@ NAMES = [
 
 def main() -> None:
     torch.manual_seed(0)
+    if is_due_at_start(LEAVES):
+        sys.exit(0)
     goes_on = FAULT == RESTARTED
     saves = [ModelCheckpoint(os.environ["FAULTS_FOLDER"], every_n_train_steps=1, save_last=True)] if goes_on else []
     options = {**OPTIONS, "asynchronous_checkpoints": not goes_on and "auto"}  # that of the first step is complete then
@@ -288,9 +308,13 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd(), *saves],
         max_time="00:01:00:00" if is_due_at_start(TIMES) else None,
     )  # fmt: skip
-    module, loader = User(), DataLoader(Samples(12), batch_size=2)
+    module, loader = User(), DataLoader(Samples(12), batch_size=2, num_workers=int(FAULT == WORKER))
     trainer.fit(module, loader, ckpt_path="last" if goes_on else None)
     sleep_if_due(BEHIND, BETWEEN)
+    if is_due_at_start(EXPORTS):
+        raise ValueError("behind the fit")
+    if FAULT == EXPORTS:
+        trainer.strategy.whole_state_dict()  # type: ignore[attr-defined]
     if FAULT == BETWEEN or is_due_at_start(ALONE) or (FAULT == ALONE_0 and is_due_of_rank_0()):
         trainer.fit_loop.epoch_progress.reset()
         trainer.fit(module, loader)

@@ -30,6 +30,10 @@ EXPECTED = {
         "rank 1 has raised ValueError: my own error, in tests/",
         DEADLOCK,
     ),
+    "an error without a text": (
+        "rank 1 has raised TextlessError: (its __str__ has raised LookupError), in tests/faults_run/script.py:",
+        RAISED,
+    ),
     "an error in the backward": (
         "rank 1 has raised ArithmeticError: in my backward hook, in tests/faults_run/script.py:",
         RAISED,
@@ -58,6 +62,10 @@ EXPECTED = {
         "ranks have written to their parts of the model differently: model.head.weight is written to ",
         RAISED,
     ),
+    "optimizer.state.clear() on one rank": (
+        "differently: the optimizer's state of model.embedding.weight is written to 0 times, with ",
+        RAISED,
+    ),
     "whole_state_dict on one rank": ("in whole_state_dict, from tests/faults_run/script.py:", DEADLOCK),
     "an all_reduce of another size on one rank": (" has ended without a word (process ", RAISED),
     "destroy_process_group on one rank": (
@@ -75,6 +83,10 @@ EXPECTED = {
         RAISED,
     ),
     "an error in the loader": ("rank 1 has raised OSError: cannot read sample, in tests/faults_run/script.py:", RAISED),
+    "an error in a loader's worker": (
+        "has raised OSError: Caught OSError in DataLoader worker process 0. OSError: cannot read sample (tests/faults_run/script.py:",
+        RAISED,
+    ),
     "on_train_batch_start skips a batch on one rank": (
         "rank 1 has ended its run, without an error, at train, step 1",
         RAISED,
@@ -84,6 +96,11 @@ EXPECTED = {
         RAISED,
     ),
     "parameters in another order on one rank": ("the order differs, in which messages are told apart: ", RAISED),
+    "sys.exit(0) before the fit": ("rank 0 of 2 ends: rank 1 (process ", DEADLOCK),
+    "an error behind the fit, others in an export": (
+        "rank 1 has raised ValueError: behind the fit, in tests/faults_run/script.py:",
+        RAISED,
+    ),
     "sleeps in setup": ("rank 1 is in no collective, but in tests/faults_run/script.py:", LATE),
     "sleeps in teardown": ("rank 0 is done and waits for rank 1 (process ", LATE),
     "sleeps behind the fit": ("rank 0 is done and waits for rank 1 (process ", LATE),

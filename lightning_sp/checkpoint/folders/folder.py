@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from lightning_sp.checkpoint.folders.address import Address, Location
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 
 META, METADATA, MANIFEST, PARTIAL, REPLACED = "meta.pt", ".metadata", "manifest.json", ".partial", ".replaced"
 # Of one whole file: Lightning's.
 FILE_SUFFIX = ".ckpt"
 # Of an object store: what one save's folder begins with.
+_MOST_NAMED = 5
 SAVE = "save-"
 FORMAT = 1
 _CHUNK_BYTES = 1 << 24
@@ -241,7 +242,9 @@ def _check_manifest_there(path: Location) -> None:
             f"checkpoint {path} is half-written: it holds {len(names)} files and no {MANIFEST}, which a save writes last (or "
             "it is a distributed checkpoint of another strategy); resume from an earlier checkpoint"
         )
-    raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST})")
+    inside = sorted(name for name in names if (path / name / MANIFEST).is_file() or name.endswith(".ckpt"))
+    give = f"; give one of those below it: {', '.join(inside[:_MOST_NAMED])}" if inside else ""
+    raise SequenceParallelError(f"{path} is a folder without a checkpoint in it (no {MANIFEST}){give}")
 
 
 def _check_listed(path: Location, files: dict[str, tuple[int, int]]) -> None:
@@ -307,5 +310,5 @@ def first_failure(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items(), key=lambda item: int(item[0]))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
+        return f"rank {rank}: {told_error(cause)}"
+    return told_error(error)

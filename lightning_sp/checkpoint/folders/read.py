@@ -15,7 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_sp.checkpoint.folders.address import Location
 from lightning_sp.checkpoint.folders.folder import META, METADATA, Contents, damage, read_manifest
 from lightning_sp.checkpoint.folders.metadata import read_metadata
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
+
+_OF_WEIGHTS = (
+    "to start from exported weights, load them into the model before the Trainer gets it, with model.load_state_dict"
+)
 
 
 def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
@@ -24,6 +28,10 @@ def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
     Raises:
         SequenceParallelError: the file is damaged, or no checkpoint of a Trainer.
     """
+    if (path.parent / METADATA).is_file():
+        raise SequenceParallelError(f"{path} is a file of the checkpoint folder {path.parent}: give the folder")
+    if path.suffix == ".safetensors":
+        raise SequenceParallelError(f"{path} is no checkpoint of a Trainer but weights: {_OF_WEIGHTS}")
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
@@ -44,7 +52,7 @@ def read_by(read: Callable[..., Any], path: Path | str, weights_only: bool = Tru
     try:
         checkpoint: dict[str, Any] = read(str(path), weights_only=weights_only)
     except Exception as error:  # of a user's plugin any; the other ranks would wait
-        raise SequenceParallelError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
+        raise SequenceParallelError(f"checkpoint {path} cannot be read: {told_error(error)}") from error
     _check_entries(checkpoint, path)
     return checkpoint
 
@@ -52,8 +60,7 @@ def read_by(read: Callable[..., Any], path: Path | str, weights_only: bool = Tru
 def _check_entries(checkpoint: Any, path: Path | str) -> None:
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "loops" not in checkpoint:
         raise SequenceParallelError(
-            f"{path} is no checkpoint of a Trainer (it has no state_dict and loops): to start from exported weights, load them into the model "
-            "before the Trainer gets it, with model.load_state_dict"
+            f"{path} is no checkpoint of a Trainer (it has no state_dict and loops): {_OF_WEIGHTS}"
         )
 
 

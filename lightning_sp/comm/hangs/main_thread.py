@@ -173,8 +173,8 @@ def place_of(lines: Iterable[Line]) -> Place:
     shown = stack[:_STACK_LINES]
     return Place(
         collective=_collective(stack),
-        line="" if line is None else _text(line),
-        stack=tuple(_text(each) for each in reversed(shown)),
+        line="" if line is None else told_line(line),
+        stack=tuple(told_line(each) for each in reversed(shown)),
     )
 
 
@@ -192,7 +192,7 @@ def _collective(stack: list[Line]) -> str:
             if inner is None or outer is None:
                 return ""
             own = inner[2] if inner[2] == outer[2] else f"{outer[2]} ({inner[2]})"
-            return f"{own}, called in {_text(each)}"
+            return f"{own}, called in {told_line(each)}"
     return "" if inner is None else inner[2]
 
 
@@ -207,7 +207,8 @@ def _is_users(file: str) -> bool:
     return not file.startswith(_INSTALLED) and "torchinductor_" not in file
 
 
-def _text(line: Line) -> str:
+def told_line(line: Line) -> str:
+    """Return a line of a stack in short: its file, number and function."""
     file, number, function = line
     inside = next((each for each in sorted(_INSTALLED, key=len, reverse=True) if file.startswith(each)), None)
     if file.startswith(_PACKAGE):

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from lightning_sp.comm.groups import cached_per_world, when_destroyed
 from lightning_sp.comm.hangs.main_thread import place_of_error
 from lightning_sp.comm.hangs.meeting import Meeting
+from lightning_sp.comm.hangs.raised import raised
 from lightning_sp.comm.hangs.report import Report, State, process_here, told_places
 from lightning_sp.comm.hangs.side_channel import SideChannel
-from lightning_sp.comm.hangs.watch import STAYS_S, RunWatch, raised
+from lightning_sp.comm.hangs.watch import STAYS_S, RunWatch
 
 # What this process has told of a world that it has destroyed in a run: the world, and what is kept for it, is gone then.
 _destroyed: list[str] = []
@@ -113,7 +114,7 @@ def tell_error_of_script(error: BaseException) -> None:
 
 
 def why_scripts_ended() -> str:
-    """Return which ranks' scripts have ended, and why; empty for none, or where the store has ended with them.
+    """Return which ranks' scripts have ended, and why; empty for none. Where rank 0's has, the store may have ended with it.
 
     Communicates: one request to the store.
     """
@@ -122,7 +123,13 @@ def why_scripts_ended() -> str:
     runs, rank = _runs(), dist.get_rank()
     meeting = Meeting(runs.channel, run=runs.number + 1, rank=rank, world=dist.get_world_size())
     ended = [each for each in meeting.reports() if each.is_in(_BEHIND_ALL)]
+    is_gone = runs.channel.silent_s > 0
     runs.channel.close()
+    if is_gone:
+        return (
+            "the store of the ranks, in rank 0's process or its launcher's, has ended: rank 0's script is over, or it was killed, and its own "
+            "output says why"
+        )
     return told_places(ended)
 
 

@@ -29,6 +29,7 @@ from lightning_sp.comm.groups import timeout_s
 from lightning_sp.comm.hangs.idle import IdleProcess, IdleTime
 from lightning_sp.comm.hangs.main_thread import MainThread, Place, place_here, place_of_error, user_threads
 from lightning_sp.comm.hangs.meeting import Answer, Meeting
+from lightning_sp.comm.hangs.raised import raised
 from lightning_sp.comm.hangs.report import (
     Report,
     Seen,
@@ -57,19 +58,8 @@ _LATE_S = 3.0
 _LOST_S = 2.0
 # How long a rank waits for the others to hear why it leaves.
 STAYS_S = 2.5
-_MOST_LETTERS = 1000
 
 log = logging.getLogger(__name__)
-
-
-def raised(error: BaseException, place: Place) -> str:
-    """Return what a rank says of an error of its own."""
-    words = str(error).strip().split("\n")[0]
-    if (
-        len(words) > _MOST_LETTERS
-    ):  # of a tensor that it shows, say: it travels through the store, and is shown by every rank
-        words = f"{words[:_MOST_LETTERS]}... ({len(words) - _MOST_LETTERS} letters more in that rank's own traceback)"
-    return f"has raised {type(error).__name__}{f': {words}' if words else ''}, in {place.line or place.stack[-1]}"
 
 
 class RunWatch:

@@ -14,7 +14,7 @@ from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.deal import DealtIndices, RandomStream, random_states
 from lightning_sp.data.loaders.fillers import ignore_targets
 from lightning_sp.data.loaders.own_state import OwnState
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 
 
 class ReadResult(NamedTuple):
@@ -182,7 +182,7 @@ class BroadcastLoader:
         except StopIteration:
             return ReadResult("end", None)
         except Exception as error:  # sent to the peers, which would wait for ever
-            return ReadResult("error", f"{type(error).__name__}: {error}")
+            return ReadResult("error", told_error(error))
 
     def find_deals(self) -> None:
         """Read the first batch on each data-parallel group: where it is the same on all, nobody has split the data, and batches are dealt.

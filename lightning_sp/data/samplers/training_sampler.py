@@ -168,7 +168,8 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
             if state[name] != getattr(self, name):
                 raise SequenceParallelError(
                     f"the data cursor was stored with {name} {state[name]}, this run has {getattr(self, name)}: "
-                    f"the order of samples would differ; set {name} to {state[name]}, or start without the cursor"
+                    f"the order of samples would differ; set {name} to {state[name]}, resume from a checkpoint that was stored behind an "
+                    "epoch, or load the weights alone into the model before the Trainer gets it"
                 )
         self.split.require(state["global_batch_size"], origin="the global batch size of the stored cursor")
         self.resume(state["global_samples_consumed"], state["epoch"])

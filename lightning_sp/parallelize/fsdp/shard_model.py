@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.config import MemoryOptions, StrategyConfig, resolve_shard_size
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, text_of, told_error
 from lightning_sp.parallelize.fsdp.added_parameters import refuse_lost_parameters
 from lightning_sp.parallelize.fsdp.dtensor.outside_weights import weights_read_outside, whole_outputs_of
 from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
@@ -236,8 +236,8 @@ def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
         # A compiler puts its own error around one that is raised while it traces.
         if isinstance(refusal := getattr(error, "inner_exception", None), SequenceParallelError):
             raise refusal from error
-        if "DTensor" in str(error):
-            raise _used_outside(f"{type(error).__name__}: {error}") from error
+        if "DTensor" in text_of(error):
+            raise _used_outside(told_error(error)) from error
         raise
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, DTensor):

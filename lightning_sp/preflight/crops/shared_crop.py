@@ -20,7 +20,7 @@ from lightning_sp.data.batch.contents.media import entries_digest, is_of_media
 from lightning_sp.data.batch.contents.several_sequences import batch_sequences
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import is_sharded
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.layout import SequenceLayout, merge
 from lightning_sp.preflight.crops.crop import (
     ROWS,
@@ -142,7 +142,7 @@ def _why_it_stays(crop: Crop) -> str | None:
         try:
             pickle.dumps(value)
         except Exception as error:  # whatever an object's own pickling raises
-            stays.append(f"{name!r} ({type(error).__name__}: {error})")
+            stays.append(f"{name!r} ({told_error(error)})")
     if not stays:
         return None
     return (

@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
 from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
 from lightning_sp.preflight.crops.shorter import RunStep
@@ -203,7 +203,7 @@ def _judge(
 def _raise_not_compared(name: str, error: Exception, ran_whole: bool) -> NoReturn:
     if isinstance(error, (PaddingReadError, PartIndexError)):
         raise error  # the step itself would fail, on the rank that holds the padding alone
-    why = f"preflight: {name} was not compared with one device: {type(error).__name__}: {error}"
+    why = f"preflight: {name} was not compared with one device: {told_error(error)}"
     raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error
 
 

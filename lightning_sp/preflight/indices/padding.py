@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, batch_entries, plain_entries, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crops.both_runs import run_forward, untouched_run
@@ -91,9 +91,7 @@ def _run_named(batch: Any, crop: Crop, options: ShardOptions, runner: StepRunner
     except Exception as error:
         if comm.is_of_communication(error) or batch is crop.batch:
             raise
-        raise SequenceParallelError(
-            why.format(f"{type(error).__name__}: {error}".replace("{", "(").replace("}", ")"))
-        ) from error
+        raise SequenceParallelError(why.format(told_error(error).replace("{", "(").replace("}", ")"))) from error
 
 
 def _run(batch: Any, crop: Crop, options: ShardOptions, runner: StepRunner, run: RunStep) -> None:

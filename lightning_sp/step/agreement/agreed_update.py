@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn, tensor
 from torch.distributed import ProcessGroup
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from lightning_sp import comm
@@ -87,9 +88,18 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
 
 
 def evaluating(root: nn.Module) -> dict[str, Any]:
-    """Return how many modules `eval()` has told not to train, and which, in numbers: their dropout and their statistics differ."""
-    numbers = [number for number, each in enumerate(root.modules()) if not each.training]
-    return {"modules in eval mode (their count, and the sum of their numbers)": (len(numbers), sum(numbers))}
+    """Return how many modules `eval()` has told not to train, and which, in numbers, for their dropout and statistics differ; and how much is
+    dropped."""
+    modules = list(root.modules())
+    numbers = [number for number, each in enumerate(modules) if not each.training]
+    dropped = [(number, each.p) for number, each in enumerate(modules) if isinstance(each, _DropoutNd)]
+    return {
+        "modules in eval mode (their count, and the sum of their numbers)": (len(numbers), sum(numbers)),
+        "p of dropout modules (their sum, and that of each times its number)": (
+            sum(p for _, p in dropped),
+            sum(number * p for number, p in dropped),
+        ),
+    }
 
 
 def _difference(of_ranks: Sequence[dict[str, Any]]) -> str:

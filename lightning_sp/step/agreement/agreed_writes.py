@@ -1,18 +1,21 @@
-"""Writes to shards and gradients outside of a step are those of all ranks, or the run ends before the next update: by counting, not by numbers.
+"""Writes to shards, gradients and optimizer states outside of a step are those of all ranks, or the run ends before the next update: by their
+count, not by numbers.
 
 Each rank holds its own part of a matrix, so no numbers can be compared. But a tensor counts the writes to it, and whether there is a gradient is
-known: one rank's `zero_grad()`, or a `mul_` of its shards, shows in these. They go with the message about each batch; where code of the user's
-runs between a backward and its update, in a hook, they are compared once more before the update.
+known: one rank's `zero_grad()`, a `mul_` of its shards, or `optimizer.state.clear()`, shows in these. They go with the message about each batch;
+where code of the user's runs between a backward and its update, in a hook, they are compared once more before the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from lightning_sp import comm
 from lightning_sp.parallelize import num_writes, reshard
@@ -23,6 +26,20 @@ _BITS = (1 << 56) - 1
 _NONE, _OTHER = -1, -2
 
 
+class _Entry(NamedTuple):
+    """An entry of an optimizer's state as its step has left it: a tensor that may go, and how often it was written to, or a plain value."""
+
+    value: Any
+    writes: int
+
+    def writes_since(self, now: Any) -> int | None:
+        """Return how often it was written to since; None where another value stands there."""
+        if isinstance(now, Tensor):
+            is_same = isinstance(self.value, weakref.ref) and self.value() is now
+            return num_writes(now) - self.writes if is_same else None
+        return 0 if isinstance(now, (int, float)) and now == self.value else None
+
+
 class AgreedWrites:
     """Compares what was written in a fit; a class because writes are counted from its begin on."""
 
@@ -30,15 +47,26 @@ class AgreedWrites:
         self._shards: dict[str, Tensor] = {}
         self._before: dict[str, int] = {}
         self._gradients: dict[str, tuple[Tensor, int]] = {}
+        self._optimizers: Sequence[Optimizer] = ()
+        self._states: dict[int, dict[Any, _Entry]] = {}
         self._undo: Callable[[], None] = _nothing
 
-    def start(self, root: nn.Module, group: ProcessGroup | None, *, plugin: Any, acts_between: bool) -> None:
+    def start(
+        self,
+        root: nn.Module,
+        group: ProcessGroup | None,
+        *,
+        plugin: Any,
+        optimizers: Sequence[Optimizer],
+        acts_between: bool,
+    ) -> None:
         """Begin a fit. Every rank must call it.
 
         Args:
             root: the sharded module.
             group: the world, on a backend for host tensors.
             plugin: Lightning's, which runs hooks between a backward and its update.
+            optimizers: of the fit.
             acts_between: whether code of the user's may run there on this rank.
 
         Communicates: whether it may on any rank, once.
@@ -49,7 +77,9 @@ class AgreedWrites:
         reshard(root)
         self._shards = {user_name(name): each for name, each in root.named_parameters()}
         self._before = {name: num_writes(each) for name, each in self._shards.items()}
+        self._optimizers = optimizers
         undo = [_called_before(plugin, self.note_gradients)]
+        undo += [each.register_step_post_hook(self._note_states).remove for each in optimizers]
         if any(comm.gather_objects(acts_between, group)):
             undo.append(_called_after(plugin, lambda: self._compare(group)))
 
@@ -63,17 +93,26 @@ class AgreedWrites:
         """Give Lightning its own back, and forget the module."""
         self._undo()
         self._undo, self._shards, self._before, self._gradients = _nothing, {}, {}, {}
+        self._optimizers, self._states = (), {}
 
     def note_gradients(self) -> None:
         """Begin to count writes to the gradients that a backward has left, before any hook: those of the backward differ from rank to rank."""
         there = {name: each.grad for name, each in self._shards.items() if each.grad is not None}
         self._gradients = {name: (each, num_writes(each)) for name, each in there.items()}
 
+    def _note_states(self, optimizer: Optimizer, *_: Any) -> None:
+        """Begin to count writes to what a step has left of an optimizer's state."""
+        for parameter, state in optimizer.state.items():
+            self._states[id(parameter)] = {
+                key: _Entry(weakref.ref(value), num_writes(value)) if isinstance(value, Tensor) else _Entry(value, 0)
+                for key, value in state.items()
+            }
+
     @property
     def digest(self) -> int:
         """A number of 56 bits that tells the writes so far."""
         numbers = (number for name, each in self._shards.items() for number in self._numbers(name, each))
-        return hash(tuple(numbers)) & _BITS
+        return hash((*numbers, *self._state_writes().values())) & _BITS
 
     def described(self) -> dict[str, str]:
         """Return in words what was written, by name."""
@@ -84,6 +123,22 @@ class AgreedWrites:
             found[f"the gradient of {name}"] = {_NONE: "none", _OTHER: "another one"}.get(
                 gradient, f"written to {gradient} times"
             )
+        names = {id(each): name for name, each in self._shards.items()}
+        for number, (writes, others) in self._state_writes().items():
+            found[f"the optimizer's state of {names.get(number, 'a parameter that is not the module')}"] = (
+                f"written to {writes} times, with {others} entries exchanged"
+            )
+        return found
+
+    def _state_writes(self) -> dict[int, tuple[int, int]]:
+        """Return by parameter how often its state was written to since the last step, and how many entries are there no more, or others."""
+        there = {id(parameter): state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
+        found = {}
+        for number, before in self._states.items():
+            now = there.get(number, {})
+            since = [entry.writes_since(now.get(key)) for key, entry in before.items()]
+            writes = sum(each for each in since if each is not None)
+            found[number] = writes, since.count(None) + len(now.keys() - before.keys())
         return found
 
     def _numbers(self, name: str, parameter: Tensor) -> tuple[int, int]:

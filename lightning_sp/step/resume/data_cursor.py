@@ -68,7 +68,7 @@ class DataCursor:
             check_epoch_end(fit_loop, trainer)
             return
         align_loops(cursor, fit_loop, trainer, dp_size=dp_size)
-        self._unchecked = cursor if cursor["kind"] == "read" else None
+        self._unchecked = cursor if cursor["kind"] == "read" and not cursor["begins_epoch"] else None
         # Reading `estimated_stepping_batches` in configure_optimizers makes the loader before the checkpoint is read.
         for loader in trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader else ():
             resume_loader(loader, cursor)

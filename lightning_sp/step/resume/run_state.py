@@ -53,7 +53,14 @@ class RunState:
         self.buffers.follow(module, mesh)
         if fitting:
             between = acts_before_updates(trainer)
-            self.writes.start(module, group, plugin=trainer.strategy.precision_plugin, acts_between=between)
+            strategy = trainer.strategy
+            self.writes.start(
+                module,
+                group,
+                plugin=strategy.precision_plugin,
+                optimizers=strategy.optimizers,
+                acts_between=between,
+            )
         if fitting:
             self.streams.start_run(trainer.global_step, mesh)
             self.replicas.start_run(trainer.global_step)

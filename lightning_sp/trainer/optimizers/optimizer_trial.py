@@ -32,6 +32,7 @@ from torch.optim import (
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import sharded_like
+from lightning_sp.errors import text_of
 from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parallelize import as_torch_does
 from lightning_sp.trainer.optimizers.part_steps import step_only
@@ -127,7 +128,7 @@ def _step_each(optimizer: Optimizer) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"{type(error).__name__}: {text_of(error).splitlines()[0] if text_of(error) else ''}"
 
 
 def _trial_parameters(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +24,7 @@ from lightning_sp.trainer.processes.parent import STARTED_BY
 
 # A process takes seconds to come so far, and a minute on a busy machine.
 _SAID_S = 30.0
+_LOOK_S, _GRACE_S = 1.0, 3.0
 # What launchers and runs leave to the processes that are started after them.
 _LEFT = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,13 +80,16 @@ def how_started(
 
 
 @contextmanager
-def while_joining(how: str, *, rank: int, size: int) -> Iterator[None]:
+def while_joining(how: str, *, rank: int, size: int, gone: Callable[[], str] = str) -> Iterator[None]:
     """Say after a while that a rank waits for others that have not come, and say it with the error, if there is one.
+
+    Where one of them has ended, this process does: it waits in native code, for as long as a start may take.
 
     Args:
         how: of `how_started`.
         rank: this one.
         size: how many there are to be.
+        gone: says which of those that this process has started have ended; empty for none.
 
     Raises:
         SequenceParallelError: they did not meet.
@@ -91,7 +97,15 @@ def while_joining(how: str, *, rank: int, size: int) -> Iterator[None]:
     joined = threading.Event()
 
     def say() -> None:
-        if not joined.wait(_SAID_S):
+        began, is_said = time.monotonic(), False
+        while not joined.wait(_LOOK_S):
+            if (ended := gone()) and not joined.wait(_GRACE_S):
+                _leave(
+                    f"rank {rank} of {size} ends: {ended} before the ranks have met: all of them are to come to trainer.fit"
+                )
+            if is_said or time.monotonic() - began < _SAID_S:
+                continue
+            is_said = True
             log.warning(
                 f"sequence_parallel: rank {rank} of {size} on host {socket.gethostname()} has waited {_SAID_S:.0f} s for the others, at "
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, MASTER_PORT={os.environ.get('MASTER_PORT')!r}: "
@@ -110,6 +124,13 @@ def while_joining(how: str, *, rank: int, size: int) -> Iterator[None]:
     finally:
         joined.set()
         saying.join()
+
+
+def _leave(why: str) -> None:
+    sys.stderr.write(f"sequence_parallel: {why}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _set(variables: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.trainer.processes.other_ranks import wait_at_exit, wait_no_more
 from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, STARTED_IN, is_stopped
 
@@ -53,6 +53,10 @@ class ChildRank:
         """The code with which it has ended."""
         return self.poll()
 
+    def poll_now(self) -> int | None:
+        """Return the code with which it has ended, None for none."""
+        return self._process.poll()
+
     def poll(self) -> int | None:
         """Return the code with which it has ended, None for a while after its end, too."""
         code = self._process.poll()
@@ -77,6 +81,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        comm.check_port()
         if self.num_nodes == 1:
             comm.check_address_here(self.cluster_environment.main_address)
         try:
@@ -99,6 +104,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         wait_at_exit(self.procs, late_s=self._late_s, tell=comm.tell_end_of_script)
         # Lightning's observer gets this list.
         self.procs[:] = [cast(Any, ChildRank(each)) for each in self.procs]
+
+    def ended(self) -> str:
+        """Return which of the ranks that this process has started have ended, and how; empty for none."""
+        ranks = cast(list[ChildRank], self.procs)
+        codes = {rank: (each.pid, each.poll_now()) for rank, each in enumerate(ranks, 1)}
+        return ", ".join(
+            f"rank {rank} (process {pid}) has ended with code {code}"
+            for rank, (pid, code) in codes.items()
+            if code is not None
+        )
 
     def kill_stopped(self) -> None:
         """Kill the ranks that are stopped: they do not see that the run has ended, and keep their memory and device."""
@@ -140,7 +155,7 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(error, Exception) and (where := comm.destroyed_in_run()):
             raise SequenceParallelError(
                 f"this rank {where}: every message between ranks needs them, to the end of the run; call "
-                f"torch.distributed.destroy_process_group after trainer.fit, on all ranks ({type(error).__name__}: {error})"
+                f"torch.distributed.destroy_process_group after trainer.fit, on all ranks ({told_error(error)})"
             ) from error
         if isinstance(error, Exception) and (named := comm.connection_error(error, told)) is not None:
             raise named from error

@@ -127,7 +127,8 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         if not _distributed_is_initialized():
-            with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size):
+            gone = self.launcher.ended if isinstance(self.launcher, ScriptLauncher) else str
+            with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size, gone=gone):
                 _init_dist_connection(
                     self.cluster_environment,
                     self._process_group_backend,
@@ -168,6 +169,7 @@ class ProcessStrategy(ParallelStrategy):
         rank, size, limit = self.global_rank, self.world_size, self._start_timeout
         if (store := comm.fresh_store(rank, size, limit)) is not None:
             return store
+        comm.check_port()
         at = self.cluster_environment.main_address, self.cluster_environment.main_port
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = at[0], str(at[1])  # as Lightning does a moment later
         return comm.joined_store(rank, size, limit, at=at, run=os.environ.get(RUN, ""))

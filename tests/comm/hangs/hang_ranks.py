@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as _c10d
 from lightning_sp import comm
 from lightning_sp.comm.hangs.meeting import Meeting
 from lightning_sp.comm.hangs.report import Report, State
+from lightning_sp.comm.hangs.runs import _runs
 from lightning_sp.comm.hangs.side_channel import SideChannel, has_groups_of_others
 
 # No pool has that many runs.
@@ -179,6 +180,26 @@ def destroys():
     time.sleep(2.0)
     told = comm.leave_run(RuntimeError("gloo/ Connection closed by peer"), is_lost=True)
     return [told, comm.destroyed_in_run()]
+
+
+def fails_behind_a_run():
+    """Return what rank 0 is told where rank 1's script fails behind a run: in what all call there, and at its own end."""
+    comm.watch_run(hang_s=60.0, limit_s=60.0, at=lambda: "train, step 3")
+    dist.barrier()
+    comm.end_run()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        try:
+            raise KeyError("behind the fit")
+        except KeyError as error:
+            comm.tell_error_of_script(error)  # waits until rank 0 knows
+            return []
+    comm.watch_run(hang_s=60.0, limit_s=60.0, at=lambda: "a call of all ranks behind the run")
+    time.sleep(0.5)
+    told = comm.leave_run(RuntimeError("gloo/ Connection closed by peer"), is_lost=True)
+    comm.end_run()
+    _runs().is_failing = False  # as if it had waited in a function of torch's
+    return [told, comm.why_scripts_ended()]
 
 
 def waits_for_no_rank():

@@ -64,6 +64,14 @@ def test_a_rank_that_destroys_its_groups_in_a_run_is_named():
     assert (own, again) == ("", "")
 
 
+def test_a_rank_whose_script_fails_behind_a_run_is_named_where_others_wait_for_it():
+    (told, at_end), _ = run_ranks(hang_ranks.fails_behind_a_run, 2)
+    why = "has raised KeyError: 'behind the fit', in tests/comm/hangs/hang_ranks.py:"
+    assert told.startswith(f"rank 1 {why}"), told
+    assert told.endswith(" in fails_behind_a_run, behind run 1"), told
+    assert at_end.startswith(f"rank 1 {why}"), at_end
+
+
 def test_a_wait_for_something_else_than_a_rank_is_told_once(pools):
     for rank, said in enumerate(pools(2).run(hang_ranks.waits_for_no_rank)):
         assert len(said) == 1

@@ -263,7 +263,7 @@ DATA = (
     fault(
         "numbers logged under two names added up over ranks",
         "trainer/loops.py",
-        "        return logged\n    loop = trainer.fit_loop\n    return {\n        **logged,\n",
+        "        return of_all\n    loop = trainer.fit_loop\n    return {\n        **of_all,\n",
         "        return {}\n    loop = trainer.fit_loop\n    return {\n",
         "tests/trainer/logged_numbers/test_other_name.py"
         "::test_another_name_over_all_ranks_is_refused_and_one_of_a_ranks_own_is_not",

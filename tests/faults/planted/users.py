@@ -172,6 +172,20 @@ USERS = (
         f"{UPDATE}[eval-modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, ]",
     ),
     fault(
+        "another dropout on one rank from a later step on",
+        "step/agreement/agreed_update.py",
+        "            sum(p for _, p in dropped),\n            sum(number * p for number, p in dropped),\n",
+        "",
+        f"{UPDATE}[dropout-p of dropout modules (their sum, and that of each times its number) is (0.1, ]",
+    ),
+    fault(
+        "one rank's write to its optimizer's state",
+        "step/agreement/agreed_writes.py",
+        "(*numbers, *self._state_writes().values())",
+        "tuple(numbers)",
+        "tests/step/agreement/test_agreed_writes.py::test_a_write_of_one_rank_to_its_optimizers_state_is_refused[state-on_train_batch_end]",
+    ),
+    fault(
         "another gradient_clip_val on one rank in a run",
         "trainer/loops.py",
         '        "gradient_clip_val": trainer.gradient_clip_val,\n',
@@ -233,6 +247,13 @@ USERS = (
         "    positions = sequence.position_ids\n",
         "    positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(len(embeddings), -1)\n",
         f"{PEFT}::test_virtual_tokens_train_and_are_saved_as_on_one_device[prompt]",
+    ),
+    fault(
+        "a part of the weights that is saved for the whole, without a word",
+        "parallelize/live_saves.py",
+        "        _warn_of_shard()\n",
+        "        pass\n",
+        "tests/parallelize/test_live_saves.py::test_a_part_that_is_saved_for_the_whole_is_said_once[state_dict]",
     ),
     fault(
         "a prompt that is saved as a zero",

@@ -16,6 +16,11 @@ class Uneven(Plain):
 
     where, name, on_all = "", "lr", False
 
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.where == "dropout":
+            self.model.dropout = torch.nn.Dropout(0.1)
+
     def change(self, where: str) -> None:
         if where == self.where and self.global_step >= 1 and (self.on_all or self.global_rank == 1):
             for group in self.optimizers().param_groups:  # type: ignore[union-attr]
@@ -23,6 +28,8 @@ class Uneven(Plain):
         if where == "on_train_batch_start" and self.global_step >= 1 and self.global_rank == 1:
             if self.where == "clipping":
                 self.trainer.gradient_clip_val = 0.5
+            if self.where == "dropout":
+                self.model.dropout.p = 0.5
             if self.where == "eval":
                 self.model.eval()
 

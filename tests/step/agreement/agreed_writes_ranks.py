@@ -20,6 +20,10 @@ def _table(module: Any) -> Any:
     return dict(module.named_parameters())["model.embedding.weight"]
 
 
+def _state(optimizer: Any) -> Any:
+    return next(reversed(optimizer.state.values()))
+
+
 WRITES: dict[str, Any] = {
     "zero_grad": lambda module, optimizer: optimizer.zero_grad(),
     "zero_grad to zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
@@ -35,6 +39,12 @@ WRITES: dict[str, Any] = {
     "assigned": lambda module, _: setattr(_norm(module), "data", _norm(module).data * 0.5),
     # Of 61 rows: the last rank's part is the smaller one.
     "assigned uneven": lambda module, _: setattr(_table(module), "data", (_table(module).data * 0.5).mul_(0.9)),
+    "state": lambda _, optimizer: _state(optimizer)["exp_avg"].mul_(0.5),
+    "state's part": lambda _, optimizer: _state(optimizer)["exp_avg"].to_local().mul_(0.5),
+    "state's step": lambda _, optimizer: _state(optimizer)["step"].add_(9),
+    "state's entry": lambda _, optimizer: _state(optimizer).update(exp_avg=_state(optimizer)["exp_avg"] * 0.5),
+    "state's new entry": lambda _, optimizer: _state(optimizer).update(mine=3),
+    "no state": lambda _, optimizer: optimizer.state.clear(),
     "read": lambda module, _: (
         float(_norm(module).detach().to_local().sum()) + float((_norm(module).data.to_local() * 2).sum())
     ),

@@ -27,6 +27,7 @@ def test_a_learning_rate_of_one_rank_is_refused_before_the_update(pools, where):
         ("accumulation", "accumulate_grad_batches is 1 on rank 0; 4 on rank 1: must be the same on all"),
         ("clipping", "gradient_clip_val is None on rank 0; 0.5 on rank 1"),
         ("eval", "modules in eval mode (their count, and the sum of their numbers) is (0, 0) on rank 0; (17, "),
+        ("dropout", "p of dropout modules (their sum, and that of each times its number) is (0.1, "),
     ],
 )
 def test_what_one_rank_changes_of_its_step_is_refused_before_the_update(pools, where, said):

@@ -39,6 +39,31 @@ def test_wherever_before_the_update_it_is(pools, where, what):
         assert answer["steps"] == 1
 
 
+@pytest.mark.parametrize("where", ["on_before_optimizer_step", "on_train_batch_end", "training_step"])
+@pytest.mark.parametrize(
+    "what", ["state", "state's part", "state's step", "state's entry", "state's new entry", "no state"]
+)
+def test_a_write_of_one_rank_to_its_optimizers_state_is_refused(pools, where, what):
+    """Each rank steps its own part of a matrix by it."""
+    told = (
+        "written to 1 times, with 0"
+        if what in ("state", "state's part", "state's step")
+        else "written to 0 times, with "
+    )
+    for answer in pools(2).run(ranks.fit, where, what, 2, LAYOUT):
+        assert answer["said"].startswith(
+            "ranks have written to their parts of the model differently: the optimizer's state of model."
+        ), answer
+        assert f"entries exchanged on rank 0; {told}" in answer["said"], answer
+        assert answer["steps"] == 1
+
+
+@pytest.mark.parametrize("what", ["state", "state's step", "state's entry", "no state"])
+def test_a_write_of_all_ranks_to_their_optimizers_state_is_theirs(pools, what):
+    for answer in pools(2).run(ranks.fit, "on_train_batch_end", what, 2, LAYOUT, True):
+        assert answer == {"said": "", "steps": 3}
+
+
 @pytest.mark.parametrize("what", [*WEIGHTS, "zero_grad"])
 def test_a_write_after_the_update_is_refused_with_the_next_batch(pools, what):
     for answer in pools(2).run(ranks.fit, "on_train_batch_end", what, 2, LAYOUT):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import callbacks
 
-from tests.trainer.behaviours.harness import Run, behaviour, weights
+from tests.trainer.behaviours.harness import Full, Run, behaviour, weights
 from tests.trainer.behaviours.users import User, fitted, shown
 
 
@@ -84,6 +84,31 @@ def resume(run: Run) -> dict[str, Any]:
     second, again = User(), run.trainer(max_epochs=3)
     again.fit(second, run.loader(), ckpt_path=str(run.folder / "at.ckpt"))
     return shown(again, second, first=first.losses)
+
+
+def _resumed_behind_an_epoch(run: Run, size: int = 8, micro: int = 2, accumulation: int = 1) -> dict[str, Any]:
+    first, trainer = User(), run.trainer()
+    trainer.fit(first, run.loader(data=Full(8)))
+    trainer.save_checkpoint(run.folder / "behind.ckpt")
+    torch.manual_seed(11)
+    second, again = User(), run.trainer(max_epochs=3, accumulate_grad_batches=accumulation)
+    again.fit(second, run.loader(data=Full(size), micro=micro), ckpt_path=str(run.folder / "behind.ckpt"))
+    return shown(again, second, first=first.losses)
+
+
+@behaviour
+def resume_behind_an_epoch_with_more_samples(run: Run) -> dict[str, Any]:
+    return _resumed_behind_an_epoch(run, size=12)
+
+
+@behaviour
+def resume_behind_an_epoch_with_larger_batches(run: Run) -> dict[str, Any]:
+    return _resumed_behind_an_epoch(run, micro=4)
+
+
+@behaviour
+def resume_behind_an_epoch_with_accumulation(run: Run) -> dict[str, Any]:
+    return _resumed_behind_an_epoch(run, accumulation=2)
 
 
 @behaviour

@@ -19,6 +19,9 @@ ONCE_WRONG = [
     "torch_save_of_the_model",
     "deepcopy_of_the_module",
     "parameters_that_are_dtensors_already",
+    "resume_behind_an_epoch_with_more_samples",
+    "resume_behind_an_epoch_with_larger_batches",
+    "resume_behind_an_epoch_with_accumulation",
 ]
 # In groups a number of a batch is a group's own, as DDP has it, and what writes each rank's predictions is refused.
 OF_BATCHES = [name for name in BEHAVIOURS if name.startswith(("log ", "error in"))]

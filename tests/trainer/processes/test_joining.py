@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 
 import pytest
@@ -11,6 +12,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning_sp import SequenceParallelError
 from lightning_sp.trainer.processes import joining
 from lightning_sp.trainer.processes.joining import check_local_rank, how_started, while_joining
+
+ENDED = "rank 1 (process 12) has ended with code 0"
 
 
 def started(variables: dict[str, str], *, by_script: bool = False, num_nodes: int = 1) -> str:
@@ -54,8 +57,28 @@ def join_in_vain(how: str, error: Exception) -> None:
         raise error
 
 
+def join_without(ended: str, joined_s: float) -> None:
+    joining._LOOK_S = joining._GRACE_S = 0.2
+    with while_joining("", rank=0, size=2, gone=lambda: ended):
+        time.sleep(joined_s)
+
+
+@pytest.mark.parametrize(
+    ("ended", "joined_s", "code"), [(ENDED, 60.0, 1), (ENDED, 0.3, 0), ("", 1.0, 0)], ids=["waits", "meets", "all"]
+)
+def test_a_rank_that_waits_for_one_that_has_ended_ends(capfd, ended, joined_s, code):
+    """It waits in native code. Of one that has met the others its run says more."""
+    waiting = multiprocessing.get_context("fork").Process(target=join_without, args=(ended, joined_s))
+    waiting.start()
+    waiting.join(20)
+    assert waiting.exitcode == code
+    said = capfd.readouterr().err
+    assert (f"rank 0 of 2 ends: {ended} before the ranks have met: all of them" in said) == bool(code)
+
+
 def test_a_rank_that_waits_says_for_what(monkeypatch, caplog):
     monkeypatch.setattr(joining, "_SAID_S", 0.05)
+    monkeypatch.setattr(joining, "_LOOK_S", 0.02)
     with while_joining("", rank=0, size=2):
         pass
     assert not caplog.records

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from lightning_sp.trainer.processes import other_ranks
+from lightning_sp.trainer.processes import other_ranks, parent
 from lightning_sp.trainer.processes.launchers import ChildRank
 
 
@@ -81,3 +84,60 @@ def test_a_rank_that_stays_behind_the_script_is_ended_and_its_lines_are_shown():
     assert re.search(r"ends rank 1 \(process \d+\): it went on for 2 s after rank 0, and is here\n", done.stderr)
     assert 'File "<string>", line 1 in <module>' in done.stderr
     assert "told" in done.stdout
+
+
+# A rank that a script starts as `ScriptLauncher` does, and that has ended its run or is in it.
+RANK = """
+import os, runpy, time
+watch = runpy.run_path({file!r})["ParentWatch"]()
+watch.start(os.environ)
+{between}
+print("is there", flush=True)
+time.sleep(60)
+"""
+STARTS = """
+import os, subprocess, sys, threading, time
+main = {in_main}
+os.environ.update(LOCAL_RANK="1", {by}=str(os.getpid()), {in_}="main" if main else "")
+def start():
+    print(subprocess.Popen([sys.executable, "-c", {rank!r}]).pid, flush=True)
+    time.sleep(0 if main else 60)
+start() if main else threading.Thread(target=start, daemon=True).start()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "in_main", "ends"),
+    [
+        pytest.param("", True, True, id="in its run"),
+        pytest.param("watch.stop()", True, True, id="behind its run"),
+        pytest.param("watch.stop(); watch.start(os.environ); watch.stop()", True, True, id="behind its second run"),
+        # The thread that started it may end before its process does, and the kernel knows the thread alone.
+        pytest.param("watch.stop()", False, False, id="started by a thread"),
+    ],
+)
+def test_a_rank_ends_with_the_process_that_started_it(between, in_main, ends):
+    """Behind its run no thread of ours is left: the kernel ends it."""
+    rank = RANK.format(file=parent.__file__, between=between)
+    script = STARTS.format(in_main=in_main, by=parent.STARTED_BY, in_=parent.STARTED_IN, rank=rank)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        pid = int(started.stdout.readline())
+        assert started.stdout.readline() == "is there\n"
+        started.kill()
+        started.wait()
+        until = time.monotonic() + (20 if ends else 2)
+        while is_there(pid) and time.monotonic() < until:
+            time.sleep(0.05)
+        left = is_there(pid)
+        if left:
+            os.kill(pid, signal.SIGKILL)
+    assert left != ends
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -108,8 +108,12 @@ def losses(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
         F.cosine_embedding_loss(flat, flat.sin(), torch.ones(len(flat)), margin=0.2), F.mse_loss(x, x.sin(), weight=weight),
         F.mse_loss(x, x.sin(), weight=w.positions.square().expand_as(x)), F.mse_loss(x, x.sin(), weight=weight, reduction="sum"),
         F.l1_loss(x, x.sin(), weight=weight), F.huber_loss(x, x.sin(), weight=weight), F.multi_margin_loss(classes, ids.flatten(), p=2),
-        F.multilabel_margin_loss(classes, F.pad(ids.flatten()[:, None], (0, 10), value=-1), reduction="sum"),
     )  # fmt: skip
+
+
+def of_several_labels(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    labels = F.pad(ids.flatten()[:, None], (0, 10), value=-1)
+    return F.multilabel_margin_loss(F.linear(x, w.head).flatten(0, 1), labels, reduction="sum")
 
 
 def counts(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
@@ -151,6 +155,7 @@ COMPOSED_CASES: dict[str, Case] = {
     "whole matrices": whole_matrices,
     "folded, unpooled and sampled": resampled,
     "losses of other kinds": losses,
+    "a loss of several labels": of_several_labels,
     "histograms": counts,
     "mapped functions": mapped,
     "padding left out": padding_left_out,

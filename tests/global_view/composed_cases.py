@@ -155,7 +155,7 @@ COMPOSED_CASES: dict[str, Case] = {
     "whole matrices": whole_matrices,
     "folded, unpooled and sampled": resampled,
     "losses of other kinds": losses,
-    "a loss of several labels": of_several_labels,
+    "sum of losses of several labels": of_several_labels,
     "histograms": counts,
     "mapped functions": mapped,
     "padding left out": padding_left_out,

@@ -22,7 +22,7 @@ MORE = (
     "written in place", "first token", "stack", "causal convolution",
 )  # fmt: skip
 # torch 2.13's aot_eager and Inductor compute it wrong on one device, too: 102.5 for 10.3 of six rows whose labels end in -1.
-TORCH_IS_WRONG = {"a loss of several labels"}
+TORCH_IS_WRONG = {"sum of losses of several labels"}
 USERS = "a gradient reversed"  # by an autograd.Function
 # What is one graph, of which nothing runs function by function.
 ONE_GRAPH = {

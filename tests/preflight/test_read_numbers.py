@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_sp.preflight.recording.hidden_terms import Call
+from lightning_sp.preflight.recording.read_numbers import Line, Read, ReadNumbers, numbers_of_groups
 from tests.preflight import read_numbers_ranks as ranks
 
 RING, ULYSSES = {"ring_size": 2}, {"ulysses_size": 2}
@@ -103,3 +105,22 @@ def test_without_a_global_view_it_is_warned_of_and_a_prediction_refused(pools):
     )
     for each in found:
         assert "predict_step decides by a number of its tokens, at read_numbers_ranks.py:" in each["error"]
+
+
+def read(numbers: dict[tuple[str, int, str, int], int], rows: int) -> ReadNumbers:
+    """What a step on so many rows has noted: of each call, how many numbers it read of `ids`."""
+    found = ReadNumbers()
+    found.sizes["ids",] = (rows, 16)
+    found.calls = {Call(*call): Read(each, frozenset({("ids",)})) for call, each in numbers.items()}
+    return found
+
+
+LIBRARY, OWN = "/lib/site-packages/transformers/models/qwen3_vl/modeling_qwen3_vl.py", "/home/me/train.py"
+
+
+def test_a_librarys_loop_over_rows_decides_each_row_by_itself():
+    """Qwen-VL counts the positions of each row in Python: with two groups, twice as often in the run on all rows."""
+    whole = read({(file, 3, "item", i): 1 for file in (LIBRARY, OWN) for i in range(4)} | {(LIBRARY, 9, "gt", 0): 1}, 4)
+    group = read({(file, 3, "item", i): 1 for file in (LIBRARY, OWN) for i in range(2)} | {(LIBRARY, 9, "gt", 0): 1}, 2)
+    found = numbers_of_groups(whole, group)
+    assert found == {Line(LIBRARY, 9, "gt", False, False): 1, Line(OWN, 3, "item", False, False): 2}

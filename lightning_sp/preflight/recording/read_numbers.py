@@ -217,12 +217,14 @@ def numbers_of_groups(whole: ReadNumbers, sharded: ReadNumbers) -> dict[Line, in
         sharded: what the run on this group's has noted.
     """
     split = _other_entries(whole, sharded, {1})
+    of_all, own = (Counter(call[:3] for call in each.calls) for each in (whole, sharded))
     found: Counter[Line] = Counter()
     for call, read in sharded.calls.items():
-        before = whole.calls.get(call)
-        # Numbers of each row are none of these, either.
-        if before is not None and before.numbers == read.numbers and read.leaves & split:
-            found[Line(*call[:3], read.counted, of_tokens=False)] += 1
+        before, line = whole.calls.get(call), Line(*call[:3], read.counted, of_tokens=False)
+        # Numbers of each row are none of these, either: in one tensor, or by a library's loop over rows (Qwen-VL's positions).
+        is_of_rows = line.is_installed and of_all[call[:3]] > own[call[:3]]
+        if before is not None and before.numbers == read.numbers and read.leaves & split and not is_of_rows:
+            found[line] += 1
     return dict(found)
 
 

@@ -16,6 +16,13 @@ COUNTED = "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_de
 
 PREFLIGHT = (
     fault(
+        "a library's loop over rows taken for a group's decision",
+        "preflight/recording/read_numbers.py",
+        "        is_of_rows = line.is_installed and of_all[call[:3]] > own[call[:3]]\n",
+        "        is_of_rows = False\n",
+        "tests/preflight/test_read_numbers.py::test_a_librarys_loop_over_rows_decides_each_row_by_itself",
+    ),
+    fault(
         "a branch on a length that no crop reaches, not looked for",
         "preflight/untried_length.py",
         "        if longest > most and placeholders(plain_entries(batch), options) is None:\n",
